@@ -1,0 +1,244 @@
+"""The routes: OpenAI's API, vLLM's small extras, health and metrics. No Ray in here but the handle it is given."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.directory import Directory
+from cluster.errors import ApiError, bad_request, server_error, unknown_model
+from cluster.metrics import render
+from cluster.prompts import (
+    chat_prompt,
+    check_ids,
+    completion_prompts,
+    encode,
+    read_body,
+    render_chat,
+)
+from cluster.responses import EventStreamResponse, event_stream, new_head, whole
+from cluster.schemas import (
+    SEED_BITS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    refuse_unsupported,
+    sampling_params,
+)
+from cluster.streams import Answer, requests_for
+
+PLAYGROUND = "/playground/"
+
+log = logging.getLogger("ray.serve")
+T = TypeVar("T")
+Prompts = list[tuple[int, ...]]
+
+
+def build_api(directory: Directory, max_body_bytes: int) -> FastAPI:
+    """The ingress' application. Errors of any kind leave as OpenAI's error object."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        directory.start()
+        yield
+        await directory.stop()
+
+    app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(ApiError, answer_error)
+    app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_middleware(LastResort)
+    add_openai_routes(app, directory, max_body_bytes)
+    add_tokenizer_routes(app, directory, max_body_bytes)
+    add_service_routes(app, directory)
+    return app
+
+
+def add_openai_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        card, _ = directory.model
+        return JSONResponse({"object": "list", "data": [card.describe()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> JSONResponse:
+        card, _ = directory.model
+        check_model(name, card)
+        return JSONResponse(card.describe())
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> tuple[Body, Prompts]:
+            body = checked(raw, CompletionBody, card)
+            return body, completion_prompts(body, card, backend)
+
+        return await answer(request, plan, chat=False)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> tuple[Body, Prompts]:
+            body = checked(raw, ChatBody, card)
+            return body, [chat_prompt(body, card, backend)]
+
+        return await answer(request, plan, chat=True)
+
+    async def answer(
+        request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], tuple[Body, Prompts]], chat: bool
+    ) -> Response:
+        raw = await read_raw(request, max_body_bytes)
+        card, backend = directory.model
+        # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
+        body, prompts = await asyncio.to_thread(plan, raw, card, backend)
+        seed = secrets.randbits(SEED_BITS)
+        params = [sampling_params(body, card, len(prompt), seed) for prompt in prompts]
+        head = new_head(card.name, chat)
+        made = Answer(card, requests_for(head.id, prompts, params), body.tidar.trace)
+        pieces = made.pieces(directory.engine)
+        if body.stream:
+            # The first piece before the status line: what goes wrong until then has a status of its own.
+            first = await anext(pieces)
+            return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage))
+        texts = [""] * len(prompts)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                texts[piece.choice] += piece.text
+        return Response(whole(head, made, texts), media_type="application/json")
+
+
+def add_tokenizer_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> JSONResponse:
+        def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
+            body = read_body(raw, TokenizeBody)
+            check_model(body.model, card)
+            text, special = body.prompt, True
+            if body.messages is not None:
+                text, special = render_chat(card, body.messages, body.add_generation_prompt), False
+            assert text is not None  # the body has one of the two
+            if body.add_special_tokens is not None:
+                special = body.add_special_tokens
+            ids = encode(backend, text, special)
+            found: dict[str, Any] = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids}
+            found["token_strs"] = [backend.id_to_token(token) for token in ids] if body.return_token_strs else None
+            return found
+
+        return await in_thread(request, work)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> JSONResponse:
+        def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
+            body = read_body(raw, DetokenizeBody)
+            check_model(body.model, card)
+            check_ids(body.tokens, card, "tokens")
+            return {"prompt": backend.decode(body.tokens, skip_special_tokens=False)}
+
+        return await in_thread(request, work)
+
+    async def in_thread(
+        request: Request, work: Callable[[bytes, ModelCard, Tokenizer], dict[str, Any]]
+    ) -> JSONResponse:
+        raw = await read_raw(request, max_body_bytes)
+        return JSONResponse(await asyncio.to_thread(work, raw, *directory.model))
+
+
+def add_service_routes(app: FastAPI, directory: Directory) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        if not directory.replicas:
+            return PlainTextResponse("no engine replica answers yet\n", 503, {"Retry-After": "1"})
+        return PlainTextResponse("ok\n")
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        page = render(await directory.metrics())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def home() -> Response:
+        return RedirectResponse(PLAYGROUND)
+
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+def checked(raw: bytes, kind: type[BodyT], card: ModelCard) -> BodyT:
+    """The body of a request for an answer. Raises ApiError for whatever cannot be honoured."""
+    body = read_body(raw, kind)
+    check_model(body.model, card)
+    refuse_unsupported(body)
+    if body.ignored:
+        log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
+    return body
+
+
+def check_model(name: str | None, card: ModelCard) -> None:
+    """Raise ApiError (404) for another model's name; no name means the one that is served."""
+    if name is not None and name != card.name:
+        raise unknown_model(name, card.name)
+
+
+async def read_raw(request: Request, limit: int) -> bytes:
+    """The whole body. Raises ApiError (413) as soon as it is known to be over the limit."""
+    refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
+    stated = request.headers.get("content-length", "0")
+    if not stated.isdecimal():
+        raise bad_request("content-length is no number")
+    if int(stated) > limit:
+        raise refusal
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise refusal
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def answer_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """Routing's own errors: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    response = ApiError(error.status_code, said, code="not_found" if error.status_code == 404 else None).response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+class LastResort:
+    """An exception that nobody expected is logged here and answered 500, without a word of its trace."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = begun or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception:
+            if scope["type"] != "http":
+                raise
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if not begun:
+                await server_error().response()(scope, receive, send)

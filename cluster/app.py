@@ -1,0 +1,70 @@
+"""Ingress and engine as one Serve application; `cluster.app:build` is the builder for a Serve config file."""
+
+from typing import Literal
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api import build_api
+from cluster.directory import Directory
+from cluster.options import ServeOptions
+from cluster.replica import EngineReplica
+
+ENGINE = "Engine"
+INGRESS = "Ingress"
+INGRESS_ONGOING = 4096  # the ingress only passes things on; the engine's queue is what bounds the work
+DRAIN_SECONDS = 10.0
+
+
+@serve.ingress()
+class Ingress:
+    """Any number of these may run: all that they know they can ask for again."""
+
+    def __init__(self, engine: DeploymentHandle, options: ServeOptions):
+        self._directory = Directory(engine)
+        self._options = options
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self._directory, self._options.max_body_bytes)
+
+
+def build(args: ServeOptions) -> Application:
+    """The application behind `/`, for the cluster that Ray is connected to."""
+    device, threads = placement(args)
+    engine = serve.deployment(
+        name=ENGINE,
+        num_replicas=args.replicas,
+        max_ongoing_requests=args.max_ongoing,
+        max_queued_requests=args.max_queued,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2.0,
+        max_constructor_retry_count=2,
+        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0},
+    )(EngineReplica)
+    ingress = serve.deployment(
+        name=INGRESS,
+        max_ongoing_requests=INGRESS_ONGOING,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0},
+    )(Ingress)
+    return ingress.bind(engine.bind(args.engine_config(device, threads), args.served_name), args)
+
+
+def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
+    """The device that "auto" stands for on this cluster, and each engine's CPU threads.
+
+    Threads: an equal share of the cluster's CPUs where engines compute on them; a GPU's engine needs few.
+    """
+    resources = ray.cluster_resources()
+    device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and resources.get("GPU", 0) else "cpu"
+    if options.device != "auto":
+        device = options.device
+    nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
+    engines_a_node = -(-options.replicas // nodes)
+    share = int(resources.get("CPU", 1)) // nodes // engines_a_node
+    return device, options.threads or max(1, share)

@@ -1,0 +1,50 @@
+"""What the ingress must know of a model: asked of one replica, once."""
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.request import DraftMode
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A served model. `name` is what clients call it, `root` what it was loaded from.
+
+    block_length is the drafter's (0 where there is none); drafts is used where a request says nothing.
+    created: when the replica loaded it, in seconds since 1970. Crosses Ray's own transport, inside the cluster.
+    """
+
+    name: str
+    root: str
+    created: int
+    adapter: str | None
+    dtype: str
+    device: str
+    exact: bool
+    block_length: int
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    drafts: DraftMode
+    tokenizer: PreTrainedTokenizerFast
+
+    def describe(self) -> dict[str, object]:
+        """The entry of `/v1/models`, in OpenAI's shape with vLLM's `root` and `max_model_len`."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "tidar",
+            "root": self.root,
+            "parent": None,
+            "max_model_len": self.max_model_len,
+            "tidar": {
+                "block_length": self.block_length,
+                "exact": self.exact,
+                "adapter": self.adapter,
+                "dtype": self.dtype,
+                "device": self.device,
+                "drafts": self.drafts,
+            },
+        }

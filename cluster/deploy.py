@@ -1,0 +1,279 @@
+"""`tidar up`: a Ray cluster, joined or started; two Serve applications on it; a clean end."""
+
+import io
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any, Never
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatus, ServeStatus
+
+from cluster import app
+from cluster.options import ServeOptions, UpOptions
+from cluster.preflight import absolute, check_model, check_port
+from cluster.progress import put_up_board
+from tidar_core.config import ConfigError
+
+API, PLAYGROUND = "api", "playground"
+# A Ray of our own listens on the loopback alone, and only tokens pass through it (the default is 30 % of the memory).
+OWN_RAY: dict[str, Any] = {
+    "include_dashboard": False,
+    "object_store_memory": 128 * 1024 * 1024,
+    "_node_ip_address": "127.0.0.1",
+}
+LOOK_SECONDS = 0.25
+WATCH_SECONDS = 2.0
+
+Say = Callable[[str], None]
+
+
+def say_now(line: str) -> None:
+    print(line, flush=True)
+
+
+def up(options: UpOptions, say: Say = say_now) -> None:
+    """Serve a model until Ctrl-C or SIGTERM, then take it all down again.
+
+    Raises ConfigError, one line for the user, where something stands in the way.
+    """
+    with interrupts() as quiet:
+        try:
+            address = running_cluster()
+            if address is None:
+                check_port(options.host, options.port)
+            check_model(options.serve)
+            with ray_cluster(address, say, quiet):
+                if address is not None:
+                    refuse_running_serve(address)
+                    check_port(options.host, options.port)
+                with applications(options, address is not None, say, quiet):
+                    watch(say)
+        except (KeyboardInterrupt, SystemExit):
+            say("stopped")
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], None]]:
+    """SIGTERM means the same as Ctrl-C; yields a function after which both are ignored, for the way down."""
+
+    def interrupt(number: int, frame: FrameType | None) -> Never:
+        raise KeyboardInterrupt
+
+    def listen() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+
+    def ignore() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    listen()
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def running_cluster() -> str | None:
+    """The Ray cluster to join: RAY_ADDRESS, or the one that `ray start` left running here; None to start one.
+
+    Not Ray's own "auto": that would also join a cluster which another `tidar up` started for itself.
+    """
+    wanted = os.environ.get("RAY_ADDRESS", "")
+    if wanted == "local":
+        return None
+    if wanted not in ("", "auto"):
+        return wanted
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        address = note.read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=2):
+            return address
+    except (OSError, ValueError):  # no note, or one that a cluster left behind
+        if wanted == "auto":
+            raise ConfigError("RAY_ADDRESS is auto, but no Ray cluster runs here: unset it to start one") from None
+        return None
+
+
+@contextmanager
+def ray_cluster(address: str | None, say: Say, quiet: Callable[[], None]) -> Iterator[None]:
+    """Ray, joined at `address` or started here; one that was started here ends with this."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program slow the model down
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tidar"}
+    try:
+        say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+        try:
+            if address is None:
+                keep_strangers_out()
+                ray.init(address="local", **common, **OWN_RAY)
+            else:
+                ray.init(address=address, **common)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
+            raise ConfigError(f"{where}: {first_line(error)}") from error
+        listen_again()
+        yield
+    finally:
+        quiet()
+        ray.shutdown()
+
+
+def keep_strangers_out() -> None:
+    """A token that nobody else has: Ray runs what it is sent, and asks for a token wherever it finds one.
+
+    Left to itself it would write one into the user's home, which outlives this run.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def listen_again() -> None:
+    """`ray.init` puts a SIGTERM handler of its own in place; ours is the one of SIGINT."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+
+
+def refuse_running_serve(address: str) -> None:
+    """Raise ConfigError where Serve runs on the cluster: its port and its applications are not ours to change."""
+    status = serve.status()
+    if status.proxies or status.applications:
+        raise ConfigError(
+            f"Ray Serve already runs on the cluster at {address}: add the model to it with `serve deploy` "
+            f"(builder cluster.app:build), or end it with `serve shutdown`"
+        )
+
+
+@contextmanager
+def applications(options: UpOptions, joined: bool, say: Say, quiet: Callable[[], None]) -> Iterator[None]:
+    """Both applications, from ready to deleted; on a cluster that goes on, Serve ends too, as it began here."""
+    from playground.app import PlaygroundOptions
+    from playground.app import build as build_playground
+
+    chosen = absolute(options.serve)
+    check_resources(chosen)
+    try:
+        board = put_up_board()
+        serve.start(
+            proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=options.host, port=options.port)
+        )
+        targets = [
+            serve.RunTarget(app.build(chosen), name=API, route_prefix="/"),
+            serve.RunTarget(build_playground(PlaygroundOptions()), name=PLAYGROUND, route_prefix="/playground"),
+        ]
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        base = f"http://{reachable(options.host)}:{options.port}"
+        wait_until_ready(board, base, say)
+        announce(base, chosen.replicas, say)
+        yield
+    finally:
+        quiet()
+        say("stopping")
+        try:
+            serve.delete(PLAYGROUND, _blocking=False)
+            serve.delete(API)
+            if joined:
+                with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
+                    serve.shutdown()
+                    time.sleep(LOOK_SECONDS)
+        except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller
+            say(f"Serve did not end by itself: {first_line(error)}")
+
+
+def check_resources(options: ServeOptions) -> None:
+    """Raise ConfigError where the cluster has fewer GPUs than replicas; without it they would wait for ever."""
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    device, _ = app.placement(options)
+    if device == "cuda" and gpus < options.replicas:
+        raise ConfigError(f"{options.replicas} replicas need as many GPUs, Ray sees {gpus}: lower --replicas")
+
+
+def wait_until_ready(board: Any, base: str, say: Say) -> None:
+    """Until both applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
+    seen = 0
+    while True:
+        for line in ray.get(board.since.remote(seen)):
+            seen += 1
+            say(f"  {line.replica}: {line.text}")
+            if line.fatal:
+                raise ConfigError(line.text)
+        states = serve.status().applications
+        for name in (API, PLAYGROUND):
+            if name in states and states[name].status is ApplicationStatus.DEPLOY_FAILED:
+                raise ConfigError(f"the {name} application could not be started: {last_line(states[name].message)}")
+        if all(name in states and states[name].status is ApplicationStatus.RUNNING for name in (API, PLAYGROUND)) and (
+            answers(f"{base}/health")
+        ):
+            return
+        time.sleep(LOOK_SECONDS)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def announce(base: str, replicas: int, say: Say) -> None:
+    """Where things are, and what runs there."""
+    model = httpx.get(f"{base}/v1/models", timeout=10).json()["data"][0]
+    about = model["tidar"]
+    exact = "exact" if about["exact"] else "not exact: a token may differ where two scores nearly tie"
+    drafter = f"{about['adapter']}, block length {about['block_length']}" if about["adapter"] else "none"
+    say(f"{model['id']} is served in {about['dtype']} on {about['device']} ({exact})")
+    say(f"  playground  {base}/playground/")
+    say(f"  OpenAI API  {base}/v1")
+    say(f"  drafter     {drafter}; drafts {about['drafts']}")
+    say(f"  replicas    {replicas}")
+    say("  stop        Ctrl-C")
+
+
+def watch(say: Say) -> Never:
+    """Tell when an application gets into trouble or out of it, until interrupted. Raises ConfigError if Ray is gone."""
+    known: dict[str, str] = {}
+    while True:
+        time.sleep(WATCH_SECONDS)
+        try:
+            status = serve.status()
+        except Exception as error:
+            raise ConfigError(f"the Ray cluster is gone: {first_line(error)}") from None
+        for name, state in troubles(status).items():
+            if known.get(name, ApplicationStatus.RUNNING.value) != state:
+                say(f"{name}: {state.lower()}")
+            known[name] = state
+
+
+def troubles(status: ServeStatus) -> dict[str, str]:
+    return {name: state.status.value for name, state in status.applications.items()}
+
+
+def reachable(host: str) -> str:
+    """An address of this machine that a browser on it can open."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "Ray's logs say why"

@@ -1,0 +1,104 @@
+"""One engine, driven by a thread of its own: the event loop never waits for the model."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tidar_core.request import Request, RequestError, StepOutput
+
+if TYPE_CHECKING:  # torch is imported on the engine's thread, after its number of CPU threads is set
+    from tidar_core.engine import Engine, EngineStats
+
+log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that the engine will not serve: the client's fault, in one line."""
+
+    request_id: str
+    message: str
+    param: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine broke; every request in flight ends here."""
+
+    message: str
+
+
+Event = StepOutput | Refusal | Failure
+Deliver = Callable[[Sequence[Event]], None]
+
+
+class EngineThread:
+    """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
+
+    `deliver` is called on the engine's thread, at most once a step, with all that the step brought. After a failure
+    `failure` is set, a `Failure` was delivered, and nothing is served any more.
+    """
+
+    def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):
+        self.ready: Future[Engine] = Future()
+        self.failure: str | None = None
+        self.stats: EngineStats | None = None
+        self._load = load
+        self._deliver = deliver
+        self._commands: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its events come through `deliver`."""
+        self._commands.put(request)
+        if self.failure is not None:  # checked after the put: whichever thread comes second sees the other
+            self._deliver([Failure(self.failure)])
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; one that is not here is ignored."""
+        self._commands.put(request_id)
+
+    def close(self) -> None:
+        """Stop after the step that runs, and wait for it."""
+        self._commands.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+        except BaseException as error:
+            self.ready.set_exception(error)
+            return
+        self.stats = engine.stats()
+        self.ready.set_result(engine)
+        try:
+            while self._obey(engine):
+                outputs: Sequence[Event] = engine.step()
+                self.stats = engine.stats()
+                if outputs:
+                    self._deliver(outputs)
+        except BaseException as error:
+            log.exception("the engine failed")
+            self.failure = f"the engine failed ({type(error).__name__}); the server restarts it"
+            self._deliver([Failure(self.failure)])
+
+    def _obey(self, engine: "Engine") -> bool:
+        """Carry out what was asked, waiting for a command where there is no work. False: stop."""
+        while not (self._commands.empty() and engine.has_work):
+            command = self._commands.get()
+            if command is None:
+                return False
+            if isinstance(command, str):
+                engine.abort(command)
+            else:
+                try:
+                    engine.submit(command)
+                except RequestError as error:
+                    self._deliver([Refusal(command.request_id, str(error), error.param)])
+        return True

@@ -1,0 +1,77 @@
+"""Errors as a client sees them: OpenAI's object and status codes, one clear line, never a stack trace."""
+
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from tidar_core.request import RequestError
+
+RETRY_AFTER_SECONDS = 1
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` is the field at fault, `code` a word for programs."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object: {"error": {message, type, param, code}}."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The whole HTTP answer; 429 and 503 tell when to try again."""
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def unknown_model(name: str, served: str) -> ApiError:
+    message = f"The model `{name}` does not exist; this server has `{served}`."
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def too_long(prompt_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
+    """The prompt, alone or with the tokens asked for, does not fit `limit` positions."""
+    asked = f" and {max_tokens} for the answer" if max_tokens is not None else ""
+    message = (
+        f"This model's maximum context length is {limit} tokens, but {prompt_tokens} for the prompt{asked} were "
+        f"requested. Shorten the prompt or ask for fewer tokens."
+    )
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def not_ready() -> ApiError:
+    return ApiError(503, "The model is not ready: no engine replica answers yet.", code="not_ready")
+
+
+def server_error() -> ApiError:
+    return ApiError(500, "The server failed on this request; its log says why.", code="internal_error")
+
+
+def from_request_error(error: RequestError) -> ApiError:
+    return bad_request(str(error), error.param)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by the name of its field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    # The branch of a union that was tried is no part of the name that a client would know.
+    parts = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or "(" in part))]
+    param = ".".join(parts) or None
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = f"unknown field `{param}`"
+    elif param and not message.startswith(param):
+        message = f"{param}: {message}"
+    return bad_request(message, param)

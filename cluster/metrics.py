@@ -1,0 +1,145 @@
+"""What Prometheus reads: vLLM's names where vLLM has one, `tidar:` for the rest.
+
+Each replica counts for itself (`ReplicaMetrics`), so that any ingress can show all of them on one page (`render`):
+series of different replicas differ in the label `engine`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from tidar_core.request import FinishReason, StepOutput
+
+LABELS = ("model_name", "engine")
+FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests and K/V pages of an engine at one moment."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """When things happened to one request: seconds on one monotonic clock."""
+
+    started: float
+    first_token: float | None = None
+    tokens: int = 0
+
+
+class ReplicaMetrics:
+    """Counts of one replica since it started. `block_length` is the drafter's."""
+
+    def __init__(self, model: str, replica: str, block_length: int):
+        self._registry = CollectorRegistry(auto_describe=False)
+        labels = (model, replica)
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, (*LABELS, *more), registry=self._registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, LABELS, registry=self._registry).labels(*labels)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*labels)
+
+        self._running = gauge("vllm:num_requests_running", "Requests in the batch.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting for room in the batch.")
+        self._cache = gauge("vllm:kv_cache_usage_perc", "K/V pages in use; 1 is all of them.")
+        self._pages = gauge("tidar:kv_pages", "K/V pages in all.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens received.").labels(*labels)
+        self._generated = counter("vllm:generation_tokens", "Tokens emitted.").labels(*labels)
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Steps that verified drafts.").labels(*labels)
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Drafts verified.").labels(*labels)
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafts that held.").labels(*labels)
+        by_position = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that held, by place in the draft.", "position"
+        )
+        self._by_position = [by_position.labels(*labels, str(place)) for place in range(max(0, block_length - 1))]
+        finished = counter("vllm:request_success", "Requests that ended, by how.", "finished_reason")
+        self._finished = {reason: finished.labels(*labels, reason.value) for reason in FinishReason}
+        self._steps = counter("tidar:decode_steps", "Decode steps, counted for each sequence.").labels(*labels)
+        self._stepped = counter("tidar:decode_tokens", "Tokens that decode steps emitted.").labels(*labels)
+        rows = counter("tidar:rows", "Rows that the model computed in steps that emitted, by kind.", "kind")
+        self._verify_rows, self._mask_rows = (rows.labels(*labels, kind) for kind in ("verify", "mask"))
+        self._first = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival at the replica to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self._each = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time a token after the first.", TOKEN_SECONDS
+        )
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS)
+
+    def arrived(self, prompt_tokens: int) -> None:
+        self._prompt.inc(prompt_tokens)
+
+    def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:
+        """Count what one step brought one request; the answer's end is `ended`'s."""
+        self._generated.inc(len(output.tokens))
+        if output.tokens and timing.first_token is None:
+            timing.first_token = now
+            self._first.observe(now - timing.started)
+        timing.tokens += len(output.tokens)
+        trace = output.trace
+        if trace is None:
+            return
+        self._verify_rows.inc(trace.verify_rows)
+        self._mask_rows.inc(trace.mask_rows)
+        if trace.step == 0:
+            return
+        self._steps.inc()
+        self._stepped.inc(len(output.tokens))
+        if trace.drafted:
+            self._drafts.inc()
+            self._drafted.inc(len(trace.drafted))
+            self._accepted.inc(trace.accepted)
+            for place in self._by_position[: trace.accepted]:
+                place.inc()
+
+    def ended(self, reason: FinishReason, timing: Timing, now: float) -> None:
+        """Count the end of a request, an aborted one too."""
+        self._finished[reason].inc()
+        self._whole.observe(now - timing.started)
+        if timing.first_token is not None and timing.tokens > 1:
+            self._each.observe((now - timing.first_token) / (timing.tokens - 1))
+
+    def collect(self, load: Load) -> list[Metric]:
+        """All series of this replica, with its load at this moment."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._cache.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+        self._pages.set(load.pages_total)
+        return list(self._registry.collect())
+
+
+class Merged(Collector):
+    """Series of several replicas as one page: a family's name, type and help stand once."""
+
+    def __init__(self, replicas: Iterable[Iterable[Metric]]):
+        self._replicas = list(replicas)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._replicas:
+            for metric in metrics:
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples.extend(item for item in metric.samples if not item.name.endswith("_created"))
+        yield from families.values()
+
+
+def render(replicas: Iterable[Iterable[Metric]]) -> bytes:
+    """Prometheus' text format of what the replicas' `collect` gave."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Merged(replicas))
+    return generate_latest(registry)

@@ -1,0 +1,67 @@
+"""What a user chooses about a served model. Imports nothing heavy: the command line reads it before it starts Ray."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tidar_core.config import DEFAULT_MODEL, DTypeName, EngineConfig
+from tidar_core.request import DraftMode
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class ServeOptions(BaseModel):
+    """One model behind the API; also the `args` of the application builder in a Serve config file.
+
+    model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
+    name: what clients call the model; by default the last part of its path, or its hub id.
+    replicas: engines. threads: CPU threads of each, 0 for an equal share of the node's CPUs.
+    max_ongoing: requests that one replica holds, running or waiting. max_queued: requests that wait at one ingress
+    for a replica with room; beyond that they are answered 429. max_body_bytes: largest request body.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = DEFAULT_MODEL
+    adapter: str = "default"
+    name: str | None = None
+    dtype: DTypeName = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    drafts: DraftMode = "auto"
+    replicas: Annotated[int, Field(ge=1)] = 1
+    threads: Count = 0
+    max_model_len: Count = 0
+    max_ongoing: Annotated[int, Field(ge=1)] = 256
+    max_queued: Count = 256
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+
+    @property
+    def served_name(self) -> str:
+        """The model's name on the wire."""
+        if self.name:
+            return self.name
+        path = Path(self.model)
+        return (path.stem if path.is_file() else path.resolve().name) if path.exists() else self.model
+
+    def engine_config(self, device: Literal["auto", "cpu", "cuda"], threads: int) -> EngineConfig:
+        """The engine's own settings, on a device and with a number of CPU threads."""
+        return EngineConfig(
+            model=self.model,
+            adapter=self.adapter,
+            dtype=self.dtype,
+            device=device,
+            threads=threads,
+            drafts=self.drafts,
+            max_model_len=self.max_model_len,
+        )
+
+
+class UpOptions(BaseModel):
+    """What `tidar up` takes: a model to serve, and where."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    serve: ServeOptions = ServeOptions()
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000

@@ -1,0 +1,67 @@
+"""What can be known to fail before Ray starts: the port, the model, the adapter. Each failure is one line."""
+
+import socket
+from pathlib import Path
+
+from cluster.options import ServeOptions
+from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError where the port cannot be listened on.
+
+    Serve's proxies would share a port that another Serve has (SO_REUSEPORT), and requests would go to either.
+    """
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Without it a port whose last connections are still in TIME_WAIT would count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or choose "
+                f"another with --port"
+            ) from None
+
+
+def check_model(options: ServeOptions) -> None:
+    """Raise ConfigError where the model is not found or not one that the decoder runs, or the adapter does not fit.
+
+    Reads headers only, except that a hub id is downloaded; a replica checks the rest when it loads.
+    """
+    from tidar_core.model.loading import find_model, load_config
+
+    config = load_config(find_model(options.model))
+    if options.adapter not in ("default", "none"):
+        check_adapter(Path(options.adapter), options.served_name, config)
+
+
+def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
+    """Raise ConfigError where the adapter's base has another shape than the model."""
+    from tidar_core.model.adapter import BaseIdentity, read_adapter_config
+
+    base = read_adapter_config(directory).base
+    for field in BaseIdentity.model_fields:
+        ours = getattr(config, field, None)
+        theirs = getattr(base, field)
+        if ours is not None and ours != theirs:
+            raise ConfigError(
+                f"adapter {directory.name} does not fit: made for {base.name} with {field} {theirs}, {model} has {ours}"
+            )
+
+
+def absolute(options: ServeOptions) -> ServeOptions:
+    """The options with paths that hold wherever a replica's process starts."""
+    changed = {}
+    for name, words in (("model", (DEFAULT_MODEL,)), ("adapter", ("default", "none"))):
+        value = getattr(options, name)
+        path = Path(value).expanduser()
+        if value not in words and path.exists():
+            changed[name] = str(path.resolve())
+    return options.model_copy(update={**changed, "name": options.served_name})

@@ -1,0 +1,106 @@
+"""Bodies to token ids. Slow for long texts: the caller runs these in a thread."""
+
+import json
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, ValidationError
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.errors import bad_request, from_validation
+from cluster.schemas import ChatBody, CompletionBody, Message
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_json(raw: bytes) -> Any:
+    """The JSON value of a request body. Raises ApiError (400) for anything that is not UTF-8 and strict JSON."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8 (byte {error.start})") from error
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+        # A lone surrogate is legal JSON and no text; it would fail much later, in the tokenizer or the answer.
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise bad_request("the body's JSON is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise bad_request("the body has a lone surrogate, which is no text") from error
+    except ValueError as error:
+        raise bad_request(f"the body is not JSON: {error}") from error
+    return value
+
+
+def refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def read_body(raw: bytes, kind: type[BodyT]) -> BodyT:
+    """A checked request body. Raises ApiError (400) that names the first field at fault."""
+    value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def prepare(card: ModelCard) -> Tokenizer:
+    """The tokenizer's Rust half, which many threads may use at once; it never cuts or pads."""
+    backend = card.tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def encode(backend: Tokenizer, text: str, special: bool) -> tuple[int, ...]:
+    return tuple(backend.encode(text, add_special_tokens=special).ids)
+
+
+def render_chat(card: ModelCard, messages: list[Message], add_generation_prompt: bool) -> str:
+    """The messages in the model's own chat template. Raises ApiError (400) where there is none or it refuses."""
+    if card.tokenizer.chat_template is None:
+        raise bad_request("this model has no chat template; use /v1/completions", "messages")
+    # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
+    turns = [
+        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
+        for message in messages
+    ]
+    try:
+        text = card.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
+    return str(text)
+
+
+def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises ApiError (400) for an empty prompt or an id that the model does not know."""
+    prompts = [
+        encode(backend, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in body.prompt
+    ]
+    for prompt in prompts:
+        if not prompt:
+            raise bad_request("prompt must not be empty", "prompt")
+        check_ids(prompt, card, "prompt")
+    return prompts
+
+
+def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a chat. Raises ApiError (400) as `render_chat` does."""
+    text = render_chat(card, body.messages, body.add_generation_prompt)
+    prompt = encode(backend, text, body.add_special_tokens)
+    if not prompt:
+        raise bad_request("the chat template made an empty prompt of the messages", "messages")
+    return prompt
+
+
+def check_ids(ids: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:
+    """Raise ApiError (400) for a token id outside the model's vocabulary."""
+    for token in ids:
+        if not 0 <= token < card.vocab_size:
+            raise bad_request(f"token id {token} is outside the vocabulary of {card.vocab_size} tokens", param)

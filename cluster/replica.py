@@ -1,0 +1,167 @@
+"""The engine deployment: one engine a GPU, or one in all where there is none."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import Metric
+from ray import serve
+
+from cluster.card import ModelCard
+from cluster.engine_thread import EngineThread, Event, Failure, Refusal
+from cluster.metrics import Load, ReplicaMetrics, Timing
+from cluster.progress import ProgressLine
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from tidar_core.engine import Engine
+
+log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a stream brings at once: the events since the last look, and the replica's name."""
+
+    replica: str
+    events: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class Subscriber:
+    """A request in flight, as the event loop sees it."""
+
+    timing: Timing
+    events: list[Event] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+    def push(self, event: Event) -> None:
+        self.events.append(event)
+        self.news.set()
+
+    async def take(self) -> tuple[Event, ...]:
+        """All events since the last call, waiting for one."""
+        await self.news.wait()
+        self.news.clear()
+        taken, self.events = tuple(self.events), []
+        return taken
+
+
+class EngineReplica:
+    """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop."""
+
+    async def __init__(self, config: EngineConfig, name: str):  # type: ignore[misc]  # Serve awaits it
+        self._name = name
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._loop = asyncio.get_running_loop()
+        self._subscribers: dict[str, Subscriber] = {}
+        progress = ProgressLine(self._replica)
+        # Ray sets it to the CPUs that were asked for; libgomp reads it once, when torch is first imported.
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+
+        def load() -> "Engine":
+            from tidar_core.engine import load_engine
+
+            return load_engine(config, progress.report)
+
+        self._thread = EngineThread(load, self._deliver)
+        try:
+            engine = await asyncio.wrap_future(self._thread.ready)
+        except ConfigError as error:
+            progress.fail(str(error))
+            raise
+        except Exception as error:
+            progress.fail(f"the engine could not be started: {error}")
+            raise
+        info = engine.info
+        self._card = ModelCard(
+            name=name,
+            root=config.model,
+            created=int(time.time()),
+            adapter=info.adapter,
+            dtype=info.dtype,
+            device=info.device,
+            exact=info.exact,
+            block_length=info.block_length,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_ids=info.eos_ids,
+            drafts=config.drafts,
+            tokenizer=engine.tokenizer,
+        )
+        self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
+
+    async def generate(self, request: Request) -> AsyncGenerator[Batch, None]:
+        """Everything that happens to a request, up to its finish, a `Refusal` or a `Failure`.
+
+        Closing or cancelling it ends the request in the engine before the next step.
+        """
+        subscriber = Subscriber(Timing(time.monotonic()))
+        self._subscribers[request.request_id] = subscriber
+        self._metrics.arrived(len(request.prompt))
+        self._thread.submit(request)
+        try:
+            while True:
+                yield Batch(self._replica, await subscriber.take())
+                if subscriber.ended and not subscriber.events:
+                    break
+        finally:
+            del self._subscribers[request.request_id]
+            if not subscriber.ended:
+                self._thread.abort(request.request_id)
+                self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
+
+    async def describe(self) -> ModelCard:
+        """What the ingress must know of the model."""
+        return self._card
+
+    async def alive(self) -> str:
+        """The replica's name; raises where its engine failed."""
+        self.check_health()
+        return self._replica
+
+    async def metrics(self) -> list[Metric]:
+        """All Prometheus series of this replica."""
+        stats = self._thread.stats
+        assert stats is not None  # set before the constructor was left
+        return self._metrics.collect(Load(stats.running, stats.waiting, stats.pages_used, stats.pages_total))
+
+    def check_health(self) -> None:
+        """Ray restarts the replica once this raises a few times in a row."""
+        if self._thread.failure is not None:
+            raise RuntimeError(self._thread.failure)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        self._loop.call_soon_threadsafe(self._spread, events)
+
+    def _spread(self, events: Sequence[Event]) -> None:
+        now = time.monotonic()
+        for event in events:
+            if isinstance(event, Failure):
+                for subscriber in self._subscribers.values():
+                    self._end(subscriber, event, FinishReason.ERROR, now)
+                continue
+            found = self._subscribers.get(event.request_id)
+            if found is None:  # aborted meanwhile
+                continue
+            if isinstance(event, Refusal):
+                self._end(found, event, FinishReason.ERROR, now)
+                continue
+            self._metrics.stepped(event, found.timing, now)
+            if event.finish is None:
+                found.push(event)
+            else:
+                self._end(found, event, event.finish.reason, now)
+
+    def _end(self, subscriber: Subscriber, event: Event, reason: FinishReason, now: float) -> None:
+        if subscriber.ended:
+            return
+        subscriber.ended = True
+        self._metrics.ended(reason, subscriber.timing, now)
+        subscriber.push(event)

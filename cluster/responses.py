@@ -1,0 +1,165 @@
+"""Answers as OpenAI's objects: whole, or as the chunks of an event stream."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai.types import Completion, CompletionChoice, CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice as ChatChoice
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Send
+
+from cluster.errors import ApiError, server_error
+from cluster.streams import Answer, Choice, Piece
+from tidar_core.request import Finish
+
+log = logging.getLogger("ray.serve")
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every object of one answer says. `chat` chooses between OpenAI's two families of objects."""
+
+    model: str
+    chat: bool
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def new_head(model: str, chat: bool) -> Head:
+    return Head(model, chat, f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}")
+
+
+def usage_of(choices: Sequence[Choice]) -> CompletionUsage:
+    prompt = sum(choice.prompt_tokens for choice in choices)
+    completion = sum(choice.completion_tokens for choice in choices)
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:
+    """vLLM's `stop_reason`: the stop string or id that was asked for and came up; null for the model's own end."""
+    return None if finish.stop in eos_ids else finish.stop
+
+
+def whole(head: Head, answer: Answer, texts: Sequence[str]) -> bytes:
+    """The body of an answer that is not streamed; `texts` by choice."""
+    made: list[Any] = []
+    for text, choice in zip(texts, answer.choices, strict=True):
+        assert choice.finish is not None
+        end: dict[str, Any] = {
+            "index": choice.number,
+            "finish_reason": choice.finish.reason.value,
+            "logprobs": None,
+            "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
+        }
+        if head.chat:
+            message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
+            made.append(ChatChoice(message=message, **end))
+        else:
+            made.append(CompletionChoice(text=text, **end))
+    common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": made}
+    extra: dict[str, Any] = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
+    if head.chat:
+        return dump(ChatCompletion(object="chat.completion", **common, **extra))
+    return dump(Completion(object="text_completion", **common, **extra))
+
+
+def chunk(head: Head, piece: Piece, first: bool, with_usage: bool, eos_ids: Sequence[int]) -> bytes:
+    """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is."""
+    end: dict[str, Any] = {
+        "index": piece.choice,
+        "finish_reason": piece.finish.reason.value if piece.finish else None,
+        "logprobs": None,
+    }
+    if piece.finish:
+        end["stop_reason"] = stop_reason(piece.finish, eos_ids)
+    extra: dict[str, Any] = {}
+    if with_usage:  # OpenAI: null in all chunks but the last
+        extra["usage"] = None
+    if piece.trace is not None:
+        extra["tidar"] = piece.trace
+    if head.chat:
+        delta = ChoiceDelta(role="assistant", content=piece.text) if first else ChoiceDelta(content=piece.text)
+        return event(chunk_object(head, [ChunkChoice(delta=delta, **end)], extra))
+    # OpenAI's type forbids the null that its server sends while a completion goes on.
+    choice = CompletionChoice.model_construct(text=piece.text, **end)
+    return event(chunk_object(head, [choice], extra))
+
+
+def usage_chunk(head: Head, answer: Answer) -> bytes:
+    """The last event of a stream whose client asked for usage: no choices, usage and metrics."""
+    return event(chunk_object(head, [], {"usage": usage_of(answer.choices), "metrics": answer.metrics()}))
+
+
+def chunk_object(head: Head, choices: list[Any], extra: dict[str, Any]) -> BaseModel:
+    common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": choices}
+    if head.chat:
+        return ChatCompletionChunk(object="chat.completion.chunk", **common, **extra)
+    return Completion(object="text_completion", **common, **extra)
+
+
+def dump(answer: BaseModel) -> bytes:
+    return answer.model_dump_json(exclude_unset=True).encode()
+
+
+def event(answer: BaseModel) -> bytes:
+    return b"data: " + dump(answer) + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """An error after the stream began: the status line is long gone."""
+    return b"data: " + bytes(error.response().body) + b"\n\n"
+
+
+async def event_stream(
+    head: Head, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None], with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream whose first piece is here already; ends with [DONE], after an error too."""
+    begun: set[int] = set()
+    try:
+        async with aclosing(chain(first, rest)) as pieces:
+            async for piece in pieces:
+                is_first = piece.choice not in begun
+                # A step whose text is still held back has nothing to show, except its trace.
+                if piece.text or piece.finish or piece.trace is not None or (is_first and head.chat):
+                    begun.add(piece.choice)
+                    yield chunk(head, piece, is_first, with_usage, answer.card.eos_ids)
+        if with_usage:
+            yield usage_chunk(head, answer)
+    except ApiError as error:
+        yield error_event(error)
+    except Exception:
+        log.exception("stream %s failed", head.id)
+        yield error_event(server_error())
+    yield DONE
+
+
+async def chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece
+
+
+class EventStreamResponse(StreamingResponse):
+    """Server-sent events. However the client leaves, the generator is closed at once, and with it the request."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]):
+        # X-Accel-Buffering: nginx would otherwise collect the events.
+        self._events = events
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().stream_response(send)

@@ -1,0 +1,289 @@
+"""Request bodies of the OpenAI API with vLLM's extra names, and the one function that turns them into SamplingParams.
+
+Whatever would change the answer and cannot be honoured is refused by name; what cannot change it is ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
+
+from cluster.card import ModelCard
+from cluster.errors import bad_request, from_request_error, too_long
+from tidar_core.request import DraftMode, RequestError, SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_STOP = 16
+MAX_PROMPTS = 256
+SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
+
+# Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0, 0.0),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+# Known fields that cannot change the answer: nothing to say about them in the log.
+HARMLESS = frozenset(
+    {
+        "cache_salt",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def check_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """The four shapes of `prompt` (text, texts, token ids, lists of them) as one tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("prompt must be a string, a list of strings, a list of token ids or a list of those lists")
+    if is_ids(value):
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"prompt may hold at most {MAX_PROMPTS} prompts")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and item and is_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("prompt must be a string, a list of strings, a list of token ids or a list of those lists")
+
+
+def is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def check_content(value: object) -> str:
+    """A message's text: a string, or text parts, which are joined by line ends as vLLM does."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("content must be a string or a list of text parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a text part needs a string in `text`")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class TidarOptions(BaseModel):
+    """The `tidar` object of a request: how to draft, and whether to show it. None of it changes the tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    drafts: DraftMode | None = None
+    block: Annotated[int, Field(ge=1)] | None = None
+    draft_trust: float | None = None
+    trace: bool = False
+
+    @field_validator("draft_trust")
+    @classmethod
+    def trust_the_model(cls, value: float | None) -> float | None:
+        if value is not None and value != 1:
+            raise ValueError("draft_trust other than 1 is not supported: the model's own word decides")
+        return value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+
+
+class Body(BaseModel):
+    """What both endpoints share. Null means the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[Annotated[list[str], Field(max_length=MAX_STOP)] | None, BeforeValidator(one_or_many)] = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tidar: TidarOptions = TidarOptions()
+
+    @field_validator("tidar", mode="before")
+    @classmethod
+    def null_is_default(cls, value: object) -> object:
+        return TidarOptions() if value is None else value
+
+    @model_validator(mode="after")
+    def usage_needs_stream(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed where stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that this server does not know, for its log."""
+        extra = self.model_extra or {}
+        return [name for name in extra if name not in UNSUPPORTED and name not in HARMLESS]
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`: each prompt is a choice."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts)]
+    add_special_tokens: bool = True
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(check_content)]
+
+    @model_validator(mode="after")
+    def no_tools(self) -> "Message":
+        for name in ("tool_calls", "function_call", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not supported in messages")
+        return self
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`, as vLLM has it: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either `prompt` or `messages`")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`, as vLLM has it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def refuse_unsupported(body: Body) -> None:
+    """Raise ApiError (400) for the first field that would change the answer and cannot be honoured."""
+    for name, value in (body.model_extra or {}).items():
+        neutral = UNSUPPORTED.get(name)
+        if neutral is None or value is None:
+            continue
+        # Types count: in completions `logprobs: 0` asks for something, in chat `logprobs: false` does not.
+        if not any(type(value) is type(item) and value == item for item in neutral):
+            raise bad_request(f"`{name}` is not supported by this server yet", name)
+
+
+def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) -> SamplingParams:
+    """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none.
+
+    Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
+    """
+    chat = isinstance(body, ChatBody)
+    name = "max_tokens"
+    wanted = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if wanted is not None and wanted < 1:
+        raise bad_request(f"{name} must be at least 1", name)
+    room = card.max_model_len - prompt_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        at_fault = name if room >= 1 else "messages" if chat else "prompt"
+        raise too_long(prompt_tokens, wanted, card.max_model_len, at_fault)
+    default = room if chat else min(COMPLETION_MAX_TOKENS, room)
+    top_k = body.top_k if body.top_k is not None else 0
+    try:
+        return SamplingParams(
+            max_tokens=default if wanted is None else wanted,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=0 if top_k == -1 else min(top_k, card.vocab_size),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=0.0 if body.min_p is None else body.min_p,
+            seed=seed if body.seed is None else body.seed,
+            min_tokens=body.min_tokens or 0,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            drafts=body.tidar.drafts or card.drafts,
+            block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
+        )
+    except RequestError as error:
+        raise from_request_error(error) from error

@@ -1,0 +1,227 @@
+"""The ingress side of an answer: requests go to replicas, tokens come back and become text.
+
+Whatever goes wrong leaves here as an ApiError. Closing a stream ends its request in the engine.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from transformers import PreTrainedTokenizerFast
+
+from cluster.acceptance import Acceptance, answer_metrics
+from cluster.card import ModelCard
+from cluster.engine_thread import Failure, Refusal
+from cluster.errors import ApiError, bad_request, server_error
+from cluster.replica import Batch
+from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
+from tidar_core.text import TextStream
+
+log = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one choice. `trace` is the wire's `tidar` object, where one was asked for."""
+
+    choice: int
+    text: str
+    finish: Finish | None = None
+    trace: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as it grows: its text, its counts, how it ended."""
+
+    number: int
+    prompt_tokens: int
+    acceptance: Acceptance
+    text: TextStream
+    spelling: "Spelling | None"
+    completion_tokens: int = 0
+    finish: Finish | None = None
+
+    def add(self, output: StepOutput, replica: str) -> Piece:
+        """Count one step and turn its tokens into the text to show."""
+        finish = self.finish = output.finish
+        self.acceptance.add(output)
+        self.completion_tokens += len(output.tokens)
+        # The id that ended an answer is among the tokens, but no part of the text.
+        shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
+        pushed = self.text.push(shown)
+        text = pushed.text
+        if finish and pushed.stop is None:
+            text += self.text.finish()
+        trace = None
+        if self.spelling is not None and output.trace is not None:
+            trace = self.spelling.describe(output, output.trace, replica)
+        return Piece(self.number, text, finish, trace)
+
+
+class Spelling:
+    """The texts of single tokens for the trace. Those of emitted tokens together are the answer's text: a token that
+    only begins a character is spelled empty, the one that completes it has it whole."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._emitted = TextStream(tokenizer)
+
+    def emitted(self, token: int) -> dict[str, Any]:
+        text = self._emitted.push((token,)).text
+        return {"id": token, "text": self._name(token) if token in self._special else text}
+
+    def rejected(self, token: int) -> dict[str, Any]:
+        if token in self._special:
+            return {"id": token, "text": self._name(token)}
+        alone = TextStream(self._tokenizer)
+        return {"id": token, "text": alone.push((token,)).text + alone.finish()}
+
+    def describe(self, output: StepOutput, trace: StepTrace, replica: str) -> dict[str, Any]:
+        """The `tidar` object of a streamed chunk: what was guessed, what held, what the model said itself."""
+        held = [self.emitted(token) for token in trace.drafted[: trace.accepted]]
+        return {
+            "step": trace.step,
+            "t_ms": round(trace.seconds * 1000, 3),
+            "drafted": held + [self.rejected(token) for token in trace.drafted[trace.accepted :]],
+            "accepted": trace.accepted,
+            "anchor": None if trace.anchor is None else self.emitted(trace.anchor),
+            "block": trace.block,
+            "proposals": [{"a": outcome} for outcome in trace.proposals],
+            "used": trace.used,
+            "rows": {"verify": trace.verify_rows, "mask": trace.mask_rows},
+            "replica": replica,
+        }
+
+    def _name(self, token: int) -> str:
+        return str(self._tokenizer.convert_ids_to_tokens(token))
+
+
+@dataclass(slots=True)
+class Answer:
+    """All choices of one HTTP request, under one set of sampling parameters a prompt."""
+
+    card: ModelCard
+    requests: Sequence[Request]
+    trace: bool
+    choices: list[Choice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.choices = [
+            Choice(
+                number=number,
+                prompt_tokens=len(request.prompt),
+                acceptance=Acceptance(max(0, self.card.block_length - 1)),
+                text=TextStream(self.card.tokenizer, request.params.stop),
+                spelling=Spelling(self.card.tokenizer) if self.trace else None,
+            )
+            for number, request in enumerate(self.requests)
+        ]
+
+    def metrics(self) -> dict[str, Any]:
+        """The `metrics` object of the response; per step too where the answer is traced."""
+        return answer_metrics([choice.acceptance for choice in self.choices], self.requests[0].params.seed, self.trace)
+
+    async def pieces(self, engine: DeploymentHandle) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices, one a step and choice, as they come. Raises ApiError."""
+        streams = [
+            self._of(choice, run(engine, request)) for choice, request in zip(self.choices, self.requests, strict=True)
+        ]
+        async with aclosing(merge(streams)) as merged:
+            async for piece in merged:
+                yield piece
+
+    async def _of(self, choice: Choice, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Piece, None]:
+        async with aclosing(batches):
+            async for batch in batches:
+                for event in batch.events:
+                    yield choice.add(finished_well(event), batch.replica)
+
+
+def requests_for(answer_id: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[Request]:
+    """One engine request a prompt, named after the answer."""
+    return [
+        Request(f"{answer_id}-{number}", prompt, sampling)
+        for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+def finished_well(event: object) -> StepOutput:
+    """The event where it is a step that did not break the answer off; raises ApiError for all others."""
+    if isinstance(event, Refusal):
+        raise bad_request(event.message, event.param)
+    if isinstance(event, Failure):
+        raise ApiError(500, event.message, code="engine_failed")
+    assert isinstance(event, StepOutput)
+    if event.finish is not None and event.finish.reason is FinishReason.ERROR:
+        raise ApiError(500, event.finish.error or "the engine could not go on", code="engine_failed")
+    if event.finish is not None and event.finish.reason is FinishReason.ABORT:
+        raise ApiError(503, "the request was aborted by the server", code="aborted")
+    return event
+
+
+async def run(engine: DeploymentHandle, request: Request) -> AsyncGenerator[Batch, None]:
+    """A request at whichever replica Serve picks. Raises ApiError; ends the request wherever the caller stops."""
+    response = engine.options(stream=True, method_name="generate").remote(request)
+    assert isinstance(response, DeploymentResponseGenerator)
+    try:
+        async for batch in response:
+            yield batch
+    except BackPressureError as error:
+        raise ApiError(429, "The server is full: too many requests wait already. Try again.", code="full") from error
+    except DeploymentUnavailableError as error:
+        raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from error
+    except RayActorError as error:
+        log.warning("replica lost under %s: %s", request.request_id, type(error).__name__)
+        raise ApiError(503, "The engine replica went away. Try again.", code="replica_lost") from error
+    except RequestCancelledError as error:
+        raise ApiError(503, "the request was cancelled by the server", code="aborted") from error
+    except RayError as error:
+        log.exception("request %s failed", request.request_id)
+        raise server_error() from error
+    finally:
+        response.cancel()
+
+
+async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Items of all streams in the order in which they come; the first error ends them all, as does closing this."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    arrivals: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(stream) as items:
+                async for item in items:
+                    arrivals.put_nowait(("item", item))
+        except Exception as error:
+            arrivals.put_nowait(("error", error))
+        else:
+            arrivals.put_nowait(("end", None))
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            kind, value = await arrivals.get()
+            if kind == "error":
+                raise value
+            if kind == "end":
+                open_streams -= 1
+            else:
+                yield value
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

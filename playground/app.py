@@ -1,0 +1,42 @@
+"""The playground as a Ray Serve application of its own, mounted at `/playground` beside the API."""
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve import Application
+
+
+class PlaygroundOptions(BaseModel):
+    """What the builder takes. `max_ongoing_requests`: Gradio holds one request open for every tab, a file load adds
+    a few for a moment, so this is about how many tabs may be open at once."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_ongoing_requests: int = Field(default=500, ge=1)
+
+
+@serve.ingress()
+class Playground:
+    """Serves the page and its files. The page's script talks to `/v1` itself, so no model text comes by here."""
+
+    def __serve_build_asgi_app__(self) -> object:
+        """The ASGI application, built in the replica: one with Gradio blocks in it cannot be pickled."""
+        from playground.page import application
+
+        return application()
+
+
+def build(args: PlaygroundOptions) -> Application:
+    """The application to run with `route_prefix="/playground"`: Serve hands the prefix on as the root path.
+
+    One replica, since Gradio keeps its queue in memory, and no CPU reserved: it waits for browsers. Open tabs would
+    hold a replica that is asked to go; they lose nothing by its going, so it does not wait for them.
+    """
+    deployment = serve.deployment(
+        name="Playground",
+        num_replicas=1,
+        max_ongoing_requests=args.max_ongoing_requests,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=1,
+    )(Playground)
+    return deployment.bind()

@@ -1,0 +1,92 @@
+"""The Gradio page, and the ASGI application that serves it with its scripts."""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import Response
+
+from playground.files import PageFiles, read_files
+from playground.shell import Shell
+
+if TYPE_CHECKING:
+    import gradio
+
+TITLE = "TiDAR playground"
+SANS = ["system-ui", "sans-serif"]  # the visitor's own fonts: none is loaded from anywhere
+MONO = ["ui-monospace", "monospace"]
+FOREVER = "public, max-age=31536000, immutable"
+
+# Runs in the browser as the page appears. Nothing but constants of this package enters it.
+START_SCRIPT = """
+import(new URL("%s/chat.js", document.baseURI))
+  .then((page) => page.start(element))
+  .catch((error) => {
+    console.error(error);
+    element.textContent = "The page's scripts could not be loaded. Please reload the page.";
+  });
+"""
+
+
+def page(files: PageFiles) -> "gradio.Blocks":
+    """The page as Gradio blocks: one HTML component with constant markup, brought to life by `static/chat.js`."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
+    import gradio
+
+    with gradio.Blocks(analytics_enabled=False, title=TITLE, fill_width=True) as blocks:
+        gradio.HTML(
+            html_template=files.markup,
+            js_on_load=START_SCRIPT % files.address,
+            apply_default_css=False,
+            elem_id="chat",
+        )
+    return blocks
+
+
+def application() -> FastAPI:
+    """The playground as an ASGI application, to be mounted under a path of its own beside `/v1`."""
+    files = read_files()
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get(f"/{files.address}/{{name}}")
+    def static_file(name: str) -> Response:
+        file = files.served.get(name)
+        if file is None:
+            raise HTTPException(404, "no such file")
+        return Response(file.content, media_type=file.media_type, headers={"Cache-Control": FOREVER})
+
+    blocks = page(files)
+    import gradio
+
+    gradio.mount_gradio_app(
+        app,
+        blocks,
+        path="/",
+        theme=gradio.themes.Base(font=SANS, font_mono=MONO),
+        footer_links=[],
+        run_history=False,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        max_file_size=1,  # the page takes no uploads, so a stranger shall not fill the disk with them
+    )
+    app.add_middleware(Shell, head=files.head)
+    return app
+
+
+def mount(app: FastAPI, path: str = "/playground") -> FastAPI:
+    """Mount the playground in `app`, which serves `/v1` itself: for development, under uvicorn and without Ray."""
+    playground = application()
+    outer_lifespan = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(outer: FastAPI) -> AsyncIterator[Mapping[str, Any] | None]:
+        async with outer_lifespan(outer) as state, playground.router.lifespan_context(playground):
+            yield state
+
+    app.router.lifespan_context = lifespan  # type: ignore[assignment]
+    app.mount(path, playground)
+    return app

@@ -1,0 +1,46 @@
+// What the page keeps in the browser, and how it scrolls.
+
+const KEY_NAME = "tidar.api_key";
+const NEAR_BOTTOM = 120; // px: a reader this close to the end wants to follow it
+
+/** The visitor's API key, kept in this browser; where storage is closed it lasts as long as the page. */
+export class KeptKey {
+  value = "";
+
+  constructor() {
+    try {
+      this.value = localStorage.getItem(KEY_NAME) ?? "";
+    } catch {
+      // Storage is closed to this page.
+    }
+  }
+
+  keep(value) {
+    this.value = value;
+    try {
+      if (value) localStorage.setItem(KEY_NAME, value);
+      else localStorage.removeItem(KEY_NAME);
+    } catch {
+      // As above.
+    }
+  }
+}
+
+/** Follows the end of the conversation while the reader is there, and leaves readers who scrolled up alone. */
+export class Follower {
+  #near = true;
+
+  constructor() {
+    addEventListener("scroll", () => (this.#near = this.#distance() < NEAR_BOTTOM), { passive: true });
+  }
+
+  #distance() {
+    const page = document.scrollingElement;
+    return page.scrollHeight - page.clientHeight - page.scrollTop;
+  }
+
+  follow({ insist = false } = {}) {
+    if (insist) this.#near = true;
+    if (this.#near) document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
+  }
+}

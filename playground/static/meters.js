@@ -1,0 +1,95 @@
+// The live numbers, and the ribbon of the last steps.
+
+const RIBBON_STEPS = 64;
+const METER_MS = 100; // numbers that change faster than this cannot be read
+
+const decimal = (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const one = decimal(1);
+const two = decimal(2);
+const whole = new Intl.NumberFormat("en");
+
+export function formatTime(ms) {
+  return ms < 999.5 ? `${whole.format(Math.round(ms))} ms` : `${two.format(ms / 1000)} s`;
+}
+
+/** Every number of `rates` as the reader sees it; a dash where there is none. */
+export function formatRates(rates) {
+  const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
+  return {
+    tokens: whole.format(rates.tokens),
+    steps: whole.format(rates.steps),
+    perStep: shown(rates.perStep, (value) => two.format(value)),
+    acceptance: shown(rates.acceptance, (value) => `${Math.round(value * 100)} %`),
+    perSecond: shown(rates.perSecond, (value) => (value < 99.95 ? one : whole).format(value)),
+    firstToken: shown(rates.firstToken, formatTime),
+  };
+}
+
+/** Writes rates into the elements of `root` that carry a `data-meter` name. */
+export class Meters {
+  #fields;
+  #bar;
+  #drawnAt = -Infinity;
+
+  constructor(root) {
+    this.#fields = [...root.querySelectorAll("[data-meter]")];
+    this.#bar = root.querySelector("[data-meter-bar]");
+  }
+
+  /** Show `rates`, unless numbers were shown a moment ago and `now` does not insist. */
+  show(rates, { insist = false } = {}) {
+    const now = performance.now();
+    if (!insist && now - this.#drawnAt < METER_MS) return;
+    this.#drawnAt = now;
+    const shown = formatRates(rates);
+    for (const field of this.#fields) {
+      const text = shown[field.dataset.meter];
+      if (field.textContent !== text) field.textContent = text;
+    }
+    this.#bar.style.setProperty("--part", String(rates.acceptance ?? 0));
+  }
+}
+
+/** One column a step, newest right: held drafts, the model's own token on top, rejected drafts above it. */
+export class Ribbon {
+  #root;
+  #traces = [];
+
+  constructor(root) {
+    this.#root = root;
+  }
+
+  clear() {
+    this.#traces = [];
+    this.#root.replaceChildren();
+  }
+
+  push(traces) {
+    this.#traces.push(...traces);
+  }
+
+  draw() {
+    if (!this.#traces.length) return;
+    const fresh = this.#traces.slice(-RIBBON_STEPS).map(column);
+    this.#traces = [];
+    this.#root.append(...fresh);
+    while (this.#root.childElementCount > RIBBON_STEPS) this.#root.firstElementChild.remove();
+  }
+}
+
+function column(trace) {
+  const element = document.createElement("span");
+  element.className = "column-of-step";
+  const rejected = trace.anchor ? trace.drafted.length - trace.accepted : 0;
+  const cells = [
+    ...Array(trace.accepted).fill("held"),
+    ...(trace.anchor ? ["own"] : []),
+    ...Array(rejected).fill("rejected"),
+  ];
+  for (const kind of cells) {
+    const cell = document.createElement("i");
+    cell.className = kind;
+    element.append(cell);
+  }
+  return element;
+}

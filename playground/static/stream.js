@@ -1,0 +1,143 @@
+// The public HTTP API as this page uses it: the list of models, and one streamed chat answer. No DOM.
+
+/** An answer of the server that is not what was asked for; the message is one line for the reader. */
+export class ApiError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Splits a text/event-stream into the data of its events, wherever the network cut it. */
+export class EventParser {
+  #rest = "";
+  #data = [];
+
+  /** The data of every event that `text` completes. */
+  push(text) {
+    this.#rest += text;
+    const events = [];
+    const lines = this.#rest.split(/\r\n|\n|\r(?!$)/);
+    this.#rest = lines.pop();
+    for (const line of lines) {
+      if (line === "") {
+        if (this.#data.length) events.push(this.#data.join("\n"));
+        this.#data = [];
+      } else if (line.startsWith("data:")) {
+        this.#data.push(line.slice(line[5] === " " ? 6 : 5));
+      }
+    }
+    return events;
+  }
+}
+
+function headers(key) {
+  const names = { Accept: "application/json, text/event-stream" };
+  if (key) names.Authorization = `Bearer ${key}`;
+  return names;
+}
+
+async function request(url, options) {
+  let response;
+  try {
+    response = await fetch(url, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached. Is it still running?");
+  }
+  if (response.ok) return response;
+  throw new ApiError(await errorLine(response), response.status);
+}
+
+async function errorLine(response) {
+  const wait = response.headers.get("Retry-After");
+  const again = wait ? ` Try again in ${wait} s.` : "";
+  try {
+    const { error } = JSON.parse(await response.text());
+    if (error?.message) return oneLine(error.message) + again;
+  } catch {
+    // Not an OpenAI error (a proxy's page, say): the status line has to do.
+  }
+  return `The server answered ${response.status} ${response.statusText}.`.replace(" .", ".") + again;
+}
+
+function oneLine(message) {
+  return String(message).replace(/\s+/g, " ").trim();
+}
+
+/** The models on offer, as `/v1/models` lists them. */
+export async function listModels(base, key) {
+  const response = await request(new URL("models", base), { headers: headers(key) });
+  return (await response.json()).data ?? [];
+}
+
+/**
+ * POST `body` (JSON text) to the chat route and yield the stream's chunks, as lists: one list for each network read.
+ * Throws ApiError where the server refuses, sends an error event, or stops before the answer is complete.
+ */
+export async function* streamChat(base, body, { key, signal }) {
+  const response = await request(new URL("chat/completions", base), {
+    method: "POST",
+    headers: { ...headers(key), "Content-Type": "application/json" },
+    body,
+    signal,
+  });
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  const parser = new EventParser();
+  let open = true;
+  try {
+    while (open) {
+      const { done, value } = await read(reader);
+      const events = parser.push(done ? decoder.decode() : decoder.decode(value, { stream: true }));
+      const end = events.indexOf("[DONE]");
+      const chunks = (end < 0 ? events : events.slice(0, end)).map(parseChunk);
+      const failed = chunks.findIndex((chunk) => chunk.error);
+      if (chunks.length) yield failed < 0 ? chunks : chunks.slice(0, failed);
+      if (failed >= 0) throw new ApiError(oneLine(chunks[failed].error.message ?? "The server reported an error."));
+      if (end >= 0) open = false;
+      else if (done) throw new ApiError("The connection closed before the answer was complete.");
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+async function read(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The connection broke before the answer was complete.");
+  }
+}
+
+// A seed has 64 bits and a JavaScript number 53: keep its digits as text.
+function parseChunk(data) {
+  const chunk = JSON.parse(data);
+  const seed = chunk.metrics?.tidar && /"seed"\s*:\s*(-?\d+)/.exec(data);
+  if (seed) chunk.metrics.tidar.seed = seed[1];
+  return chunk;
+}
+
+/**
+ * The request body as JSON text. `settings.seed` is a string of digits, written as they are, whatever their size;
+ * what is empty or off is left out, so that the server's own defaults hold.
+ */
+export function chatBody(model, messages, settings) {
+  const tidar = { trace: true, drafts: settings.drafts };
+  if (settings.block && settings.drafts !== "off") tidar.block = settings.block;
+  const body = {
+    model,
+    messages,
+    stream: true,
+    stream_options: { include_usage: true },
+    max_tokens: settings.maxTokens,
+    temperature: settings.temperature,
+    top_p: settings.topP,
+    ...(settings.topK > 0 && { top_k: settings.topK }),
+    tidar,
+  };
+  const text = JSON.stringify(body);
+  return settings.seed ? `${text.slice(0, -1)},"seed":${settings.seed}}` : text;
+}

@@ -1,0 +1,71 @@
+"""What a replica counts, and several replicas on one page."""
+
+import pickle
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import Load, ReplicaMetrics, Timing, render
+from cluster.status import by_replica, replica_table
+from tests.cluster.test_acceptance import step
+from tidar_core.request import FinishReason
+
+
+def counted(replica: str) -> ReplicaMetrics:
+    metrics = ReplicaMetrics("tiny", replica, block_length=4)
+    timing = Timing(started=10.0)
+    metrics.arrived(5)
+    for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
+        metrics.stepped(step(number, drafted, accepted), timing, now=10.5 + number)
+    metrics.ended(FinishReason.LENGTH, timing, now=14.0)
+    metrics.ended(FinishReason.ABORT, Timing(started=10.0), now=11.0)
+    return metrics
+
+
+def test_names_and_values_are_vllms() -> None:
+    load = Load(running=2, waiting=1, pages_used=3, pages_total=12)
+    page = render([counted("r1").collect(load)]).decode()
+    values = {
+        (sample.name, sample.labels.get("position") or sample.labels.get("finished_reason") or ""): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+    expected = {
+        ("vllm:num_requests_running", ""): 2,
+        ("vllm:num_requests_waiting", ""): 1,
+        ("vllm:kv_cache_usage_perc", ""): 0.25,
+        ("vllm:prompt_tokens_total", ""): 5,
+        ("vllm:generation_tokens_total", ""): 7,
+        ("vllm:spec_decode_num_drafts_total", ""): 3,
+        ("vllm:spec_decode_num_draft_tokens_total", ""): 7,
+        ("vllm:spec_decode_num_accepted_tokens_total", ""): 3,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "0"): 2,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"): 1,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "2"): 0,
+        ("vllm:request_success_total", "length"): 1,
+        ("vllm:request_success_total", "abort"): 1,
+        ("vllm:time_to_first_token_seconds_sum", ""): 0.5,
+        ("vllm:time_to_first_token_seconds_count", ""): 1,
+        ("vllm:e2e_request_latency_seconds_sum", ""): 5,
+        ("vllm:request_time_per_output_token_seconds_sum", ""): 3.5 / 6,
+        ("tidar:decode_steps_total", ""): 3,
+        ("tidar:decode_tokens_total", ""): 6,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_replicas_share_a_page() -> None:
+    idle = Load(0, 0, 0, 12)
+    first, second = counted("r1"), ReplicaMetrics("tiny", "r2", block_length=4)
+    # As they come over Ray.
+    parts = [pickle.loads(pickle.dumps(replica.collect(idle))) for replica in (first, second)]
+    page = render(parts).decode()
+    assert page.count("# TYPE vllm:generation_tokens_total counter") == 1
+    assert "_created" not in page
+    replicas = by_replica(page)
+    assert (replicas["r1"]["vllm:generation_tokens_total"], replicas["r2"]["vllm:generation_tokens_total"]) == (7, 0)
+    table = replica_table(replicas)
+    assert [list(column.cells) for column in table.columns][-2:] == [["2.00", "-"], ["42.9%", "-"]]
+
+
+def test_a_page_of_nobody_is_empty() -> None:
+    assert render([]) == b""

@@ -1,0 +1,281 @@
+"""Request bodies: what is read, what is ignored, what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from cluster.card import ModelCard
+from cluster.errors import ApiError
+from cluster.prompts import chat_prompt, completion_prompts, encode, parse_json, prepare, read_body
+from cluster.schemas import UNSUPPORTED, ChatBody, CompletionBody, TokenizeBody, refuse_unsupported, sampling_params
+from tests.tiny import tiny_tokenizer
+
+
+def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> ModelCard:
+    return ModelCard(
+        name="tiny",
+        root="/models/tiny",
+        created=0,
+        adapter="drafter",
+        dtype="float32",
+        device="cpu",
+        exact=True,
+        block_length=4,
+        max_model_len=max_model_len,
+        vocab_size=512,
+        eos_ids=(2, 0),
+        drafts="auto",
+        tokenizer=tokenizer,
+    )
+
+
+@pytest.fixture(scope="module")
+def card() -> ModelCard:
+    return card_for(tiny_tokenizer())
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return read_body(json.dumps({"prompt": "a", **fields}).encode(), CompletionBody)
+
+
+def chat(**fields: Any) -> ChatBody:
+    messages = [{"role": "user", "content": "a"}]
+    return read_body(json.dumps({"messages": messages, **fields}).encode(), ChatBody)
+
+
+def refused(call: Any, *arguments: Any, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(*arguments, **fields)
+    assert caught.value.status == 400
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+def test_defaults_are_openais(card: ModelCard) -> None:
+    params = sampling_params(completion(), card, 10, seed=5)
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p, params.min_p) == (16, 1.0, 0, 1.0, 0.0)
+    assert (params.seed, params.drafts, params.block, params.stop) == (5, "auto", None, ())
+    assert sampling_params(completion(), card, 60, seed=5).max_tokens == 4
+    assert sampling_params(chat(), card, 10, seed=5).max_tokens == 54
+
+
+def test_null_is_the_same_as_leaving_out(card: ModelCard) -> None:
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens")
+    empty = completion(**dict.fromkeys((*names, "ignore_eos", "stream", "stream_options", "tidar", "model", "n")))
+    assert sampling_params(empty, card, 3, 1) == sampling_params(completion(), card, 3, 1)
+
+
+def test_every_field_arrives(card: ModelCard) -> None:
+    body = completion(
+        max_tokens=7,
+        temperature=0,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=-3,
+        stop="END",
+        stop_token_ids=[9, 8],
+        min_tokens=2,
+        ignore_eos=True,
+        tidar={"drafts": "full", "block": 3, "draft_trust": 1, "trace": True},
+    )
+    params = sampling_params(body, card, 10, seed=5)
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (7, 0.0, 0.9, 40, 0.1)
+    assert (params.seed, params.stop, params.stop_token_ids) == (-3, ("END",), frozenset({8, 9}))
+    assert (params.min_tokens, params.ignore_eos, params.drafts, params.block) == (2, True, "full", 3)
+    assert body.tidar.trace
+
+
+def test_vllms_top_k_of_minus_one_keeps_everything(card: ModelCard) -> None:
+    assert sampling_params(completion(top_k=-1), card, 3, 1).top_k == 0
+    assert sampling_params(completion(top_k=10**12), card, 3, 1).top_k == card.vocab_size
+
+
+def test_newer_name_of_max_tokens_wins(card: ModelCard) -> None:
+    assert sampling_params(chat(max_tokens=3, max_completion_tokens=5), card, 3, 1).max_tokens == 5
+    assert refused(sampling_params, chat(max_completion_tokens=0), card, 3, 1).param == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_values_out_of_range_are_named(card: ModelCard, fields: dict[str, Any], param: str) -> None:
+    assert refused(sampling_params, completion(**fields), card, 3, 1).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", 1]}, "stop.1"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"tidar": {"speed": 3}}, "tidar.speed"),
+        ({"tidar": {"drafts": "some"}}, "tidar.drafts"),
+        ({"tidar": {"block": 0}}, "tidar.block"),
+        ({"tidar": {"draft_trust": 0.5}}, "tidar.draft_trust"),
+        ({"stream_options": {"include_usage": True}}, None),
+    ],
+)
+def test_wrong_shapes_are_named(fields: dict[str, Any], param: str | None) -> None:
+    assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "tool", "content": "a"}, "messages.0.role"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages.0"),
+    ],
+)
+def test_messages_that_cannot_be_read(message: dict[str, Any], param: str) -> None:
+    assert refused(chat, messages=[message]).param == param
+
+
+def test_a_prompt_that_leaves_no_room(card: ModelCard) -> None:
+    for error, param in (
+        (refused(sampling_params, completion(), card, 64, 1), "prompt"),
+        (refused(sampling_params, chat(), card, 70, 1), "messages"),
+        (refused(sampling_params, completion(max_tokens=30), card, 40, 1), "max_tokens"),
+    ):
+        assert (error.code, error.param) == ("context_length_exceeded", param)
+        assert "64" in error.message
+
+
+def test_the_last_position_can_be_used(card: ModelCard) -> None:
+    assert sampling_params(completion(max_tokens=24), card, 40, 1).max_tokens == 24
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
+    for neutral in (None, *UNSUPPORTED[name]):
+        refuse_unsupported(completion(**{name: neutral}))
+    error = refused(refuse_unsupported, completion(**{name: {"a": "value"}}))
+    assert error.param == name
+    assert name in error.message
+
+
+def test_zero_logprobs_is_a_wish_for_logprobs() -> None:
+    assert refused(refuse_unsupported, completion(logprobs=0)).param == "logprobs"
+
+
+def test_unknown_fields_are_ignored_and_known() -> None:
+    body = completion(reasoning="hard", user="me", store=False, n=1)
+    refuse_unsupported(body)
+    assert body.ignored == ["reasoning"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{bad",
+        b"",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b"[1]",
+        b"null",
+    ],
+)
+def test_bodies_that_are_no_json_object(raw: bytes) -> None:
+    assert refused(read_body, raw, CompletionBody).param is None
+
+
+def test_surrogate_pairs_are_text() -> None:
+    assert parse_json(b'"\\ud83d\\ude00"') == "😀"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields, "n", "tools", "strange"]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+            max_leaves=6,
+        ),
+    )
+)
+def test_any_object_is_a_body_or_a_bad_request(value: dict[str, Any]) -> None:
+    card = card_for(TOKENIZER)
+    backend = prepare(card)
+    raw = json.dumps(value).encode()
+    for kind in (CompletionBody, ChatBody, TokenizeBody):
+        try:
+            body = read_body(raw, kind)
+            if isinstance(body, CompletionBody):
+                refuse_unsupported(body)
+                for prompt in completion_prompts(body, card, backend):
+                    sampling_params(body, card, len(prompt), 1)
+            elif isinstance(body, ChatBody):
+                sampling_params(body, card, len(chat_prompt(body, card, backend)), 1)
+        except ApiError as error:
+            assert error.status == 400
+            assert error.body()["error"]["message"]
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+def test_prompts_of_every_shape(card: ModelCard) -> None:
+    backend = prepare(card)
+    ids = encode(backend, "The quick", special=True)
+    assert completion_prompts(completion(prompt="The quick"), card, backend) == [ids]
+    assert completion_prompts(completion(prompt=list(ids)), card, backend) == [ids]
+    assert completion_prompts(completion(prompt=["The quick", "a"]), card, backend)[0] == ids
+    assert completion_prompts(completion(prompt=[list(ids), [1]]), card, backend) == [ids, (1,)]
+
+
+def test_prompts_that_cannot_be_run(card: ModelCard) -> None:
+    backend = prepare(card)
+    for prompt in ("", ["a", ""], [512], [[-1]]):
+        assert refused(completion_prompts, completion(prompt=prompt), card, backend).param == "prompt"
+
+
+def test_chat_goes_through_the_models_template(card: ModelCard) -> None:
+    backend = prepare(card)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+    asked = chat_prompt(chat(messages=messages), card, backend)
+    assert backend.decode(list(asked), skip_special_tokens=False) == expected + "<|im_start|>assistant\n"
+    plain = chat_prompt(chat(messages=messages, add_generation_prompt=False), card, backend)
+    assert backend.decode(list(plain), skip_special_tokens=False) == expected
+
+
+def test_a_model_without_a_template_says_what_to_do() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    card = card_for(tokenizer)
+    assert "/v1/completions" in refused(chat_prompt, chat(), card, prepare(card)).message
+
+
+def test_a_template_that_refuses_is_the_clients_error() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    card = card_for(tokenizer)
+    assert "roles must alternate" in refused(chat_prompt, chat(), card, prepare(card)).message

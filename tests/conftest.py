@@ -1,0 +1,14 @@
+"""Fixtures that more than one room's tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.servers import Server, tiny_server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One real server for all tests that only talk to it: a tiny checkpoint, its API and its playground."""
+    with tiny_server(tmp_path_factory.mktemp("server")) as started:
+        yield started

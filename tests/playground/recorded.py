@@ -1,0 +1,193 @@
+"""Recorded event streams for the page's real script, and a small server that plays them on the page's own origin.
+
+They serve what a live model cannot promise: hostile text, a character cut in two, a thousand tokens a second.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from playground.page import mount
+
+MODEL = {
+    "id": "recorded/SmolLM2-135M-Instruct",
+    "object": "model",
+    "max_model_len": 8192,
+    "tidar": {"block_length": 8, "exact": True, "adapter": "default", "dtype": "bfloat16", "device": "cpu"},
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a recording: texts of the drafts, how many held, what the model said, and the text released."""
+
+    drafted: Sequence[str]
+    accepted: int
+    anchor: str | None
+    delta: str
+
+
+@dataclass
+class Recording:
+    """What the server answers to one chat request: a status and body, or events with `pause` seconds between them."""
+
+    events: Sequence[str] = ()
+    pause: float = 0.0
+    status: int = 200
+    body: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    end: str = "data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def recording(steps: Sequence[Step], pause: float = 0.0, finish: str = "stop") -> Recording:
+    """The events of an answer made of `steps`, as the API sends them; step 0 is the one that reads the prompt."""
+    events = []
+    for number, step in enumerate(steps):
+        trace = {
+            "step": number,
+            "t_ms": 80.0 + 40.0 * number,
+            "drafted": [{"id": 1000 + i, "text": text} for i, text in enumerate(step.drafted)],
+            "accepted": step.accepted,
+            "anchor": None if step.anchor is None else {"id": 7, "text": step.anchor},
+            "block": 4,
+            "proposals": [{"a": 1}],
+            "used": None,
+            "rows": {"verify": 1 + len(step.drafted), "mask": 4},
+            "replica": "r1",
+        }
+        reason = finish if number == len(steps) - 1 else None
+        choices = [{"index": 0, "delta": {"content": step.delta}, "finish_reason": reason}]
+        events.append(event({"object": "chat.completion.chunk", "choices": choices, "tidar": trace, "usage": None}))
+    events.append(event({"choices": [], "usage": usage(steps), "metrics": metrics(steps)}))
+    return Recording(events, pause)
+
+
+def usage(steps: Sequence[Step]) -> dict[str, int]:
+    tokens = sum(step.accepted + (step.anchor is not None) for step in steps)
+    return {"prompt_tokens": 5, "completion_tokens": tokens, "total_tokens": tokens + 5}
+
+
+def metrics(steps: Sequence[Step]) -> dict[str, Any]:
+    decode = steps[1:]
+    drafted = sum(len(step.drafted) for step in decode)
+    accepted = sum(step.accepted for step in decode)
+    tokens = sum(step.accepted + (step.anchor is not None) for step in decode)
+    return {
+        "speculative_decoding": {
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+        },
+        "tidar": {
+            "decode_steps": len(decode),
+            "tokens_per_step": tokens / len(decode) if decode else None,
+            "seed": 18446744073709551615,
+        },
+    }
+
+
+def plain_steps(tokens: Sequence[str], wrong: str = " wrong") -> list[Step]:
+    """Steps that say `tokens`: after the first, 0 to 3 drafts hold in turn, and two wrong ones follow."""
+    steps = [Step((), 0, tokens[0], tokens[0])]
+    at = 1
+    while at < len(tokens):
+        held = min(len(steps) % 4, len(tokens) - at - 1)
+        said = tokens[at : at + held + 1]
+        steps.append(Step([*said[:held], wrong, wrong + "er"], held, said[held], "".join(said)))
+        at += held + 1
+    return steps
+
+
+@dataclass
+class RecordedServer:
+    """The playground beside an API that plays `answers`, one a request (the last again and again)."""
+
+    address: str
+    answers: list[Recording] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    wanted_key: str | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def play(self, *answers: Recording) -> None:
+        """Answer the next chat requests so; forget what was asked before."""
+        self.answers[:] = answers
+        self.bodies.clear()
+        self.keys.clear()
+        self.cancelled.clear()
+
+
+def api(server: RecordedServer) -> FastAPI:
+    app = FastAPI()
+
+    def refused(request: Request) -> Response | None:
+        key = request.headers.get("authorization")
+        server.keys.append(key)
+        if server.wanted_key is None or key == f"Bearer {server.wanted_key}":
+            return None
+        error = {"message": "Incorrect API key provided.", "type": "invalid_request_error", "code": "invalid_api_key"}
+        return JSONResponse({"error": error}, 401)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return refused(request) or JSONResponse({"object": "list", "data": [MODEL]})
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        if refusal := refused(request):
+            return refusal
+        server.bodies.append(json.loads(await request.body()))
+        answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+        if answer.status != 200:
+            return JSONResponse(answer.body, answer.status, answer.headers)
+        return StreamingResponse(play(server, answer), media_type="text/event-stream")
+
+    return mount(app)
+
+
+async def play(server: RecordedServer, answer: Recording) -> AsyncIterator[bytes]:
+    begun = time.monotonic()
+    try:
+        for number, one in enumerate(answer.events):
+            ahead = begun + number * answer.pause - time.monotonic()
+            if answer.pause and ahead > 0:
+                await asyncio.sleep(ahead)
+            yield one.encode()
+        yield answer.end.encode()
+    except asyncio.CancelledError:
+        server.cancelled.set()
+        raise
+
+
+@contextlib.contextmanager
+def serve_recorded() -> Iterator[RecordedServer]:
+    """Run a `RecordedServer` on a free port, in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = RecordedServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    runner = uvicorn.Server(uvicorn.Config(api(server), log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=runner.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not runner.started:
+        if not thread.is_alive():
+            raise RuntimeError("the recorded server did not start")
+        time.sleep(0.02)
+    try:
+        yield server
+    finally:
+        runner.should_exit = True
+        thread.join(10)

@@ -1,0 +1,123 @@
+"""A real `tidar up` in a process of its own, for tests that talk to it as a client does."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.tiny import tiny_adapter, tiny_checkpoint
+
+REPOSITORY = Path(__file__).parent.parent
+MARK = "TIDAR_TEST_MARK"  # inherited by every process that a server starts, so that orphans can be told
+START_SECONDS = 180
+STOP_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: `url` is its base, `log` what it printed, `mark` tells its processes."""
+
+    url: str
+    log: Path
+    mark: str
+    process: subprocess.Popen[bytes]
+
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Ask it to end, as a terminal does; its exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(STOP_SECONDS)
+
+    def metric(self, name: str) -> float:
+        """A metric's value now, summed over its series."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process of this server that is alive."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tiny_model(directory: Path) -> tuple[Path, Path]:
+    """A tiny checkpoint with room for long answers, and a random drafter for it."""
+    model = tiny_checkpoint(directory / "tiny", max_positions=4096)
+    return model, tiny_adapter(directory / "tiny-adapter", model)
+
+
+def command(*arguments: str) -> list[str]:
+    """`tidar` with arguments, as this Python runs it."""
+    return [sys.executable, "-c", "from tidar_core.cli import main; main()", *arguments]
+
+
+def start(directory: Path, *arguments: str) -> Server:
+    """Start `tidar up` on a free port, from `directory`, which is not the repository's."""
+    port, mark = free_port(), uuid.uuid4().hex
+    log = directory / f"up-{port}.log"
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, MARK: mark, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command("up", "--port", str(port), *arguments),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=directory,
+            start_new_session=True,
+        )
+    return Server(f"http://127.0.0.1:{port}", log, mark, process)
+
+
+def wait_for_text(server: Server, text: str, seconds: float = START_SECONDS) -> None:
+    """Until the server printed `text`."""
+    deadline = time.monotonic() + seconds
+    while text not in server.log.read_text():
+        assert server.process.poll() is None, f"the server ended:\n{server.log.read_text()}"
+        assert time.monotonic() < deadline, f"no {text!r} after {seconds} s:\n{server.log.read_text()}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def running(directory: Path, *arguments: str) -> Iterator[Server]:
+    """A server that is ready. However the test ends, none of its processes is left."""
+    server = start(directory, *arguments)
+    try:
+        wait_for_text(server, "Ctrl-C")
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.interrupt()
+        left = server.processes()
+        for process in left:
+            process.kill()
+    assert not left, f"left behind: {[process.cmdline() for process in left]}"
+
+
+@contextmanager
+def tiny_server(directory: Path, *arguments: str) -> Iterator[Server]:
+    """A server of a tiny checkpoint with its drafter, in fp32 on the CPU."""
+    model, adapter = tiny_model(directory)
+    settings = ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
+    with running(directory, *settings, *arguments) as server:
+        yield server

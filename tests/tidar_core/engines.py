@@ -1,0 +1,22 @@
+"""Engines on tiny checkpoints, for tests that run the real thing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.tiny import tiny_adapter, tiny_checkpoint
+from tidar_core.config import Architecture, EngineConfig
+from tidar_core.engine import Engine, load_engine
+from tidar_core.layout import WithinBlock
+
+
+def tiny_engine(
+    directory: Path,
+    architecture: Architecture = "llama",
+    within_block: WithinBlock = "bidirectional",
+    **settings: object,
+) -> Engine:
+    """An engine on a tiny checkpoint with a random drafter of block length 4."""
+    model = tiny_checkpoint(directory / "model", architecture)
+    adapter = tiny_adapter(directory / "adapter", model, within_block=within_block)
+    config = EngineConfig(model=str(model), adapter=str(adapter), dtype="float32", device="cpu")
+    return load_engine(replace(config, **settings))  # type: ignore[arg-type]

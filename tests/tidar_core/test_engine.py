@@ -1,0 +1,219 @@
+"""The whole engine on tiny checkpoints: drafts change the speed, never the text; nothing leaks."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tidar_core.engines import tiny_engine
+from tidar_core.bench.drive import answer_all
+from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
+from tidar_core.engine import Engine
+from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return tiny_engine(tmp_path_factory.mktemp("tiny"))
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(3, 512) for _ in range(draw.randint(1, longest))) for _ in range(count)]
+
+
+def pages_are_accounted_for(engine: Engine) -> bool:
+    scheduler = engine._scheduler
+    held = [page for s in [*scheduler.running, *scheduler.waiting] for page in s.pages]
+    return len(held) == len(set(held)) == scheduler.pool.owned and scheduler.pool.free + len(held) == engine.info.pages
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_greedy_answers_are_transformers_own(tmp_path, architecture, within_block):
+    engine = tiny_engine(tmp_path, architecture, within_block)
+    assert engine.info.exact
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    chosen = prompts(4)
+    ways = decode_ways(engine, chosen, lambda mode: replace(GREEDY, drafts=mode), 4)
+    for index, prompt in enumerate(chosen):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, min_new_tokens=24,
+            eos_token_id=-1, pad_token_id=0,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        for way, answers in ways.items():
+            assert answers[index] == expected, way
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_answers_do_not_depend_on_drafts_or_batch(tmp_path, dtype):
+    engine = tiny_engine(tmp_path, dtype=dtype)
+    assert engine.info.exact
+    ways = decode_ways(engine, prompts(6), lambda mode: sampled_params(32, mode), 6)
+    assert all(comparison.different == 0 for comparison in compare_ways(ways))
+
+
+def test_drafting_happens_and_some_drafts_hold(engine):
+    (answer,) = answer_all(engine, prompts(1), [replace(GREEDY, max_tokens=200, drafts="full")])
+    assert sum(step.accepted for step in answer.steps) > 0
+    assert any(step.accepted < len(step.drafted) for step in answer.steps)
+    assert answer.decode_steps < 199
+    assert len(answer.tokens) == 200
+
+
+def test_traces_tell_the_tokens(engine):
+    (answer,) = answer_all(engine, prompts(1, seed=5), [replace(GREEDY, max_tokens=100, drafts="full")])
+    rebuilt = []
+    for step in answer.steps:
+        rebuilt += step.drafted[: step.accepted]
+        if step.anchor is not None:
+            rebuilt.append(step.anchor)
+        assert step.used is None or step.used == step.accepted + 1
+        assert step.mask_rows == step.block * len(step.proposals)
+    assert rebuilt == answer.tokens
+    assert [step.step for step in answer.steps] == list(range(len(answer.steps)))
+    assert answer.steps[0].drafted == ()
+
+
+@pytest.mark.parametrize("step_rows", [1, 3, 16])
+def test_prefill_chunks_do_not_change_the_answer(tmp_path, engine, step_rows):
+    chunked = tiny_engine(tmp_path, step_rows=step_rows)
+    chosen = prompts(3, seed=1)
+    params = [sampled_params(16, "full")] * 3
+    expected = [answer.tokens for answer in answer_all(engine, chosen, params)]
+    assert [answer.tokens for answer in answer_all(chunked, chosen, params)] == expected
+
+
+def test_preemption_and_admission_do_not_change_the_answer(tmp_path, engine):
+    """Twelve pages for eight sequences that want up to six each: they take turns."""
+    small = tiny_engine(tmp_path, cache_tokens=12 * 16, max_model_len=96)
+    chosen = prompts(8, seed=2, longest=50)
+    params = [sampled_params(40, mode) for mode in ("off", "auto", "full", "full") * 2]
+    expected = [
+        answer_all(engine, [prompt], [chosen_])[0].tokens for prompt, chosen_ in zip(chosen, params, strict=True)
+    ]
+    for index, (prompt, chosen_) in enumerate(zip(chosen, params, strict=True)):
+        small.submit(Request(str(index), prompt, chosen_))
+    got: dict[str, list[int]] = {}
+    preempted = False
+    while small.has_work:
+        for output in small.step():
+            got.setdefault(output.request_id, []).extend(output.tokens)
+        assert pages_are_accounted_for(small)
+        preempted |= any(s.generated > 0 for s in small._scheduler.waiting)
+    assert preempted
+    assert [got[str(index)] for index in range(8)] == expected
+
+
+def test_random_traffic_leaks_nothing_and_changes_no_token(engine):
+    """Requests come and go at random; whoever finishes has the tokens of a lonely run."""
+    draw = random.Random(7)
+    chosen = prompts(24, seed=3)
+    params = [sampled_params(draw.randint(1, 30), draw.choice(("off", "auto", "full"))) for _ in chosen]
+    expected = [
+        answer_all(engine, [p], [replace(q, drafts="off")])[0].tokens for p, q in zip(chosen, params, strict=True)
+    ]
+    waiting, tokens, aborted = list(range(24)), {i: [] for i in range(24)}, set()
+    while waiting or engine.has_work:
+        if waiting and draw.random() < 0.4:
+            index = waiting.pop()
+            engine.submit(Request(str(index), chosen[index], params[index]))
+        if draw.random() < 0.05:
+            engine.abort(str(draw.randrange(24)))
+        for output in engine.step():
+            tokens[int(output.request_id)] += output.tokens
+            if output.finish is not None and output.finish.reason is FinishReason.ABORT:
+                aborted.add(int(output.request_id))
+        assert pages_are_accounted_for(engine)
+    assert engine.stats().pages_used == 0
+    for index in range(24):
+        length = len(tokens[index]) if index in aborted else len(expected[index])
+        assert tokens[index] == expected[index][:length]
+    assert len(aborted) < 24
+
+
+def test_a_handed_over_request_goes_on_where_it_was(engine):
+    (prompt,) = prompts(1, seed=4)
+    params = sampled_params(30, "full")
+    whole = answer_all(engine, [prompt], [params])[0].tokens
+    for already in (1, 7, 29):
+        engine.submit(Request("second", prompt, params, emitted=tuple(whole[:already])))
+        rest = []
+        while engine.has_work:
+            rest += [token for output in engine.step() for token in output.tokens]
+        assert whole[:already] + rest == whole
+
+
+def test_stops_cut_an_accepted_run(engine):
+    (prompt,) = prompts(1, seed=6)
+    whole = answer_all(engine, [prompt], [replace(GREEDY, max_tokens=60)])[0].tokens
+    text = engine.tokenizer.decode(whole)
+    stop_id = whole[20]
+    cut = whole[: whole.index(stop_id) + 1]
+    stop_text = text[len(text) // 3 : len(text) // 3 + 3]
+    for mode in ("off", "full"):
+        params = replace(GREEDY, max_tokens=60, drafts=mode)
+        (answer,) = answer_all(engine, [prompt], [replace(params, stop_token_ids=frozenset({stop_id}))])
+        assert answer.tokens == cut
+        assert answer.finish.reason is FinishReason.STOP
+        assert answer.finish.stop == stop_id
+        (answer,) = answer_all(engine, [prompt], [replace(params, stop=(stop_text,))])
+        assert answer.finish.stop == stop_text
+        kept = engine.tokenizer.decode(answer.tokens)
+        assert stop_text in kept
+        assert stop_text not in engine.tokenizer.decode(answer.tokens[:-1])
+
+
+def test_min_tokens_puts_the_end_off(engine):
+    (prompt,) = prompts(1, seed=6)
+    whole = answer_all(engine, [prompt], [replace(GREEDY, max_tokens=60)])[0].tokens
+    stops = frozenset(whole[:5])
+    lengths = set()
+    for mode in ("off", "full"):
+        params = replace(GREEDY, max_tokens=60, min_tokens=12, stop_token_ids=stops, drafts=mode)
+        (answer,) = answer_all(engine, [prompt], [params])
+        assert len(answer.tokens) > 12
+        assert not stops & set(answer.tokens[:12])
+        lengths.add(tuple(answer.tokens))
+    assert len(lengths) == 1
+
+
+def test_no_row_passes_the_models_limit(tmp_path):
+    small = tiny_engine(tmp_path, max_model_len=40)
+    prompt = prompts(1, longest=20)[0]
+    for mode in ("off", "full"):
+        (answer,) = answer_all(small, [prompt], [replace(GREEDY, max_tokens=40 - len(prompt), drafts=mode)])
+        assert len(answer.tokens) == 40 - len(prompt)
+        assert answer.finish.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ((), 4, "empty"),
+        ((5, 512), 4, "between 0 and 511"),
+        ((5, -1), 4, "between 0 and 511"),
+        ((5,) * 1020, 5, "exceed the 1024 positions"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(engine, prompt, max_tokens, message):
+    with pytest.raises(RequestError, match=message):
+        engine.submit(Request("bad", prompt, SamplingParams(max_tokens=max_tokens)))
+    assert not engine.has_work
+
+
+def test_abort_is_idempotent_and_ends_with_one_output(engine):
+    engine.submit(Request("gone", (5, 6, 7), GREEDY))
+    engine.step()
+    engine.abort("gone")
+    engine.abort("gone")
+    engine.abort("never there")
+    outputs = engine.step()
+    assert [(o.request_id, o.finish.reason) for o in outputs] == [("gone", FinishReason.ABORT)]
+    assert not engine.has_work
+    assert engine.stats().pages_used == 0

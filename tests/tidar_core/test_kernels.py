@@ -1,0 +1,149 @@
+"""The compiled CPU operations against their torch oracle, and each row's bits against the rest of the batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
+from tidar_core.kernels.ops import KVCache, QKNorm, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.reference import REFERENCE_OPS
+
+PAGE = 16
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def model_config(heads=6, kv_heads=2, head_dim=32) -> ModelConfig:
+    return ModelConfig(
+        "llama", 512, 64, 128, 2, heads, kv_heads, head_dim, 1e-5, 10000.0, 512, True, False, False, False, False, (2,)
+    )
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def ops(dtype):
+    try:
+        return cpu_ops(dtype)
+    except CompileError as error:
+        pytest.skip(f"no compiled CPU kernels here: {error}")
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    assert error <= TOLERANCE[dtype], float(error)
+
+
+def random_cache(config: ModelConfig, pages: int, dtype: torch.dtype, generator) -> KVCache:
+    cache = empty_cache(config, pages, PAGE, dtype, torch.device("cpu"))
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return cache
+
+
+def step_rows(contexts: list[int], verify: int, proposals: int, block: int, pages: int) -> StepRows:
+    """`verify` verify rows and `proposals` x `block` mask rows for each sequence; sequence i has contexts[i] behind it."""
+    per_sequence = pages // len(contexts)
+    table = torch.arange(1, 1 + per_sequence * len(contexts), dtype=torch.int32).view(len(contexts), -1).flip(1)
+    rows = []
+    slots = []
+    for index, context in enumerate(contexts):
+        for i in range(verify):
+            position = context + i
+            rows.append((position, index, position + 1, 0, 0))
+            slots.append(int(table[index, position // PAGE]) * PAGE + position % PAGE)
+    mask_row = 0
+    for index, context in enumerate(contexts):
+        for a in range(1, proposals + 1):
+            rows += [(context + a + s, index, context + a, mask_row, mask_row + block) for s in range(block)]
+            mask_row += block
+    columns = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+    return StepRows(
+        verify * len(contexts), *(column.contiguous() for column in columns), table.contiguous(),
+        torch.tensor(slots, dtype=torch.int32),
+    )  # fmt: skip
+
+
+CASES = {
+    "one row, empty context": ([0], 1, 0, 0),
+    "context on a page border": ([16, 32], 1, 1, 4),
+    "every outcome of block 4": ([37, 5, 0], 4, 4, 4),
+    "288 rows": ([100, 64, 33, 7], 8, 8, 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 1, 32), (9, 3, 64), (4, 4, 128), (5, 1, 16)])
+def test_rotation_pages_and_attention_match_the_oracle(case, heads, kv_heads, head_dim, dtype, ops):
+    contexts, verify, proposals, block = case
+    generator = torch.Generator().manual_seed(1)
+    config = model_config(heads, kv_heads, head_dim)
+    rows = step_rows(contexts, verify, proposals, block, pages=40)
+    cache = random_cache(config, 41, dtype, generator)
+    other = replace(cache, keys=cache.keys.clone(), values=cache.values.clone())
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(len(rows.positions), width, generator=generator).to(dtype)
+    norms = QKNorm(torch.rand(head_dim, generator=generator).to(dtype), torch.ones(head_dim, dtype=dtype), 1e-6)
+    rotary = rotary_tables(config, torch.device("cpu"))
+    for qk_norm in (None, norms):
+        expected = REFERENCE_OPS.rotate_and_store(qkv.clone(), rows, rotary, cache, 1, qk_norm)
+        actual = ops.rotate_and_store(qkv.clone(), rows, rotary, other, 1, qk_norm)
+        close(actual, expected, dtype)
+        close(other.keys, cache.keys, dtype)
+        close(other.values, cache.values, dtype)
+    same = REFERENCE_OPS.attend(expected, rows, cache, 1)
+    close(ops.attend(expected, rows, cache, 1), same, dtype)
+
+
+def test_norm_and_activation_match_the_oracle(dtype, ops):
+    generator = torch.Generator().manual_seed(2)
+    for rows, width in [(1, 64), (5, 576), (64, 576)]:
+        x = (4 * torch.randn(rows, width, generator=generator)).to(dtype)
+        residual = torch.randn(rows, width, generator=generator).to(dtype)
+        weight = torch.rand(width, generator=generator).to(dtype)
+        for before in (None, residual):
+            expected = REFERENCE_OPS.add_norm(x, before, weight, 1e-5)
+            actual = ops.add_norm(x, None if before is None else before.clone(), weight, 1e-5)
+            close(actual[0], expected[0], dtype)
+            assert torch.equal(actual[1], expected[1])
+    steep = torch.linspace(-300, 300, 128).repeat(3, 1).to(dtype)
+    close(ops.silu_mul(steep), REFERENCE_OPS.silu_mul(steep), dtype)
+
+
+def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
+    generator = torch.Generator().manual_seed(3)
+    config = model_config(9, 3, 64)
+    cache = random_cache(config, 41, dtype, generator)
+    rows = step_rows([100, 64, 33, 7], 4, 2, 4, pages=40)
+    qkv = torch.randn(len(rows.positions), 15 * 64, generator=generator).to(dtype)
+    together = ops.attend(qkv, rows, cache, 0)
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        for row in range(rows.verify):
+            alone = replace(
+                rows,
+                verify=1,
+                **{
+                    name: getattr(rows, name)[row : row + 1].contiguous()
+                    for name in ("positions", "sequence", "context_end", "tail_start", "tail_end")
+                },
+            )
+            assert torch.equal(ops.attend(qkv[row : row + 1].contiguous(), alone, cache, 0)[0], together[row])
+        torch.set_num_threads(before)
+
+
+def test_not_a_number_stays_one(dtype, ops):
+    x = torch.full((2, 64), torch.nan, dtype=dtype)
+    assert ops.add_norm(x, None, torch.ones(64, dtype=dtype), 1e-5)[0].isnan().all()
+    assert ops.silu_mul(x).isnan().all()
+
+
+def test_sizes_that_the_kernels_do_not_fit_are_known():
+    assert supports(model_config(), PAGE)
+    assert not supports(model_config(), 32)
+    assert not supports(replace(model_config(), head_dim=20), PAGE)

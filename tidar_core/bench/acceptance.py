@@ -1,0 +1,42 @@
+"""Tokens per step: what a drafter is worth, apart from any clock."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from tidar_core.bench.drive import answer_all, tokens_per_step
+from tidar_core.engine import Engine
+from tidar_core.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceResult:
+    """tokens_per_step: emitted / decode steps, prefill tokens left out. acceptance_by_position: how often draft i
+    held of the steps that verified it. ended: answers that came to an end by themselves."""
+
+    prompts: int
+    tokens: int
+    decode_steps: int
+    tokens_per_step: float
+    acceptance_by_position: tuple[float, ...]
+    ended: int
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> AcceptanceResult:
+    """Answers all prompts under `params` and counts what held."""
+    answers = answer_all(engine, prompts, [params] * len(prompts))
+    steps = [step for answer in answers for step in answer.steps if step.drafted]
+    by_position = []
+    for draft in range(max((len(step.drafted) for step in steps), default=0)):
+        verified = [step for step in steps if len(step.drafted) > draft]
+        by_position.append(sum(step.accepted > draft for step in verified) / len(verified))
+    return AcceptanceResult(
+        prompts=len(answers),
+        tokens=sum(len(answer.tokens) for answer in answers),
+        decode_steps=sum(answer.decode_steps for answer in answers),
+        tokens_per_step=tokens_per_step(answers),
+        acceptance_by_position=tuple(by_position),
+        ended=sum(a.finish is not None and a.finish.reason is FinishReason.STOP for a in answers),
+    )

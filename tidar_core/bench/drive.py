@@ -1,0 +1,42 @@
+"""Runs requests through an engine, all at once, and keeps what each of them did."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tidar_core.engine import Engine
+from tidar_core.request import Finish, Request, SamplingParams, StepTrace
+
+
+@dataclass(slots=True)
+class Answer:
+    """tokens: what was emitted. steps: the trace of each step that emitted. finish: how it ended."""
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[StepTrace] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def decode_steps(self) -> int:
+        """Steps behind the one that ended the prefill, whose token is left out of tokens per step."""
+        return sum(step.step > 0 for step in self.steps)
+
+
+def answer_all(engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams]) -> list[Answer]:
+    """The answers to all prompts, decoded as one batch as far as the engine's limits allow."""
+    answers = {str(index): Answer() for index in range(len(prompts))}
+    for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+        engine.submit(Request(str(index), prompt, chosen))
+    while engine.has_work:
+        for output in engine.step():
+            answer = answers[output.request_id]
+            answer.tokens += output.tokens
+            answer.finish = output.finish
+            if output.trace is not None:
+                answer.steps.append(output.trace)
+    return list(answers.values())
+
+
+def tokens_per_step(answers: Iterable[Answer]) -> float:
+    """Emitted tokens / decode steps over all answers, the token of each prefill left out."""
+    done = [answer for answer in answers if answer.decode_steps]
+    return sum(len(answer.tokens) - 1 for answer in done) / sum(answer.decode_steps for answer in done)

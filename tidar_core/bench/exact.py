@@ -1,0 +1,144 @@
+"""The first promise, checked: drafts change the speed, never the text."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tidar_core.bench.drive import answer_all
+from tidar_core.engine import Engine
+from tidar_core.model.loading import ModelSource, find_model
+from tidar_core.request import DraftMode, SamplingParams
+
+NEAR_TIE = 1e-3  # two best logits closer than this may fall either way between two implementations
+MODES: tuple[DraftMode, ...] = ("off", "auto", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How the answers of one way of decoding compare with the reference's: equal to the last token, parted where
+    the reference's two best scores nearly tie, or different."""
+
+    way: str
+    equal: int
+    near_tie: int
+    different: int
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def decode_ways(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
+) -> dict[str, list[list[int]]]:
+    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`."""
+    ways = {}
+    for mode in MODES:
+        for size in (1, batch):
+            answers: list[list[int]] = []
+            for first in range(0, len(prompts), size):
+                some = prompts[first : first + size]
+                answers += [answer.tokens for answer in answer_all(engine, some, [params(mode)] * len(some))]
+            ways[f"{mode}, {'alone' if size == 1 else f'batch of {size}'}"] = answers
+    return ways
+
+
+def greedy_params(max_tokens: int, drafts: DraftMode) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, drafts=drafts)
+
+
+def sampled_params(max_tokens: int, drafts: DraftMode) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.8, top_p=0.95, top_k=50, seed=1234, ignore_eos=True, drafts=drafts
+    )
+
+
+def compare_ways(ways: dict[str, list[list[int]]]) -> list[Comparison]:
+    """Every way against the first, token for token; nothing counts as a near tie."""
+    expected = next(iter(ways.values()))
+    return [
+        Comparison(way, same := sum(a == b for a, b in zip(answers, expected, strict=True)), 0, len(answers) - same)
+        for way, answers in ways.items()
+    ]
+
+
+def load_reference(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' own model of the same weights."""
+    return AutoModelForCausalLM.from_pretrained(source.directory, gguf_file=source.gguf_file, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def reference_answers(model: torch.nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[int]]:
+    """transformers' greedy `generate`, each prompt alone, end of sequence ignored."""
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
+            min_new_tokens=max_tokens, eos_token_id=-1, pad_token_id=0, repetition_penalty=1.0,
+        )  # fmt: skip
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@torch.inference_mode()
+def compare_with_reference(
+    model: torch.nn.Module,
+    prompts: Sequence[tuple[int, ...]],
+    expected: Sequence[Sequence[int]],
+    ways: dict[str, list[list[int]]],
+) -> list[Comparison]:
+    """Every way against the reference's answers; a first difference is judged by the reference's own logits."""
+
+    def parted_at_a_tie(prompt: tuple[int, ...], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+        same = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        if same is None or len(ours) != len(theirs):
+            return False
+        logits: Tensor = model(torch.tensor([[*prompt, *theirs[:same]]])).logits[0, -1].float()
+        best = logits.max()
+        return bool(logits[ours[same]] >= best - NEAR_TIE and logits[theirs[same]] >= best - NEAR_TIE)
+
+    comparisons = []
+    for way, answers in ways.items():
+        equal = [list(ours) == list(theirs) for ours, theirs in zip(answers, expected, strict=True)]
+        ties = sum(
+            parted_at_a_tie(prompt, ours, theirs)
+            for prompt, ours, theirs, same in zip(prompts, answers, expected, equal, strict=True)
+            if not same
+        )
+        comparisons.append(Comparison(way, sum(equal), ties, len(equal) - sum(equal) - ties))
+    return comparisons
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """One line of `tidar bench exact`: the token rule, what it is held against, and what came out."""
+
+    rule: str
+    against: str
+    comparison: Comparison
+
+    @property
+    def different(self) -> int:
+        return self.comparison.different
+
+    def as_record(self) -> dict[str, object]:
+        return {"rule": self.rule, "against": self.against, **self.comparison.as_record()}
+
+
+def run_exact(
+    engine: Engine, model: str, prompts: Sequence[tuple[int, ...]], *, batch: int, max_tokens: int
+) -> list[ExactResult]:
+    """Greedy and sampled decoding of all prompts in every way; greedy fp32 also against transformers."""
+    results = []
+    for rule, params in (("greedy", greedy_params), ("sampled", sampled_params)):
+        ways = decode_ways(engine, prompts, lambda mode, chosen=params: chosen(max_tokens, mode), batch)
+        results += [ExactResult(rule, "plain decoding", comparison) for comparison in compare_ways(ways)[1:]]
+        if rule == "greedy" and engine.info.dtype == "float32":
+            reference = load_reference(find_model(model), torch.float32)
+            expected = reference_answers(reference, prompts, max_tokens)
+            comparisons = compare_with_reference(reference, prompts, expected, ways)
+            results += [ExactResult(rule, "transformers", comparison) for comparison in comparisons]
+    return results

@@ -1,0 +1,222 @@
+"""`tidar`: get, serve and watch TiDAR models from the command line."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName, EngineConfig
+from tidar_core.request import DraftMode, RequestError
+
+Device = Literal["auto", "cpu", "cuda"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="TiDAR language models: think in diffusion, talk in autoregression. One forward pass verifies the last "
+    "draft and drafts the next block; drafts change the speed, never the text.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure: exactness, tokens per step.")
+app.add_typer(bench, name="bench")
+
+Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
+AdapterPath = Annotated[
+    str, typer.Option(help="The drafter: a directory, 'default' (the one shipped for the model) or 'none'.")
+]
+DType = Annotated[DTypeName, typer.Option(help="Weights and arithmetic.")]
+DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
+Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
+Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here as a record.")]
+
+
+@contextmanager
+def user_errors():  # type: ignore[no-untyped-def]
+    """One line on stderr and exit status 1 for what the user can mend; everything else is a fault of ours."""
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        Console(stderr=True).print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def load(config: EngineConfig, report: Callable[[str], None] | None = None) -> Any:
+    """The engine, with a progress bar on stderr while the weights are read."""
+    from tidar_core.engine import load_engine
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(line: str) -> None:
+            bar.update(task, description=line)
+            if report is not None:
+                report(line)
+
+        engine = load_engine(config, show, lambda done, total: bar.update(task, completed=done, total=total))
+    return engine
+
+
+@app.command()
+def up(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="One port for the API and the playground.")] = 8000,
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    drafts: Drafts = "auto",
+    threads: Threads = 0,
+    max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
+    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+) -> None:
+    """Serve a model: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
+
+    Joins the Ray cluster that runs here (or at RAY_ADDRESS), else starts one. Ctrl-C ends it.
+    """
+    with user_errors():
+        try:
+            from cluster import deploy
+            from cluster.options import ServeOptions, UpOptions
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+        serve = ServeOptions(
+            model=model, adapter=adapter, name=name, dtype=dtype, device=device, drafts=drafts,
+            replicas=replicas, threads=threads, max_model_len=max_model_len,
+        )  # fmt: skip
+        deploy.up(UpOptions(serve=serve, host=host, port=port))
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show what a running server serves: model, replicas, load, acceptance."""
+    with user_errors():
+        try:
+            from cluster.status import show_status
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+        show_status(address)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as text, without the chat template.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print the answer alone.")] = False,
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    drafts: Drafts = "auto",
+    threads: Threads = 0,
+) -> None:
+    """Answer one prompt here, without a server; held drafts, the model's own tokens and rejected drafts in colour."""
+    with user_errors():
+        from tidar_core.terminal import print_answer
+
+        engine = load(EngineConfig(model, adapter, dtype, device, threads, drafts))
+        print_answer(
+            engine, prompt, raw=raw, plain=plain or not sys.stdout.isatty(), max_tokens=max_tokens,
+            temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, drafts=drafts,
+        )  # fmt: skip
+
+
+@bench.command()
+def exact(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    prompts: Count = 164,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt.")] = 64,
+    dtype: DType = "float32",
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Check on HumanEval prompts that drafts never change the text: off, auto and full, alone and in a batch.
+
+    Greedy against transformers' generate in fp32 (near ties counted apart), sampled and in bf16 against our own
+    plain decoding, bit for bit. Exit status 1 if any answer differs.
+    """
+    with user_errors():
+        from tidar_core.bench.exact import run_exact
+        from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
+
+        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        chosen = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
+        results = run_exact(engine, model, chosen, batch=batch, max_tokens=max_tokens)
+        table = Table("rule", "against", "way", "equal", "near ties", "different", title=f"{model}, {dtype}")
+        for result in results:
+            table.add_row(*map(str, result.as_record().values()))
+        Console().print(table)
+        Console().print(f"the engine proves its rows exact at warm-up: {engine.info.exact}")
+        write_record(json_file, {"engine": engine.info, "comparisons": [result.as_record() for result in results]})
+        if any(result.different for result in results):
+            raise typer.Exit(1)
+
+
+@bench.command()
+def acceptance(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    prompts: Count = 164,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    drafts: Drafts = "full",
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per step on HumanEval prompts in the chat template, end of sequence honoured."""
+    with user_errors():
+        from tidar_core.bench.acceptance import measure_acceptance
+        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.request import SamplingParams
+
+        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, drafts=drafts)
+        result = measure_acceptance(engine, chosen, params)
+        table = Table("figure", "value", title=f"{model}, drafter {engine.info.adapter}, drafts {drafts}")
+        for name, value in result.as_record().items():
+            values = value if isinstance(value, tuple) else (value,)
+            table.add_row(
+                name.replace("_", " "), " ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
+            )
+        Console().print(table)
+        write_record(json_file, {"engine": engine.info, "acceptance": result.as_record()})
+
+
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """A measurement as JSON: when, with which command, on which engine, and what came out."""
+    if path is not None:
+        from dataclasses import asdict
+        from datetime import UTC, datetime
+
+        record = {**record, "engine": asdict(record["engine"])}
+        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
+        path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The entry point of the `tidar` command."""
+    app()

@@ -1,0 +1,66 @@
+"""Frozen descriptions of a model and of an engine, derived once at start-up."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tidar_core.request import DraftMode
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+DTypeName = Literal["bfloat16", "float32"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class ConfigError(ValueError):
+    """A model, adapter or setting that cannot be used; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a causal language model that the one decoder can run.
+
+    `max_positions` is the number of positions the model knows. `eos_ids` end an answer.
+    """
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tied_head: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user chooses about one engine.
+
+    model: `DEFAULT_MODEL`, a directory, a GGUF file or a hub id.
+    adapter: a directory, "default" for the one shipped for the model (none where none is), or "none".
+    device: "auto", "cpu" or "cuda". threads: CPU threads, 0 for torch's default.
+    max_model_len: positions a sequence may use; 0 for the model's own limit.
+    cache_tokens: K/V positions to hold; 0 for what a share of the memory allows.
+    max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most.
+    """
+
+    model: str = DEFAULT_MODEL
+    adapter: str = "default"
+    dtype: DTypeName = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    drafts: DraftMode = "auto"
+    max_model_len: int = 0
+    cache_tokens: int = 0
+    page_size: int = 16
+    max_running: int = 64
+    step_rows: int = 512

@@ -1,0 +1,15 @@
+"""The engine: token ids in, token ids out, one device, many requests at once.
+
+`engine.py` is the whole way of a request in one `step()`: the scheduler plans rows and pages (`scheduler.py`,
+`pages.py`) in shapes that the draft policy chose (`draft_policy.py`), `batch.py` turns plans into tensors,
+`runner.py` runs the model, tokens are picked by the rule of `tidar_core.sampling`, and the scheduler commits.
+`warmup.py` proves on the loaded model that a row's bits do not depend on its batch, and measures what rows cost.
+
+The geometry of a step is `tidar_core.layout`. K/V at positions below a sequence's cursor come from committed
+tokens under causal attention; mask rows never write pages; a rejected draft moves a cursor and nothing else.
+"""
+
+from tidar_core.engine.engine import Engine, EngineInfo, EngineStats
+from tidar_core.engine.start import load_engine
+
+__all__ = ["Engine", "EngineInfo", "EngineStats", "load_engine"]

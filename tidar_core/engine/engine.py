@@ -1,0 +1,140 @@
+"""The engine: requests join, `step()` moves all of them on, answers leave."""
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.runner import Runner
+from tidar_core.engine.scheduler import Scheduler, SequencePlan
+from tidar_core.layout import WithinBlock
+from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
+from tidar_core.sampling import TokenRule
+from tidar_core.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `exact` that a
+    token's bits do not depend on the batch, as proven at warm-up; `fingerprint` names the base weights."""
+
+    model: str
+    adapter: str | None
+    dtype: str
+    device: str
+    exact: bool
+    block_length: int
+    within_block: WithinBlock
+    max_model_len: int
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    pages: int
+    page_size: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Requests and pages at this moment."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one thread submits, aborts and steps."""
+
+    def __init__(self, info: EngineInfo, tokenizer: PreTrainedTokenizerFast, runner: Runner, scheduler: Scheduler):
+        self.info = info
+        self.tokenizer = tokenizer
+        self._runner = runner
+        self._scheduler = scheduler
+        self._ended: list[StepOutput] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ended or self._scheduler.running or self._scheduler.waiting)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(len(scheduler.running), len(scheduler.waiting), scheduler.pool.owned, scheduler.pool.total)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestError where it can never be served."""
+        params, known = request.params, len(request.prompt) + len(request.emitted)
+        if not request.prompt:
+            raise RequestError("the prompt is empty: send at least one token", "prompt")
+        if not all(0 <= token < self.info.vocab_size for token in (*request.prompt, *request.emitted)):
+            raise RequestError(f"token ids must lie between 0 and {self.info.vocab_size - 1}", "prompt")
+        wanted = len(request.prompt) + params.max_tokens
+        if wanted > self.info.max_model_len:
+            raise RequestError(
+                f"{len(request.prompt)} prompt tokens and {params.max_tokens} to generate exceed the "
+                f"{self.info.max_model_len} positions of this model: shorten the prompt or lower max_tokens",
+                "max_tokens",
+            )
+        if known >= wanted:
+            raise RequestError("all of max_tokens was emitted already", "max_tokens")
+        watch = TextStream(self.tokenizer, params.stop, request.emitted) if params.stop else None
+        self._scheduler.add(Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, at any moment; one that is not here is ignored."""
+        if self._scheduler.remove(request_id):
+            self._ended.append(StepOutput(request_id, (), finish=Finish(FinishReason.ABORT)))
+
+    def step(self) -> list[StepOutput]:
+        """One forward pass over everything that can run; at most one output a request."""
+        ended, self._ended = self._ended, []
+        plans = self._scheduler.plan()
+        if not plans:
+            return ended
+        batch = build_batch(
+            plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
+        )
+        hidden = self._runner.forward(batch)
+        rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
+        truths = self._runner.pick(hidden, [row for rows in batch.emit_rows for row in rows], rules)
+        outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
+        self._draft(plans, batch, hidden, outputs)
+        return ended + outputs
+
+    def _draft(self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor, outputs: Items[StepOutput]) -> None:
+        """Picks the drafts of the proposals that came true; the others are never looked at."""
+        by_request = {output.request_id: output for output in outputs}
+        chosen: list[tuple[SequencePlan, range, int]] = []
+        for plan, outcomes in zip(plans, batch.draft_rows, strict=True):
+            output = by_request.get(plan.sequence.request.request_id)
+            if output is None or output.finish is not None or output.trace is None or output.trace.used is None:
+                continue
+            chosen.append((plan, outcomes[output.trace.used], output.trace.used))
+        rules = [
+            self._rule(plan.sequence, plan.position + used + slot, slot - 1)
+            for plan, rows, used in chosen
+            for slot in range(1, len(rows) + 1)
+        ]
+        drafts = self._runner.pick(hidden, [row for _, rows, _ in chosen for row in rows], rules)
+        for (plan, _, _), tokens in zip(chosen, _split(drafts, [rows for _, rows, _ in chosen]), strict=True):
+            self._scheduler.take_drafts(plan.sequence, tokens)
+
+    def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
+        return [self._rule(plan.sequence, plan.position + i + 1, i) for i in range(len(plan.drafts) + 1)]
+
+    def _rule(self, sequence: Sequence, position: int, ahead: int) -> TokenRule:
+        """The rule for the token at `position`, with `ahead` undecided tokens before it."""
+        params = sequence.request.params
+        if sequence.generated + ahead >= params.min_tokens:
+            return TokenRule(params, position)
+        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | set(self.info.eos_ids)
+        return TokenRule(params, position, tuple(sorted(ends)))
+
+
+def _split(tokens: list[int], spans: Items[range]) -> list[list[int]]:
+    """`tokens` cut into pieces as long as the spans."""
+    rest = iter(tokens)
+    return [[next(rest) for _ in span] for span in spans]

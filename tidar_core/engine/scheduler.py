@@ -1,0 +1,213 @@
+"""Who runs in the next step, with which rows and pages, and what the step's answers change."""
+
+import time
+from collections import deque
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
+from tidar_core.engine.pages import PagePool
+from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
+from tidar_core.request import Finish, FinishReason, Sequence, StepOutput, StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """The rows of one sequence in one step.
+
+    start: the cursor. known: tokens from there on whose place is settled: a prefill chunk, or the anchor alone.
+    drafts: those verified behind them. shape: how many, and the proposals, counted from p = the position of the
+    last known token. emits: the chunk reaches the last token of the sequence, so that the step decides new ones.
+    """
+
+    sequence: Sequence
+    start: int
+    known: tuple[int, ...]
+    drafts: tuple[int, ...]
+    shape: Shape
+    emits: bool
+
+    @property
+    def position(self) -> int:
+        """p of the step: where the last known token stands."""
+        return self.start + len(self.known) - 1
+
+    @property
+    def verify_rows(self) -> int:
+        return len(self.known) + len(self.drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_running sequences at once; step_rows known tokens a step; positions below max_positions."""
+
+    max_running: int
+    step_rows: int
+    max_positions: int
+    page_size: int
+    eos_ids: frozenset[int]
+
+
+class Scheduler:
+    """Continuous batching: requests join and leave between steps, prompts are computed in chunks beside decoding.
+
+    When pages run short the sequence that was admitted last gives its own back and starts over from its tokens.
+    """
+
+    def __init__(self, pool: PagePool, policy: DraftPolicy, limits: Limits):
+        self.pool = pool
+        self.policy = policy
+        self.limits = limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, request_id: str) -> bool:
+        """Takes a request out, wherever it is, and frees its pages; False if it is not here."""
+        for queue in (self.running, self.waiting):
+            for sequence in queue:
+                if sequence.request.request_id == request_id:
+                    queue.remove(sequence)
+                    self._release(sequence)
+                    return True
+        return False
+
+    def plan(self) -> list[SequencePlan]:
+        """The rows of the next step. Reserves their pages; may preempt and admit."""
+        budget = self.limits.step_rows
+        chosen: list[tuple[Sequence, int]] = []
+        for sequence in list(self.running):
+            if sequence not in self.running:
+                continue  # preempted for one before it
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if count > 0 and self._reserve(sequence, count):
+                chosen.append((sequence, count))
+                budget -= count
+        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+            sequence = self.waiting[0]
+            if self._pages_missing(sequence, len(sequence.tokens)) > self.pool.free:
+                break
+            count = min(len(sequence.tokens), budget)
+            self.running.append(self.waiting.popleft())
+            self._reserve(sequence, count)
+            chosen.append((sequence, count))
+            budget -= count
+        return self._shaped(chosen)
+
+    def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
+        """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
+        now = time.monotonic()
+        return [
+            output
+            for plan, answers in zip(plans, truths, strict=True)
+            if (output := self._commit_one(plan, answers, now)) is not None
+        ]
+
+    def take_drafts(self, sequence: Sequence, drafts: Items[int]) -> None:
+        sequence.drafts = list(drafts)
+
+    def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
+        """Plans with the policy's shapes, for those whose chunk reaches their last token."""
+        emitting = [(s, count) for s, count in chosen if s.computed + count == len(s.tokens)]
+        known_rows = sum(count for _, count in chosen) - len(emitting)
+        wanted = iter(self.policy.choose([self._view(s) for s, _ in emitting], known_rows))
+        plans = []
+        for sequence, count in chosen:
+            known = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
+            emits = sequence.computed + count == len(sequence.tokens)
+            shape = Shape()
+            if emits:
+                shape = fit_shape(
+                    next(wanted),
+                    drafts_in_hand=len(sequence.drafts),
+                    remaining=sequence.remaining,
+                    position=len(sequence.tokens) - 1,
+                    max_positions=self.limits.max_positions,
+                )
+            drafts = tuple(sequence.drafts[: shape.drafts])
+            plans.append(SequencePlan(sequence, sequence.computed, known, drafts, shape, emits))
+        return plans
+
+    def _view(self, sequence: Sequence) -> SequenceView:
+        params = sequence.request.params
+        return SequenceView(params.drafts, len(sequence.drafts), params.block or self.policy.block_length)
+
+    def _pages_missing(self, sequence: Sequence, count: int) -> int:
+        """Pages that `count` known tokens need beyond those owned, any drafts behind them included."""
+        end = min(sequence.computed + count + len(sequence.drafts), self.limits.max_positions)
+        return -(-end // self.limits.page_size) - len(sequence.pages)
+
+    def _reserve(self, sequence: Sequence, count: int) -> bool:
+        """Pages for `count` known tokens; preempts those admitted last. False if it was the last one itself."""
+        while self._pages_missing(sequence, count) > self.pool.free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.pages += self.pool.take(max(0, self._pages_missing(sequence, count)))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.computed = 0
+        sequence.drafts = []
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.pages)
+        sequence.pages = []
+
+    def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float) -> StepOutput | None:
+        sequence, shape, drafts = plan.sequence, plan.shape, plan.drafts
+        if not plan.emits:
+            sequence.computed += len(plan.known)
+            return None
+        committed = count_committed(drafts, truths)
+        first = sequence.generated == 0
+        sequence.decode_steps += not first
+        kept, finish = self._settle(sequence, list(truths[:committed]))
+        sequence.computed += len(plan.known) + committed - 1
+        sequence.tokens += kept
+        sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
+        if shape.drafts:
+            self.policy.acceptance.observe(shape.drafts, committed - 1)
+        if finish is not None:
+            self.running.remove(sequence)
+            self._release(sequence)
+        trace = StepTrace(
+            step=sequence.decode_steps,
+            seconds=now - sequence.arrived,
+            drafted=drafts,
+            accepted=min(committed - 1, len(kept)),
+            anchor=kept[committed - 1] if len(kept) == committed else None,
+            block=shape.block,
+            proposals=shape.proposals,
+            used=committed if committed in shape.proposals else None,
+            verify_rows=plan.verify_rows,
+            mask_rows=shape.mask_rows,
+        )
+        return StepOutput(sequence.request.request_id, tuple(kept), trace, finish)
+
+    def _settle(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], Finish | None]:
+        """The part of `emitted` that is sent, cut at the first stop, and how the sequence ends, if it does."""
+        params = sequence.request.params
+        finish: Finish | None = None
+        for index, token in enumerate(emitted):
+            if token < 0:
+                emitted = emitted[:index]
+                finish = Finish(FinishReason.ERROR, error="the model gave scores that are not numbers")
+                break
+            if token in params.stop_token_ids or (token in self.limits.eos_ids and not params.ignore_eos):
+                emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
+                break
+        room = min(sequence.remaining, self.limits.max_positions - len(sequence.tokens))
+        if finish is None and len(emitted) >= room:
+            emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
+        if sequence.stop_watch is not None:
+            shown = sequence.stop_watch.push(emitted)
+            if shown.stop is not None:
+                return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
+        return emitted, finish

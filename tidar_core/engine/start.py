@@ -1,0 +1,137 @@
+"""From what a user chose to an engine that is ready to serve."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.engine.draft_policy import DraftPolicy
+from tidar_core.engine.engine import Engine, EngineInfo
+from tidar_core.engine.pages import PagePool
+from tidar_core.engine.runner import Runner
+from tidar_core.engine.scheduler import Limits, Scheduler
+from tidar_core.engine.warmup import measure_cost, rows_are_exact
+from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
+from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
+from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.layout import WithinBlock
+from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+
+GIB = 2**30
+CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
+GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
+
+
+def load_engine(
+    config: EngineConfig,
+    report: Callable[[str], None] = lambda line: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Engine:
+    """Loads weights and drafter, proves exactness, measures costs. Raises ConfigError with one line for the user.
+
+    report gets a line for the log at each stage; progress gets (tensors read, tensors in all).
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    device = _device(config.device)
+    dtype = getattr(torch, config.dtype)
+    source = find_model(config.model)
+    model = load_config(source)
+    report(f"reading {source.name}")
+    weights = load_weights(source, model, dtype, device, progress)
+    tokenizer = load_tokenizer(source)
+    base = identify_base(source.name, model, weights, tokenizer)
+    adapter = _adapter(config.adapter, base, dtype, device, report)
+    ops = _ops(model, config.page_size, dtype, device, report)
+
+    positions = min(model.max_positions, config.max_model_len or model.max_positions)
+    pages = _cache_pages(config, model, dtype, device, positions)
+    if pages * config.page_size < positions:
+        positions = pages * config.page_size
+        report(f"memory for K/V limits requests to {positions} positions")
+    runner = Runner(
+        ops, model, weights, adapter.weights if adapter else None,
+        empty_cache(model, pages + 1, config.page_size, dtype, device), rotary_tables(model, device),
+    )  # fmt: skip
+    block_length = adapter.config.block_length if adapter else 0
+    within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
+    report("checking exactness and measuring step costs")
+    exact = rows_are_exact(runner, block_length, within_block)
+    policy = DraftPolicy(block_length, measure_cost(runner, block_length, within_block))
+    limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
+    info = EngineInfo(
+        model=source.name,
+        adapter=adapter.name if adapter else None,
+        dtype=config.dtype,
+        device=device.type,
+        exact=exact,
+        block_length=block_length,
+        within_block=within_block,
+        max_model_len=positions,
+        vocab_size=model.vocab_size,
+        eos_ids=model.eos_ids,
+        pages=pages,
+        page_size=config.page_size,
+        fingerprint=base.fingerprint,
+    )
+    report(_ready_line(info, ops))
+    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits))
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _adapter(
+    wanted: str, base: BaseIdentity, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+) -> Adapter | None:
+    if wanted == "none":
+        return None
+    path = default_adapter_for(base) if wanted == "default" else Path(wanted)
+    if path is None:
+        report("no drafter adapter is shipped for this model: answers come without drafts")
+        return None
+    return load_adapter(path, base, dtype, device, report)
+
+
+def _ops(
+    model: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+) -> Ops:
+    if device.type != "cpu":
+        return REFERENCE_OPS
+    if not supports(model, page_size):
+        report("the CPU kernels do not fit this model's sizes: running on plain torch, which is slower")
+        return REFERENCE_OPS
+    try:
+        return cpu_ops(dtype)
+    except CompileError as error:
+        report(f"running on plain torch, which is slower: {error}")
+        return REFERENCE_OPS
+
+
+def _cache_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
+) -> int:
+    """Pages to hold, at least one; no more than all sequences at their longest could use."""
+    most = -(-positions // config.page_size) * config.max_running
+    if config.cache_tokens:
+        return max(1, min(most, config.cache_tokens // config.page_size))
+    page_bytes = 2 * model.layers * model.kv_heads * model.head_dim * config.page_size * dtype.itemsize
+    if device.type == "cuda":
+        room = GPU_CACHE_SHARE * torch.cuda.mem_get_info(device)[0]
+    else:
+        room = min(CPU_CACHE_SHARE * psutil.virtual_memory().available, CPU_CACHE_MOST)
+    return max(1, min(most, int(room) // page_bytes))
+
+
+def _ready_line(info: EngineInfo, ops: Ops) -> str:
+    drafter = f"drafter {info.adapter}, block {info.block_length}" if info.adapter else "no drafter"
+    exact = "exact: a token's bits do not depend on its batch" if info.exact else "not exact: ties may fall differently"
+    return f"ready: {info.model} in {info.dtype} on {info.device} ({ops.name} kernels), {drafter}; {exact}"

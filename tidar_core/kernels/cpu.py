@@ -1,0 +1,161 @@
+"""The CPU's operations: `cpu_kernels.cpp`, compiled once for this processor, and torch's matrix products."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
+from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.model.weights import LowRank
+
+LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
+SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
+
+
+class CompileError(RuntimeError):
+    """The kernels cannot be compiled here; the message is one line."""
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels and measured costs are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidar"
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, so that a cache directory shared by machines holds a library for each."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    except OSError:
+        return platform.processor()
+
+
+def _openmp_runtime() -> list[str]:
+    """Torch's own OpenMP library where its wheel bundles one: a second thread pool would fight with torch's."""
+    return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]
+
+
+def compiled_library() -> ctypes.CDLL:
+    """The compiled kernels, from the cache where they were compiled before. Raises CompileError."""
+    source = resources.files("tidar_core.kernels").joinpath("cpu_kernels.cpp").read_text()
+    runtime = _openmp_runtime()
+    key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *runtime))
+    target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not target.exists():
+        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+        if compiler is None:
+            raise CompileError("no C++ compiler (g++ or clang++) on PATH")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                (Path(scratch) / "kernels.cpp").write_text(source)
+                built, unit = Path(scratch) / "kernels.so", Path(scratch) / "kernels.o"
+                compile_flags = [flag for flag in FLAGS if flag != "-shared"]
+                steps = [[compiler, *compile_flags, "-c", "-o", str(unit), str(Path(scratch) / "kernels.cpp")]]
+                link = [compiler, "-shared", "-o", str(built), str(unit)]
+                steps.append([*link, *runtime] if runtime else [*link, "-fopenmp"])
+                for step in steps:
+                    done = subprocess.run(step, capture_output=True, text=True, timeout=300)
+                    if done.returncode != 0:
+                        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                        raise CompileError(f"the C++ compiler failed: {last}")
+                os.replace(built, target)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CompileError(f"compiling the CPU kernels failed: {error}") from error
+    return ctypes.CDLL(str(target))
+
+
+def supports(config: ModelConfig, page_size: int) -> bool:
+    """Whether the kernels fit a model's sizes and the page size."""
+    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    return page_size == LANES and all(size % LANES == 0 for size in sizes)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    y = F.linear(x, weight, bias)
+    if low_rank is not None and first_mask_row < x.shape[0]:
+        y[first_mask_row:].addmm_(F.linear(x[first_mask_row:], low_rank.a), low_rank.b.t())
+    return y
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def cpu_ops(dtype: torch.dtype) -> Ops:
+    """The CPU's `Ops` for one dtype (bf16 or fp32). Raises CompileError where the kernels cannot be built."""
+    library, suffix = compiled_library(), SUFFIXES[dtype]
+    pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+
+    def function(name: str, *types: type) -> Callable[..., None]:
+        found = getattr(library, f"{name}_{suffix}")
+        found.argtypes, found.restype = types, None
+        return found
+
+    row_shape = [integer] * 5
+    run_norm = function("add_norm", *[pointer] * 4, integer, integer, real, integer, integer)
+    run_silu = function("silu_mul", pointer, pointer, integer, integer, integer)
+    run_rotate = function("rotate_and_store", pointer, *row_shape, *[pointer] * 5, real, *[pointer] * 3, integer)
+    run_attend = function(
+        "attend", pointer, *row_shape, *[pointer] * 5, integer, pointer, pointer, real, pointer, integer
+    )
+
+    def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = torch.empty_like(x) if residual is None else residual
+        out = torch.empty_like(x)
+        rows, width = x.shape
+        threads = torch.get_num_threads()
+        run_norm(
+            x.data_ptr(), total.data_ptr(), weight.data_ptr(), out.data_ptr(),
+            rows, width, eps, residual is not None, threads,
+        )  # fmt: skip
+        return out, total
+
+    def rotate_and_store(
+        qkv: Tensor, rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, qk_norm: QKNorm | None
+    ) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        _, kv_heads, head_dim, _ = keys.shape
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        q_norm, k_norm, eps = (qk_norm.q, qk_norm.k, qk_norm.eps) if qk_norm is not None else (None, None, 0.0)
+        run_rotate(
+            qkv.data_ptr(), qkv.shape[0], heads, kv_heads, head_dim, rows.verify, rows.positions.data_ptr(),
+            rotary.cos.data_ptr(), rotary.sin.data_ptr(), _address(q_norm), _address(k_norm), eps,
+            keys.data_ptr(), values.data_ptr(), rows.write_slots.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return qkv
+
+    def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
+        keys, values = cache.keys[layer], cache.values[layer]
+        _, kv_heads, head_dim, _ = keys.shape
+        heads = qkv.shape[1] // head_dim - 2 * kv_heads
+        out = qkv.new_empty(qkv.shape[0], heads * head_dim)
+        run_attend(
+            qkv.data_ptr(), qkv.shape[0], heads, kv_heads, head_dim, rows.verify, rows.sequence.data_ptr(),
+            rows.context_end.data_ptr(), rows.tail_start.data_ptr(), rows.tail_end.data_ptr(),
+            rows.page_table.data_ptr(), rows.page_table.shape[1], keys.data_ptr(), values.data_ptr(),
+            head_dim**-0.5, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+        return out
+
+    reference = REFERENCE_OPS
+    return Ops("cpu", reference.row_multiple, linear, add_norm, rotate_and_store, attend, silu_mul, reference.head)

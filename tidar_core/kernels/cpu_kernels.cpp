@@ -1,0 +1,238 @@
+// Row-wise operations and paged attention for a CPU. Every row is computed by itself, in an order that depends on
+// the positions of its keys alone, so that its bits do not depend on the batch. Layouts and masks: ops.py.
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float f16v __attribute__((vector_size(64)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef uint16_t h16v __attribute__((vector_size(32)));
+typedef uint16_t bf16;
+
+inline f16v load(const float* p) { f16v v; std::memcpy(&v, p, sizeof v); return v; }
+inline f16v load(const bf16* p) {
+    h16v h; std::memcpy(&h, p, sizeof h);
+    return (f16v)(__builtin_convertvector(h, u16v) << 16);
+}
+inline void store(float* p, f16v v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, f16v v) {
+    u16v u = (u16v)v;
+    u16v rounded = u + 0x7fffu + ((u >> 16) & 1u);  // to nearest, ties to even
+    u16v nan = (u16v)(v != v);
+    u = (rounded & ~nan) | (nan & 0x7fc00000u);
+    h16v h = __builtin_convertvector(u >> 16, h16v);
+    std::memcpy(p, &h, sizeof h);
+}
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
+template <typename T> inline f16v rounded(f16v v) { T t[LANES]; store(t, v); return load(t); }
+
+inline float sum(f16v v) {
+    float s[LANES]; std::memcpy(s, &v, sizeof v);
+    for (int w = LANES / 2; w; w /= 2) for (int i = 0; i < w; i++) s[i] += s[i + w];
+    return s[0];
+}
+inline f16v splat(float x) { return f16v{} + x; }
+inline f16v max_of(f16v a, f16v b) { return a > b ? a : b; }
+inline f16v exp_of(f16v x) {  // 2^n times a polynomial on [-1/2, 1/2]; error below 2 ulp; NaN stays NaN
+    f16v least = splat(-87.0f), most = splat(87.0f);
+    x = x < least ? least : x;
+    x = x > most ? most : x;
+    f16v t = x * 1.44269504f;
+    f16v n = (t + 12582912.0f) - 12582912.0f;
+    f16v r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    f16v p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f; p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    i16v bits = (__builtin_convertvector(n, i16v) + 127) << 23;
+    return p * (f16v)bits;
+}
+
+struct Shape { int rows, heads, kv_heads, head_dim; };
+
+template <typename T> void norm_row(const T* x, const T* w, T* out, int n, float eps) {
+    f16v squares{};
+    for (int i = 0; i < n; i += LANES) { f16v v = load(x + i); squares += v * v; }
+    float scale = 1.0f / __builtin_sqrtf(sum(squares) / n + eps);
+    for (int i = 0; i < n; i += LANES) store(out + i, rounded<T>(load(x + i) * scale) * load(w + i));
+}
+
+template <typename T>
+void add_norm(const T* x, T* residual, const T* weight, T* out, int rows, int n, float eps, int add, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * n > 16384)
+    for (int r = 0; r < rows; r++) {
+        const T* xr = x + int64_t(r) * n;
+        T* rr = residual + int64_t(r) * n;
+        for (int i = 0; i < n; i += LANES) store(rr + i, add ? load(rr + i) + load(xr + i) : load(xr + i));
+        norm_row(rr, weight, out + int64_t(r) * n, n, eps);
+    }
+}
+
+template <typename T> void silu_mul(const T* gate_up, T* out, int rows, int n, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * n > 16384)
+    for (int r = 0; r < rows; r++) {
+        const T* gate = gate_up + int64_t(r) * 2 * n;
+        for (int i = 0; i < n; i += LANES) {
+            f16v g = load(gate + i);
+            store(out + int64_t(r) * n + i, rounded<T>(g / (1.0f + exp_of(-g))) * load(gate + n + i));
+        }
+    }
+}
+
+template <typename T> void rotate_head(T* x, const float* cos, const float* sin, int head_dim, const T* norm, float eps) {
+    if (norm) norm_row(x, norm, x, head_dim, eps);
+    int half = head_dim / 2;
+    for (int i = 0; i < half; i += 8) {
+        for (int j = i; j < i + 8; j++) {
+            float a = widen(x[j]), b = widen(x[j + half]);
+            f16v pair{a * cos[j] - b * sin[j], b * cos[j] + a * sin[j]};
+            T both[LANES]; store(both, pair);
+            x[j] = both[0]; x[j + half] = both[1];
+        }
+    }
+}
+
+template <typename T>
+void rotate_and_store(T* qkv, Shape s, int verify, const int32_t* positions, const float* cos, const float* sin,
+                      const T* q_norm, const T* k_norm, float eps, T* keys, T* values, const int32_t* slots, int threads) {
+    int width = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 2;
+#pragma omp parallel for num_threads(threads) if (s.rows * width > 8192)
+    for (int r = 0; r < s.rows; r++) {
+        T* row = qkv + int64_t(r) * width;
+        const float *c = cos + int64_t(positions[r]) * half, *n = sin + int64_t(positions[r]) * half;
+        for (int h = 0; h < s.heads + s.kv_heads; h++)
+            rotate_head(row + h * s.head_dim, c, n, s.head_dim, h < s.heads ? q_norm : k_norm, eps);
+        if (r >= verify) continue;
+        int64_t page = slots[r] / LANES, offset = slots[r] % LANES;
+        for (int h = 0; h < s.kv_heads; h++) {
+            const T* k = row + (s.heads + h) * s.head_dim;
+            T* key_page = keys + (page * s.kv_heads + h) * s.head_dim * LANES;
+            for (int d = 0; d < s.head_dim; d++) key_page[d * LANES + offset] = k[d];
+            std::memcpy(values + ((page * s.kv_heads + h) * LANES + offset) * s.head_dim,
+                        row + (s.heads + s.kv_heads + h) * s.head_dim, s.head_dim * sizeof(T));
+        }
+    }
+}
+
+// H query heads of one row against everything it sees of one K/V head.
+template <typename T, int H>
+void attend_heads(const T* q, const T* keys, const T* values, const int32_t* table, int context, const T* tail_k,
+                  const T* tail_v, int tail, int64_t tail_stride, Shape s, int kv_head, float scale, T* out,
+                  std::vector<float>& scratch) {
+    const int D = s.head_dim, pages = (context + LANES - 1) / LANES;
+    const int tail_at = pages * LANES, width = tail_at + (tail + LANES - 1) / LANES * LANES;
+    scratch.resize(size_t(H) * width + size_t(H) * D);
+    float *scores = scratch.data(), *query = scores + size_t(H) * width;
+    for (int i = 0; i < H * D; i++) query[i] = widen(q[i]);
+    const float lowest = -std::numeric_limits<float>::infinity();
+    for (int p = 0; p < pages; p++) {
+        const T* page = keys + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES;
+        f16v acc[H] = {};
+        for (int d = 0; d < D; d++) {
+            f16v k = load(page + d * LANES);
+            for (int h = 0; h < H; h++) acc[h] += k * query[h * D + d];
+        }
+        for (int h = 0; h < H; h++) store(scores + h * width + p * LANES, acc[h] * scale);
+    }
+    for (int t = 0; t < tail; t++)
+        for (int h = 0; h < H; h++) {
+            f16v acc{};
+            for (int d = 0; d < D; d += LANES) acc += load(tail_k + t * tail_stride + d) * load(query + h * D + d);
+            scores[h * width + tail_at + t] = sum(acc) * scale;
+        }
+    float inverse[H];
+    for (int h = 0; h < H; h++) {
+        float* row = scores + h * width;
+        for (int i = context; i < tail_at; i++) row[i] = lowest;
+        for (int i = tail_at + tail; i < width; i++) row[i] = lowest;
+        f16v top = splat(lowest);
+        for (int i = 0; i < width; i += LANES) top = max_of(top, load(row + i));
+        float best = lowest;
+        for (int i = 0; i < LANES; i++) best = top[i] > best ? top[i] : best;
+        f16v total{};
+        for (int i = 0; i < width; i += LANES) {
+            f16v x = load(row + i), e = exp_of(x - best);
+            e = x == lowest ? f16v{} : e;
+            store(row + i, e);
+            total += e;
+        }
+        inverse[h] = 1.0f / sum(total);
+    }
+    for (int d = 0; d < D; d += LANES) {
+        f16v acc[H] = {};
+        for (int p = 0; p < pages; p++) {
+            const T* page = values + (int64_t(table[p]) * s.kv_heads + kv_head) * LANES * D + d;
+            int keys_here = context - p * LANES < LANES ? context - p * LANES : LANES;
+            for (int i = 0; i < keys_here; i++) {
+                f16v v = load(page + i * D);
+                for (int h = 0; h < H; h++) acc[h] += v * scores[h * width + p * LANES + i];
+            }
+        }
+        for (int t = 0; t < tail; t++) {
+            f16v v = load(tail_v + t * tail_stride + d);
+            for (int h = 0; h < H; h++) acc[h] += v * scores[h * width + tail_at + t];
+        }
+        for (int h = 0; h < H; h++) store(out + h * D + d, acc[h] * inverse[h]);
+    }
+}
+
+template <typename T>
+void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const int32_t* context_end,
+            const int32_t* tail_start, const int32_t* tail_end, const int32_t* page_table, int table_width,
+            const T* keys, const T* values, float scale, T* out, int threads) {
+    const int64_t width = int64_t(s.heads + 2 * s.kv_heads) * s.head_dim;
+    const int group = s.heads / s.kv_heads;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> scratch;
+#pragma omp for schedule(dynamic, 4)
+        for (int item = 0; item < s.rows * s.kv_heads; item++) {
+            int r = item / s.kv_heads, kv = item % s.kv_heads;
+            const T* tail_k = qkv + (verify + tail_start[r]) * width + (s.heads + kv) * s.head_dim;
+            const T* tail_v = tail_k + s.kv_heads * s.head_dim;
+            const int32_t* table = page_table + int64_t(sequence[r]) * table_width;
+            for (int g = 0; g < group;) {
+                int take = group - g < 4 ? group - g : 4, h = kv * group + g;
+                auto run = [&](auto heads) {
+                    attend_heads<T, decltype(heads)::value>(
+                        qkv + r * width + h * s.head_dim, keys, values, table, context_end[r], tail_k, tail_v,
+                        tail_end[r] - tail_start[r], width, s, kv, scale,
+                        out + (int64_t(r) * s.heads + h) * s.head_dim, scratch);
+                };
+                if (take == 4) run(std::integral_constant<int, 4>{});
+                else if (take == 3) run(std::integral_constant<int, 3>{});
+                else if (take == 2) run(std::integral_constant<int, 2>{});
+                else run(std::integral_constant<int, 1>{});
+                g += take;
+            }
+        }
+    }
+}
+
+}  // namespace
+
+#define EXPORT(NAME, T)                                                                                              \
+    extern "C" void add_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int rows, int n, float eps,    \
+                                    int add, int threads) { add_norm(x, residual, weight, out, rows, n, eps, add, threads); } \
+    extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int rows, int n, int threads) {                        \
+        silu_mul(gate_up, out, rows, n, threads); }                                                                  \
+    extern "C" void rotate_and_store_##NAME(T* qkv, int rows, int heads, int kv_heads, int head_dim, int verify,     \
+        const int32_t* positions, const float* cos, const float* sin, const T* q_norm, const T* k_norm, float eps,   \
+        T* keys, T* values, const int32_t* slots, int threads) {                                                     \
+        rotate_and_store(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, positions, cos, sin, q_norm, k_norm,   \
+                         eps, keys, values, slots, threads); }                                                       \
+    extern "C" void attend_##NAME(const T* qkv, int rows, int heads, int kv_heads, int head_dim, int verify,         \
+        const int32_t* sequence, const int32_t* context_end, const int32_t* tail_start, const int32_t* tail_end,     \
+        const int32_t* page_table, int table_width, const T* keys, const T* values, float scale, T* out, int threads) { \
+        attend(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, sequence, context_end, tail_start, tail_end,     \
+               page_table, table_width, keys, values, scale, out, threads); }
+
+EXPORT(bf16, bf16)
+EXPORT(float, float)

@@ -1,0 +1,107 @@
+"""What the decoder asks of a device: the rows of a step, the K/V pages, and the record of operations."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.model.weights import LowRank
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one forward pass: all verify rows (padding among them), then all mask rows.
+
+    All tensors are int32. positions, sequence (row of `page_table`), context_end, tail_start, tail_end: [rows].
+    A row sees the page positions below its context_end and the mask rows tail_start <= k < tail_end, counted
+    from the first mask row. page_table: [sequences, pages]. write_slots: [verify], page * page_size + offset.
+    """
+
+    verify: int
+    positions: Tensor
+    sequence: Tensor
+    context_end: Tensor
+    tail_start: Tensor
+    tail_end: Tensor
+    page_table: Tensor
+    write_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """K/V pages of all layers. Page 0 is the trash page that padding rows write.
+
+    keys: [layers, pages, kv_heads, head_dim, page_size] (keys lie side by side, so that one load takes the same
+    coordinate of several). values: [layers, pages, kv_heads, page_size, head_dim].
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[-1]
+
+
+def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """Zeroed pages: what was never written must not be NaN, since masked scores still multiply it."""
+    heads = (config.layers, pages, config.kv_heads)
+    return KVCache(
+        torch.zeros(*heads, config.head_dim, page_size, dtype=dtype, device=device),
+        torch.zeros(*heads, page_size, config.head_dim, dtype=dtype, device=device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary tables, fp32 [max_positions, head_dim / 2], for transformers' layout (first and second half)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(config: ModelConfig, device: torch.device) -> Rotary:
+    """The unscaled rotary embedding (RoFormer, arXiv 2104.09864), angles computed in fp32 as transformers does."""
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    inverse = 1.0 / (config.rope_theta**exponent)
+    angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), inverse)
+    return Rotary(angles.cos().to(device), angles.sin().to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Qwen3's RMSNorm of each query and key head before the rotation; weights [head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One implementation of the decoder's operations. x is [rows, in], weights are [out, in].
+
+    linear(x, weight, bias, low_rank, first_mask_row): x weightᵀ + bias, and on rows from first_mask_row on also
+        the adapter's x aᵀ bᵀ. Base rows never see the adapter.
+    add_norm(x, residual, weight, eps): residual + x (x alone where residual is None), and its RMSNorm times
+        weight. Gives (normed, residual); may update the residual in place.
+    rotate_and_store(qkv, rows, rotary, cache, layer, qk_norm): QK-norm, rotation of q and k, and the page write
+        of the verify rows' K/V; mask rows never write. Gives qkv ([rows, (heads + 2 kv_heads) * head_dim]) back,
+        rotated; may work in place.
+    attend(qkv, rows, cache, layer): attention of each row over what it sees -> [rows, heads * head_dim].
+    silu_mul(gate_up): silu(gate) * up -> [rows, out / 2].
+    head(x, weight): logits [rows, vocab].
+    row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
+        whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
+    """
+
+    name: str
+    row_multiple: int
+    linear: Callable[[Tensor, Tensor, Tensor | None, LowRank | None, int], Tensor]
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    rotate_and_store: Callable[[Tensor, StepRows, Rotary, KVCache, int, QKNorm | None], Tensor]
+    attend: Callable[[Tensor, StepRows, KVCache, int], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,107 @@
+"""The operations in plain torch: any device, any dtype, differentiable where training needs it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
+from tidar_core.model.weights import LowRank
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    y = F.linear(x, weight, bias)
+    if low_rank is None or first_mask_row >= x.shape[0]:
+        return y
+    drafted = y[first_mask_row:] + F.linear(F.linear(x[first_mask_row:], low_rank.a), low_rank.b)
+    return torch.cat((y[:first_mask_row], drafted)) if first_mask_row else drafted
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in fp32 and rounded before the weight, as transformers does."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x if residual is None else residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [rows, heads, head_dim] by cos and sin [rows, head_dim / 2], in fp32."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def split_heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] out of a fused projection."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
+
+
+def rotate_qkv(qkv: Tensor, positions: Tensor, rotary: Rotary, kv_heads: int, qk_norm: QKNorm | None) -> Tensor:
+    """QK-norm and rotation of a fused projection; values pass through. Same shape as `qkv`."""
+    q, k, v = split_heads(qkv, kv_heads, 2 * rotary.cos.shape[1])
+    if qk_norm is not None:
+        q, k = rms_norm(q, qk_norm.q, qk_norm.eps), rms_norm(k, qk_norm.k, qk_norm.eps)
+    cos, sin = rotary.cos[positions], rotary.sin[positions]
+    return torch.cat((rotate(q, cos, sin), rotate(k, cos, sin), v), dim=1).view(qkv.shape)
+
+
+def rotate_and_store(
+    qkv: Tensor, rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, qk_norm: QKNorm | None
+) -> Tensor:
+    keys, values = cache.keys[layer], cache.values[layer]
+    _, kv_heads, head_dim, page_size = keys.shape
+    qkv = rotate_qkv(qkv, rows.positions, rotary, kv_heads, qk_norm)
+    _, k, v = split_heads(qkv[: rows.verify], kv_heads, head_dim)
+    page, offset = rows.write_slots // page_size, rows.write_slots % page_size
+    keys[page, :, :, offset] = k
+    values[page, :, offset] = v
+    return qkv
+
+
+def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
+    keys, values = cache.keys[layer], cache.values[layer]
+    _, kv_heads, head_dim, _ = keys.shape
+    q, k, v = split_heads(qkv, kv_heads, head_dim)
+    groups = q.shape[1] // kv_heads
+    tail = torch.arange(qkv.shape[0] - rows.verify, device=qkv.device)
+    tail_k, tail_v = k[rows.verify :].transpose(0, 1).float(), v[rows.verify :].transpose(0, 1).float()
+    out = torch.empty_like(q)
+    for sequence in range(rows.page_table.shape[0]):
+        mine = (rows.sequence == sequence).nonzero().flatten()
+        if len(mine) == 0:
+            continue
+        longest = int(rows.context_end[mine].max())
+        pages = rows.page_table[sequence, : -(-longest // cache.page_size)]
+        context_k = keys[pages].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :longest].float()
+        context_v = values[pages].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :longest].float()
+        positions = torch.arange(longest, device=qkv.device)
+        visible = torch.cat(
+            (
+                positions < rows.context_end[mine, None],
+                (tail >= rows.tail_start[mine, None]) & (tail < rows.tail_end[mine, None]),
+            ),
+            dim=1,
+        )
+        queries = q[mine].view(len(mine), kv_heads, groups, head_dim).permute(1, 2, 0, 3).float()
+        scores = queries @ torch.cat((context_k, tail_k), dim=1).transpose(1, 2)[:, None] / head_dim**0.5
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+        mixed = weights @ torch.cat((context_v, tail_v), dim=1)[:, None]
+        out[mine] = mixed.permute(2, 0, 1, 3).reshape(len(mine), -1, head_dim).to(q.dtype)
+    return out.view(qkv.shape[0], -1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def head(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+REFERENCE_OPS = Ops("torch", 4, linear, add_norm, rotate_and_store, attend, silu_mul, head)

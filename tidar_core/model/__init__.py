@@ -1,0 +1,12 @@
+"""A causal language model and its drafter: shapes, weights, forward pass.
+
+    weights.py   the tensors as the decoder reads them, projections fused
+    gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
+    loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
+    adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped
+    decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows
+
+What is particular to an architecture (biases, QK-norm, tied heads, the layout of a file) ends here: everything above
+this room sees one `ModelConfig` and one `ModelWeights`. The base weights are never changed by an adapter, so the
+text is the base model's own whatever the drafter.
+"""

@@ -1,0 +1,54 @@
+"""One decoder for Llama, Qwen2 and Qwen3, written over an `Ops` record: the engine and the trainer both run it."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, ModelWeights
+
+BASE_ALONE = LayerAdapter(None, None, None, None)
+
+
+def run_layers(
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    adapter: AdapterWeights | None,
+    x: Tensor,
+    first_mask_row: int,
+    attention: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """All layers and the final norm: x [rows, hidden] -> [rows, hidden], ready for the head.
+
+    Rows from first_mask_row on also pass through the adapter. attention(layer, qkv) is given the fused projection
+    [rows, (heads + 2 kv_heads) * head_dim], before QK-norm and rotation, and gives [rows, heads * head_dim].
+    """
+    residual = None
+    for index, layer in enumerate(weights.layers):
+        extra = BASE_ALONE if adapter is None else adapter.layers[index]
+        x, residual = ops.add_norm(x, residual, layer.input_norm, config.norm_eps)
+        qkv = ops.linear(x, layer.qkv, layer.qkv_bias, extra.qkv, first_mask_row)
+        x = ops.linear(attention(index, qkv), layer.o, layer.o_bias, extra.o, first_mask_row)
+        x, residual = ops.add_norm(x, residual, layer.post_norm, config.norm_eps)
+        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
+        x = ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, extra.down, first_mask_row)
+    return ops.add_norm(x, residual, weights.final_norm, config.norm_eps)[0]
+
+
+def layer_qk_norm(layer: LayerWeights, eps: float) -> QKNorm | None:
+    """Qwen3's per-head norms of a layer; None for the other architectures."""
+    return None if layer.q_norm is None or layer.k_norm is None else QKNorm(layer.q_norm, layer.k_norm, eps)
+
+
+def paged_attention(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, rows: StepRows, rotary: Rotary, cache: KVCache
+) -> Callable[[int, Tensor], Tensor]:
+    """The engine's attention for `run_layers`: rotate, write the verify rows' pages, attend over pages and slots."""
+
+    def attention(layer: int, qkv: Tensor) -> Tensor:
+        norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
+        return ops.attend(ops.rotate_and_store(qkv, rows, rotary, cache, layer, norms), rows, cache, layer)
+
+    return attention

@@ -1,0 +1,170 @@
+"""The nouns of the engine: what goes in, what is kept while it runs, what comes out of a step."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+DraftMode = Literal["auto", "off", "full"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served; the message is one line for the user, `param` the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended, in OpenAI's words where OpenAI has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one choice are picked. The token at a position depends on these and the prefix alone.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used
+    modulo 2**64) and `choice` key the noise. `drafts` and `block` change the speed, never the tokens:
+    `block` k allows at most k slots a proposal and k - 1 verified drafts.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    drafts: DraftMode = "auto"
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError("max_tokens must be at least 1", "max_tokens")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError("min_tokens must lie between 0 and max_tokens", "min_tokens")
+        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
+            raise RequestError("temperature must lie between 0 and 100", "temperature")
+        if self.top_k < 0:
+            raise RequestError("top_k must be 0 (off) or more", "top_k")
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestError("top_p must be above 0 and at most 1", "top_p")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise RequestError("min_p must lie between 0 and 1", "min_p")
+        if self.block is not None and self.block < 1:
+            raise RequestError("block must be at least 1", "tidar.block")
+        if any(not text for text in self.stop):
+            raise RequestError("a stop string must not be empty", "stop")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate.
+
+    `emitted` holds tokens that were sent already, by a replica that is gone: the engine continues behind them
+    and never sends them again, while limits and stops count from the end of `prompt`.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    emitted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sequence ended. `stop` is the token id or the string that ended it, where one did."""
+
+    reason: FinishReason
+    stop: int | str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What one step of one sequence guessed, and what the model said (design of the step: `tidar_core.layout`).
+
+    step: 0 for the prefill step that emits the first token, then 1, 2, … for decode steps.
+    seconds: since the engine received the request.
+    drafted: the n drafts that were verified. accepted: how many of them held and were emitted.
+    anchor: the token that the model said itself; None where a stop cut the step before it.
+    block: slots a proposal (b). proposals: the outcomes that were drafted for (P).
+    used: the outcome that came true, where it was drafted for, else None.
+    """
+
+    step: int
+    seconds: float
+    drafted: tuple[int, ...]
+    accepted: int
+    anchor: int | None
+    block: int
+    proposals: tuple[int, ...]
+    used: int | None
+    verify_rows: int
+    mask_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step emitted for one request; `finish` is set on the last. `trace` is None where no rows ran."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    trace: StepTrace | None = None
+    finish: Finish | None = None
+
+
+class Shown(Protocol):
+    """How far pushed tokens went: `used` of them up to the end of the stop string `stop`, or all and None."""
+
+    @property
+    def used(self) -> int: ...
+    @property
+    def stop(self) -> str | None: ...
+
+
+class StopWatch(Protocol):
+    """Looks for stop strings in the text of the tokens that are pushed into it."""
+
+    def push(self, tokens: list[int], /) -> Shown: ...
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request on its way. The engine alone changes it, in `Scheduler` and nowhere else.
+
+    tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
+    drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
+    """
+
+    request: Request
+    arrived: float
+    tokens: list[int]
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    decode_steps: int = 0
+    stop_watch: StopWatch | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens emitted since the prompt, those of an earlier replica included."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be emitted under max_tokens."""
+        return self.request.params.max_tokens - self.generated

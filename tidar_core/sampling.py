@@ -1,0 +1,316 @@
+"""The token rule: which token comes at a position, given its logits, the parameters and the seed.
+
+    x = logits, banned ids at -inf
+    T = 0:  argmax x, the lowest id on a tie
+    T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
+            argmax over v in S of  z[v] + G(seed, choice, position, v)
+
+G is Gumbel noise looked up in `tidar_core.philox`, so the pick is a sample of softmax(z) over S that is fixed by the
+seed, and a drafter that guesses with the same noise agrees as often as its distribution allows.
+
+A row's token depends on that row and its rule alone, bit for bit: never on the other rows, their number or their
+order. Three things see to that. Maxima, sorts and elementwise functions are free of rounding order. Where
+probabilities must be summed, for top-p, they are integers first (fixed point, relative to the row's best token):
+integer sums are exact in any order and over any width. And since what S keeps is always the head of the row by
+descending score, it can be found among a few best candidates, whose number changes the cost and never the result.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
+from tidar_core.request import SamplingParams
+
+NO_TOKEN = -1
+"""Picked where a row has no finite best score."""
+
+_MASS_BITS = 44  # a token's mass is exp(z - max z) in units of 2**-44
+_MAX_VOCAB = 1 << 18  # keeps a row's mass below 2**63
+_WIDTHS = (64, 1024)  # candidates looked at first and second; then all
+_TIES = 8  # room for ties behind the k-th candidate (bf16 logits tie often)
+_COLDEST = 1e-30  # lower temperatures would overflow x / T, and decide nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """How one token is picked.
+
+    position: of the token to pick (its logits come from the row before). banned: ids never picked here, such as
+    end-of-sequence and stop ids before min_tokens; ids outside the vocabulary are ignored.
+    """
+
+    params: SamplingParams
+    position: int
+    banned: tuple[int, ...] = ()
+
+
+def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+    """Pick the token of each row.
+
+    logits: [rows, vocab], bf16, fp16 or fp32 (computed in fp32), left as they are; -inf excludes a token.
+    rules: one a row. Returns int64 [rows], on the device of the logits.
+
+    A row that has NaN or +inf in it, or nothing finite, gets `NO_TOKEN` (-1) and disturbs no other.
+    """
+    _check(logits, rules)
+    picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
+    for way, rows in _ways(rules, logits.shape[-1]).items():
+        index = torch.tensor(rows, device=logits.device)
+        own = [rules[row] for row in rows]
+        if way.kind is _Kind.GREEDY:
+            picks[index] = _pick_greedy(logits, own, index)
+        elif way.kind is _Kind.WHOLE:
+            picks[index] = _pick_whole(_scaled(logits, own, index), _noise_key(own, logits.device))
+        else:
+            key = _noise_key(own, logits.device)
+            for found in _candidates(_scaled(logits, own, index), own, way):
+                picks[index[found.rows]] = _pick_among(found, key.rows(found.rows), logits.shape[-1])
+    return picks
+
+
+def kept_scores(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+    """The scores that the noise is added to: fp32 [rows, vocab], z inside S and -inf outside.
+
+    The softmax of a row is the distribution that its token is drawn from. A greedy row keeps the one token it
+    picks; a row that gets `NO_TOKEN` keeps nothing. Arguments are those of `pick_tokens`.
+    """
+    _check(logits, rules)
+    kept = torch.full(logits.shape, -torch.inf, dtype=torch.float32, device=logits.device)
+    for way, rows in _ways(rules, logits.shape[-1]).items():
+        index = torch.tensor(rows, device=logits.device)
+        own = [rules[row] for row in rows]
+        if way.kind is _Kind.GREEDY:
+            picks = _pick_greedy(logits, own, index)
+            index, picks = index[picks >= 0], picks[picks >= 0]
+            kept[index, picks] = logits[index, picks].float()
+        elif way.kind is _Kind.WHOLE:
+            scaled = _scaled(logits, own, index)
+            kept[index] = scaled.masked_fill_(~scaled.amax(-1, keepdim=True).isfinite(), -torch.inf)
+        else:
+            for found in _candidates(_scaled(logits, own, index), own, way):
+                inside = found.kept & found.scores[:, :1].isfinite()
+                whole = torch.full((len(found.rows), logits.shape[-1]), -torch.inf, device=logits.device)
+                kept[index[found.rows]] = whole.scatter_(-1, found.ids, found.scores.masked_fill(~inside, -torch.inf))
+    return kept
+
+
+class _Kind(Enum):
+    GREEDY = "greedy"
+    WHOLE = "whole"  # sampled, every token kept
+    RANKED = "ranked"  # top-k, then perhaps top-p and min-p
+    TAILED = "tailed"  # top-p or min-p alone
+
+
+class _Way(NamedTuple):
+    """What rows have in common that are computed together. widths: how many candidates are tried, in turn."""
+
+    kind: _Kind
+    widths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What bounds S, for each row: [rows, 1] each. `cut` is fp32(1 - top_p), negative where top-p is off."""
+
+    top_k: Tensor | None
+    cut: Tensor
+    min_p: Tensor
+    mass: Tensor | None  # of the whole row, int64, where top-p reads the whole row
+
+    def rows(self, index: Tensor) -> "_Limits":
+        top_k = None if self.top_k is None else self.top_k[index]
+        mass = None if self.mass is None else self.mass[index]
+        return _Limits(top_k, self.cut[index], self.min_p[index], mass)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The best tokens of some rows, with all of S among them.
+
+    rows: int64 [n], which of the group's rows. ids, scores, kept: [n, width], by descending score and then
+    ascending id; kept: inside S.
+    """
+
+    rows: Tensor
+    ids: Tensor
+    scores: Tensor
+    kept: Tensor
+
+
+def _check(logits: Tensor, rules: Sequence[TokenRule]) -> None:
+    if logits.dim() != 2 or logits.shape[0] != len(rules):
+        raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
+    if not 0 < logits.shape[1] <= _MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {_MAX_VOCAB}")
+
+
+def _ways(rules: Sequence[TokenRule], vocab: int) -> dict[_Way, list[int]]:
+    ways: dict[_Way, list[int]] = defaultdict(list)
+    for row, rule in enumerate(rules):
+        ways[_way(rule.params, vocab)].append(row)
+    return ways
+
+
+def _way(params: SamplingParams, vocab: int) -> _Way:
+    if params.temperature == 0:
+        return _Way(_Kind.GREEDY)
+    ranked = 0 < params.top_k < vocab
+    if not ranked and params.top_p >= 1 and params.min_p <= 0:
+        return _Way(_Kind.WHOLE)
+    needed = params.top_k + _TIES if ranked else 1
+    widths = (*(width for width in _WIDTHS if needed <= width <= vocab // 8), vocab)
+    return _Way(_Kind.RANKED if ranked else _Kind.TAILED, widths)
+
+
+def _pick_greedy(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor:
+    """argmax of each row; it takes the first of equals, and NaN before any number."""
+    scores = _ban(_take(logits, index).float(), rules, shared=logits)
+    picks = scores.argmax(-1)
+    best = scores.gather(-1, picks.unsqueeze(-1)).squeeze(-1)
+    return picks.masked_fill_(~best.isfinite(), NO_TOKEN)
+
+
+def _pick_whole(scaled: Tensor, key: NoiseKey) -> Tensor:
+    """The pick of rows where S is the whole vocabulary."""
+    picks = []
+    for rows in _chunks(scaled):
+        noisy = gumbel_all(key.rows(rows), scaled.shape[-1]).add_(scaled[rows])
+        best = noisy.argmax(-1)
+        fine = noisy.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite()
+        picks.append(best.masked_fill_(~fine, NO_TOKEN))
+    return torch.cat(picks)
+
+
+def _pick_among(found: _Candidates, key: NoiseKey, vocab: int) -> Tensor:
+    """The pick of rows whose S lies among candidates; the lowest id on a tie, as argmax over all would have it."""
+    if 4 * found.ids.shape[-1] < vocab:
+        noise = gumbel_at(key, found.ids)
+    else:
+        noise = torch.cat(
+            [gumbel_all(key.rows(rows), vocab).gather(-1, found.ids[rows]) for rows in _chunks(found.ids)]
+        )
+    noisy = noise.add_(found.scores).masked_fill_(~found.kept, -torch.inf)
+    best = found.ids.masked_fill(noisy != noisy.amax(-1, keepdim=True), vocab).amin(-1)
+    return best.masked_fill_(~found.scores[:, 0].isfinite(), NO_TOKEN)
+
+
+def _candidates(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> Iterator[_Candidates]:
+    """Find S for every row: among a few best tokens, and for rows that keep more among more."""
+    limits = _limits(scaled, rules, way)
+    rows = torch.arange(len(rules), device=scaled.device)
+    for width in way.widths:
+        ids, scores = _best(_take(scaled, rows), width)
+        kept, border = _keep(scores, limits.rows(rows))
+        # Ties of the border may lie beyond the last candidate; -inf never counts.
+        last = scores[:, -1:]
+        beyond = ((border <= last) & (last > -torch.inf)).squeeze(-1)
+        if width == scaled.shape[-1]:
+            beyond.fill_(False)
+        yield _Candidates(rows[~beyond], ids[~beyond], scores[~beyond], kept[~beyond])
+        rows = rows[beyond]
+        if not len(rows):
+            return
+
+
+def _best(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The ids and scores of each row's best `width` tokens, by descending score, then ascending id.
+
+    Ties at the end of the list are cut anywhere. Adding 0.0 turns -0.0 into 0.0, which some sorts tell apart.
+    """
+    if width == scores.shape[-1]:
+        scores, ids = (scores + 0.0).sort(dim=-1, descending=True, stable=True)
+        return ids, scores
+    scores, ids = scores.topk(width)
+    ids, order = ids.sort(-1)
+    scores, order = (scores.gather(-1, order) + 0.0).sort(dim=-1, descending=True, stable=True)
+    return ids.gather(-1, order), scores
+
+
+def _keep(scores: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
+    """Which candidates are inside S, bool [rows, width], and the lowest score that had to be seen, [rows, 1].
+
+    As transformers' warpers do it: top-k keeps what is no less than the k-th score; top-p removes the lowest as
+    long as their probability together is at most 1 - top_p (here the lower of two ids is the better one, there it is
+    left open); min-p removes what is less probable than min_p times the best.
+    """
+    weights = (scores - scores[:, :1]).exp()
+    kept = scores > -torch.inf
+    border = None
+    if limits.top_k is not None:
+        border = scores.gather(-1, limits.top_k - 1)
+        kept &= scores >= border
+    mass = _fixed_point(weights).masked_fill_(~kept, 0)
+    total = mass.sum(-1, keepdim=True) if limits.mass is None else limits.mass
+    better = mass.cumsum(-1) - mass
+    share = ((total - better).double() / total.double()).float()
+    kept &= share > limits.cut
+    kept &= weights >= limits.min_p
+    if border is None:
+        border = scores.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    return kept, border
+
+
+def _limits(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> _Limits:
+    params = [rule.params for rule in rules]
+    # The best token always stays: its share is 1, so the cut has to stay below.
+    cuts = [min(1 - one.top_p, 1 - 2.0**-24) if one.top_p < 1 else -1.0 for one in params]
+    floats = torch.tensor([cuts, [one.min_p for one in params]], dtype=torch.float32, device=scaled.device)
+    cut, min_p = floats.unsqueeze(-1)
+    if way.kind is _Kind.RANKED:
+        top_k = torch.tensor([one.top_k for one in params], device=scaled.device).unsqueeze(-1)
+        return _Limits(top_k, cut, min_p, None)
+    return _Limits(None, cut, min_p, _whole_mass(scaled) if max(cuts) >= 0 else None)
+
+
+def _whole_mass(scaled: Tensor) -> Tensor:
+    """The mass of all tokens of each row: int64 [rows, 1]."""
+    parts = (scaled[rows] - scaled[rows].amax(-1, keepdim=True) for rows in _chunks(scaled))
+    return torch.cat([_fixed_point(part.exp_()).sum(-1, keepdim=True) for part in parts])
+
+
+def _fixed_point(weights: Tensor) -> Tensor:
+    return (weights * 2.0**_MASS_BITS).to(torch.int64)
+
+
+def _scaled(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor:
+    """z = x / T in fp32, a tensor of its own."""
+    temperatures = [max(rule.params.temperature, _COLDEST) for rule in rules]
+    divisor = torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(-1)
+    return _ban(_take(logits, index).float() / divisor, rules, shared=logits)
+
+
+def _ban(scores: Tensor, rules: Sequence[TokenRule], shared: Tensor) -> Tensor:
+    """Exclude each row's banned ids; in place, unless the scores still are the caller's own tensor."""
+    vocab = scores.shape[-1]
+    banned = [(row, token) for row, rule in enumerate(rules) for token in rule.banned if 0 <= token < vocab]
+    if not banned:
+        return scores
+    if scores.data_ptr() == shared.data_ptr():
+        scores = scores.clone()
+    rows, tokens = torch.tensor(banned, device=scores.device).unbind(-1)
+    scores[rows, tokens] = -torch.inf
+    return scores
+
+
+def _noise_key(rules: Sequence[TokenRule], device: torch.device) -> NoiseKey:
+    params = [rule.params for rule in rules]
+    positions = [rule.position for rule in rules]
+    return NoiseKey.build([one.seed for one in params], positions, [one.choice for one in params], device)
+
+
+def _take(rows: Tensor, index: Tensor) -> Tensor:
+    """The indexed rows; all of them, in ascending order, are not copied."""
+    return rows if len(index) == len(rows) else rows[index]
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    """Cut [rows, width] into runs of rows, so that temporaries over the vocabulary take megabytes, not gigabytes."""
+    elements = 1 << 20 if rows.device.type == "cpu" else 1 << 24
+    step = max(1, elements // rows.shape[-1])
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))

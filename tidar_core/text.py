@@ -1,0 +1,220 @@
+"""From token ids to text as it grows, and the search for stop strings in it.
+
+Two things make this more than a call of `decode`. A character may be spread over several tokens, so its bytes wait
+until it is whole. And a stop string may be spread over several tokens too, so text that could be its beginning is
+held back. Both work character by character with a fixed state, so an answer costs time linear in its length, and
+what comes out does not depend on how the tokens were cut into runs.
+"""
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_letters
+from typing import Protocol
+
+from tokenizers import Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a run of tokens brought.
+
+    text: what may be shown now. used: how many of the tokens count, up to and including the one that completed
+    the stop string `stop`; all of them where `stop` is None.
+    """
+
+    text: str
+    used: int
+    stop: str | None = None
+
+
+class TextStream:
+    """The text of one answer, token by token.
+
+    Special tokens are left out. The texts of all `push` calls and of `finish` together equal
+    `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`, cut before the stop
+    string where one came up. (One exception: tokenizers that spell unknown characters in byte tokens, as
+    SentencePiece does, decode a malformed run of them anew as a whole; here a character that was shown stays.)
+
+    The stop that ends first wins; of several that end together, the longest. So the answer never depends on how the
+    text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...] = (), emitted: Sequence[int] = ()
+    ) -> None:
+        self._decoder = _decoder_for(tokenizer.backend_tokenizer)
+        self._matcher = _StopMatcher(stop)
+        self.push(emitted)
+
+    def push(self, tokens: Sequence[int]) -> Pushed:
+        """Append token ids. After a stop nothing comes any more: no text, no token used."""
+        shown: list[str] = []
+        for index, token in enumerate(tokens):
+            if self._matcher.matched is not None:
+                return Pushed("".join(shown), index, self._matcher.matched)
+            shown.append(self._matcher.feed(self._decoder.feed(token)))
+        return Pushed("".join(shown), len(tokens), self._matcher.matched)
+
+    def finish(self) -> str:
+        """End the text: what was held back, with U+FFFD for bytes of a character that never became whole."""
+        return self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
+
+
+class _StopMatcher:
+    """Searches a growing text for stop strings, by Knuth, Morris and Pratt's automaton, one for each string."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.matched: str | None = None
+        self._held = ""  # the longest end of the text that begins a stop string
+        self._stops = tuple((stop, _borders(stop)) for stop in stops)
+        self._lengths = [0] * len(stops)  # of each stop string, how much the text ends with
+
+    def feed(self, text: str) -> str:
+        """Append text; return what can be shown: no part of a stop string, found or still possible."""
+        if self.matched is not None:
+            return ""
+        if not self._stops:
+            return text
+        waiting = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            found = self._advance(char)
+            if found is not None:
+                self.matched = found
+                self._held = ""
+                return waiting[: end - len(found)]
+        shown = len(waiting) - max(self._lengths)
+        self._held = waiting[shown:]
+        return waiting[:shown]
+
+    def finish(self) -> str:
+        """Let go of the text that only began a stop string."""
+        held, self._held = self._held, ""
+        self._lengths = [0] * len(self._stops)
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        """Read one character; return the longest stop string that it completes, if any."""
+        found: str | None = None
+        for index, (stop, borders) in enumerate(self._stops):
+            length = self._lengths[index]
+            while length and stop[length] != char:
+                length = borders[length - 1]
+            if stop[length] == char:
+                length += 1
+            self._lengths[index] = length
+            if length == len(stop) and (found is None or length > len(found)):
+                found = stop
+        return found
+
+
+def _borders(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(text)
+    length = 0
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
+            length = borders[length - 1]
+        if text[index] == text[length]:
+            length += 1
+        borders[index] = length
+    return borders
+
+
+class _Decoder(Protocol):
+    def feed(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+def _decoder_for(backend: Tokenizer) -> _Decoder:
+    return _ByteDecoder(backend) if isinstance(backend.decoder, decoders.ByteLevel) else _PieceDecoder(backend)
+
+
+def _special_ids(backend: Tokenizer) -> frozenset[int]:
+    return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte behind each character of a byte-level token (GPT-2's table).
+
+    Visible Latin-1 characters stand for their own byte, and U+0100 onwards for the remaining bytes in order.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(0x100) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class _ByteDecoder:
+    """Byte-level tokenizers (GPT-2, Llama 3, Qwen, SmolLM): a token is bytes, whatever stands around it.
+
+    Not tokenizers' own DecodeStream: behind a byte that never becomes a character it decodes everything since anew
+    for each token, and it shows nothing until a clean character comes.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._special = _special_ids(backend)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        piece = None if token in self._special else self._backend.id_to_token(token)
+        if piece is None:  # a special token, or a padding row of the embedding that has no token
+            return ""
+        try:
+            data = bytes([_BYTE_OF_CHAR[char] for char in piece])
+        except KeyError:  # an added token is plain text
+            data = piece.encode()
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _PieceDecoder:
+    """Any other tokenizer (SentencePiece with byte tokens, WordPiece, …): decodes the few tokens not shown yet.
+
+    Such decoders treat the first token of a text in a way of its own (a leading space goes), so once something
+    was shown a plain letter stands in for all the text before.
+    """
+
+    _LONGEST_CHARACTER = 4  # in bytes, and so in tokens
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._special = _special_ids(backend)
+        self._pending: list[int] = []
+        self._before: tuple[int, ...] = ()
+
+    def feed(self, token: int) -> str:
+        if token in self._special or self._backend.id_to_token(token) is None:
+            return ""
+        self._pending.append(token)
+        text = self._text()
+        # A longer run that still ends badly is malformed: waiting would not mend it.
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(self._pending) < self._LONGEST_CHARACTER:
+            return ""
+        return self._let_go(text)
+
+    def finish(self) -> str:
+        return self._let_go(self._text()) if self._pending else ""
+
+    def _text(self) -> str:
+        before = self._backend.decode(self._before)
+        return self._backend.decode([*self._before, *self._pending])[len(before) :]
+
+    def _let_go(self, text: str) -> str:
+        self._pending.clear()
+        if not self._before:
+            self._before = _plain_letter(self._backend)
+        return text
+
+
+def _plain_letter(backend: Tokenizer) -> tuple[int, ...]:
+    """The id of a token that is one letter, in a tuple; empty where the vocabulary has none."""
+    ids = (backend.token_to_id(letter) for letter in ascii_letters)
+    return next(((token,) for token in ids if token is not None), ())
