@@ -7,3 +7,10 @@ that fixes every token by prefix, parameters and seed, `text.py` the way from to
 
 Neither ray nor gradio is imported from here; the command line imports the cluster when it is asked to serve.
 """
+
+import os
+
+# A step is some hundred short parallel regions. By default GNU's OpenMP threads spin for long at the end of each;
+# where another process wants the core, that made a step up to thirty times slower, and spinning less than this cost
+# as much on a quiet machine. The runtime reads the variable once, when torch is first imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")

@@ -17,9 +17,6 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
 
-GREATEST_NOISE = 23.0
-"""Above every value of `gumbel`: the smallest word gives 33 ln 2 = 22.87."""
-
 
 @dataclass(frozen=True, slots=True)
 class NoiseKey:

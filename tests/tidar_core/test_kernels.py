@@ -9,6 +9,7 @@ from tidar_core.config import ModelConfig
 from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
 from tidar_core.kernels.ops import KVCache, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.model.weights import LowRank
 
 PAGE = 16
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -28,7 +29,7 @@ def dtype(request):
 @pytest.fixture
 def ops(dtype):
     try:
-        return cpu_ops(dtype)
+        return cpu_ops(model_config(), dtype)
     except CompileError as error:
         pytest.skip(f"no compiled CPU kernels here: {error}")
 
@@ -147,3 +148,36 @@ def test_sizes_that_the_kernels_do_not_fit_are_known():
     assert supports(model_config(), PAGE)
     assert not supports(model_config(), 32)
     assert not supports(replace(model_config(), head_dim=20), PAGE)
+
+
+@pytest.mark.parametrize("rank", [4, 16, 32])
+def test_packed_products_match_the_oracle_and_keep_rows_apart(rank):
+    config = model_config(6, 2, 32)
+    ops = cpu_ops(config, torch.bfloat16)
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape):
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+
+    weight, bias = random(320, 64), random(1, 320)[0]
+    low_rank = LowRank(random(rank, 64), random(320, rank))
+    packed = LowRank(ops.pack(low_rank.a), ops.pack(low_rank.b))
+    x = random(300, 64)
+    for rows, first in [(1, 1), (1, 0), (3, 3), (13, 4), (40, 8), (300, 30)]:
+        exact = REFERENCE_OPS.linear(
+            x[:rows].double(),
+            weight.double(),
+            bias.double(),
+            LowRank(*(t.double() for t in (low_rank.a, low_rank.b))),
+            first,
+        )
+        for chosen, oracle in ((packed, exact), (None, REFERENCE_OPS.linear(x[:rows], weight, bias, None, rows))):
+            close(ops.linear(x[:rows], ops.pack(weight), bias, chosen, first), oracle, torch.bfloat16)
+    logits = ops.head(x, ops.pack(weight))
+    assert logits.dtype is torch.float32 or ops.row_multiple > 1
+    close(logits, x.double() @ weight.double().t(), torch.bfloat16)
+    if ops.row_multiple == 1:
+        whole = ops.linear(x, ops.pack(weight), bias, packed, 100)
+        for row in (0, 57, 99):
+            assert torch.equal(ops.linear(x[row : row + 1], ops.pack(weight), bias, packed, 1)[0], whole[row])
+            assert torch.equal(ops.head(x[row : row + 1], ops.pack(weight))[0], logits[row])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidar_core.philox import GREATEST_NOISE, NoiseKey, gumbel, gumbel_all, gumbel_at, philox4x32
+from tidar_core.philox import NoiseKey, gumbel, gumbel_all, gumbel_at, philox4x32
 
 CPU = torch.device("cpu")
 WORDS = st.integers(0, 2**32 - 1)
@@ -59,7 +59,6 @@ def test_gumbel_at_its_ends() -> None:
     ends = gumbel(torch.tensor([0, 1, 2**31, 2**32 - 1]))
     assert ends.dtype == torch.float32
     assert ends.tolist() == pytest.approx([22.8739, 21.7752, 0.366513, -2.81149], abs=1e-4)
-    assert ends[0] < GREATEST_NOISE
     assert len(gumbel(torch.arange(1000)).unique()) == 1000
 
 

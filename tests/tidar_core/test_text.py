@@ -158,6 +158,28 @@ def test_pieces_keep_inner_spaces_and_lose_the_first(pieces: PreTrainedTokenizer
     assert [stream.push([token]).text for token in (hello, 1, world, hello)] == ["Hello", "", " world", " Hello"]
 
 
+def test_ids_without_a_token_do_not_begin_the_text(pieces: PreTrainedTokenizerFast) -> None:
+    tokens = [len(pieces) + 5, 1, *pieces.convert_tokens_to_ids(["▁Hello", "▁world"])]
+    assert streamed(pieces, tokens) == decoded(pieces, tokens) == "Hello world"
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_stops_that_overlap_themselves(pieces: PreTrainedTokenizerFast, data: st.DataObject) -> None:
+    text = data.draw(st.text(alphabet="ab", min_size=2, max_size=40))
+    start = data.draw(st.integers(0, len(text) - 2))
+    stop = text[start : start + data.draw(st.integers(2, 12))]
+    stream = TextStream(pieces, (stop,))
+    pushed = stream.push(pieces.convert_tokens_to_ids(list(text)))
+    assert (pushed.text + stream.finish(), pushed.stop) == cut_at_stop(text, (stop,))
+
+
+def test_stop_behind_most_of_itself(tokenizer: PreTrainedTokenizerFast) -> None:
+    """After "aabaaa" a "b" may still continue "aab", the longest beginning that ends there."""
+    tokens = [tokenizer(letter).input_ids[0] for letter in "aabaaabaaac"]
+    assert TextStream(tokenizer, ("aabaaac",)).push(tokens) == Pushed("aaba", len(tokens), "aabaaac")
+
+
 def test_stop_across_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     tokens = tokenizer("one two\n\nUser: three").input_ids
     last = next(count for count in range(1, len(tokens)) if tokenizer.decode(tokens[:count]).endswith("User:"))

@@ -19,6 +19,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.weights import pack_adapter, pack_model
 
 GIB = 2**30
 CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
@@ -53,7 +54,7 @@ def load_engine(
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     runner = Runner(
-        ops, model, weights, adapter.weights if adapter else None,
+        ops, model, pack_model(weights, ops.pack), pack_adapter(adapter.weights, ops.pack) if adapter else None,
         empty_cache(model, pages + 1, config.page_size, dtype, device), rotary_tables(model, device),
     )  # fmt: skip
     block_length = adapter.config.block_length if adapter else 0
@@ -110,7 +111,7 @@ def _ops(
         report("the CPU kernels do not fit this model's sizes: running on plain torch, which is slower")
         return REFERENCE_OPS
     try:
-        return cpu_ops(dtype)
+        return cpu_ops(model, dtype)
     except CompileError as error:
         report(f"running on plain torch, which is slower: {error}")
         return REFERENCE_OPS

