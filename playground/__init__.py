@@ -11,6 +11,7 @@ Model text never passes through Python, a template or `innerHTML`: the only mark
 No session of a visitor lives on the server, so a closed tab is a closed socket and a reload loses nothing there.
 
     files.py   the static files, read once at start-up, served under a name that changes with their content
+    shell.py   the ASGI layer around Gradio: the page's own head, strict headers, the missing last slash
     page.py    the Gradio page, the ASGI application around it, and `mount` for any FastAPI application
     app.py     the Ray Serve application: one replica, since Gradio keeps its queue in memory
 """

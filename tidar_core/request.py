@@ -71,13 +71,15 @@ class Request:
     """One sequence to generate.
 
     `emitted` holds tokens that were sent already, by a replica that is gone: the engine continues behind them
-    and never sends them again, while limits and stops count from the end of `prompt`.
+    and never sends them again, while limits and stops count from the end of `prompt`. Only requests with the same
+    `cache_salt` share the K/V pages of a common prefix.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
     emitted: tuple[int, ...] = ()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class StepTrace:
     anchor: the token that the model said itself; None where a stop cut the step before it.
     block: slots a proposal (b). proposals: the outcomes that were drafted for (P).
     used: the outcome that came true, where it was drafted for, else None.
+    cached: prompt tokens whose K/V were there already, in the step that ends a prefill; else 0.
     """
 
     step: int
@@ -111,6 +114,7 @@ class StepTrace:
     used: int | None
     verify_rows: int
     mask_rows: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class Sequence:
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
+    page_keys: keys of the leading pages that are known to others. cached: tokens that came with such pages.
     """
 
     request: Request
@@ -152,6 +157,8 @@ class Sequence:
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    cached: int = 0
     decode_steps: int = 0
     stop_watch: StopWatch | None = None
 

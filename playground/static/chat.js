@@ -105,8 +105,8 @@ class Chat {
     } catch (error) {
       served.dataset.state = "down";
       this.#say(served, error.status === 401 ? "Waiting for an API key" : "No answer from the server");
+      if (error.status !== 401 || this.#key.value) this.#problem(error.message);
       if (error.status === 401) this.#wantKey();
-      else this.#problem(error.message);
     }
   }
 
@@ -145,6 +145,8 @@ class Chat {
   }
 
   #wantKey() {
+    this.#key.keep(""); // the one we had, if any, was refused
+    this.#showKey();
     this.#find("#t-key-form").hidden = false;
     this.#find("#t-key").focus();
   }

@@ -6,10 +6,16 @@ const METER_MS = 100; // numbers that change faster than this cannot be read
 const decimal = (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const one = decimal(1);
 const two = decimal(2);
-const whole = new Intl.NumberFormat("en");
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 export function formatTime(ms) {
   return ms < 999.5 ? `${whole.format(Math.round(ms))} ms` : `${two.format(ms / 1000)} s`;
+}
+
+function formatSpeed(perSecond) {
+  if (perSecond < 99.95) return one.format(perSecond);
+  return (perSecond < 9999.5 ? whole : compact).format(perSecond);
 }
 
 /** Every number of `rates` as the reader sees it; a dash where there is none. */
@@ -20,7 +26,7 @@ export function formatRates(rates) {
     steps: whole.format(rates.steps),
     perStep: shown(rates.perStep, (value) => two.format(value)),
     acceptance: shown(rates.acceptance, (value) => `${Math.round(value * 100)} %`),
-    perSecond: shown(rates.perSecond, (value) => (value < 99.95 ? one : whole).format(value)),
+    perSecond: shown(rates.perSecond, formatSpeed),
     firstToken: shown(rates.firstToken, formatTime),
   };
 }

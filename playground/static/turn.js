@@ -111,8 +111,8 @@ export class Turn {
       facts.append(line);
     };
     fact(shown.tokens, final.tokens === 1 ? "token" : "tokens");
-    fact(shown.perStep, "a step");
-    fact(shown.perSecond, "a second");
+    fact(shown.perStep, "per step");
+    fact(shown.perSecond, "per second");
     if (final.acceptance !== null) fact(shown.acceptance, "of drafts held");
     if (why) facts.append(element("span", "fact", why));
     const seed = metrics?.tidar?.seed;
@@ -163,5 +163,5 @@ function copyExactly(event) {
 function spoken(final) {
   const { tokens, perStep } = formatRates(final);
   const words = final.tokens === 1 ? "token" : "tokens";
-  return final.perStep === null ? `${tokens} ${words}` : `${tokens} ${words}, ${perStep} a step`;
+  return final.perStep === null ? `${tokens} ${words}` : `${tokens} ${words}, ${perStep} per step`;
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Dialog, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, Playwright, sync_playwright
 
 from tests.playground.recorded import RecordedServer, serve_recorded
 
@@ -23,17 +23,24 @@ CHROMIUM_FLAGS = [
 SYSTEM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
+def launch(playwright: Playwright) -> Browser | None:
+    """The system's Chromium, else Playwright's own, else None."""
+    own = playwright.chromium.executable_path
+    found = next((path for name in SYSTEM_NAMES if (path := shutil.which(name))), None)
+    path = found or (own if Path(own).exists() else None)
+    if path is None:
+        return None
+    return playwright.chromium.launch(executable_path=path, args=CHROMIUM_FLAGS)
+
+
 @pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
-    """The system's Chromium, else Playwright's own, else a skip. Closed with the package: its event loop would
-    otherwise still run in this thread when other tests want one of their own."""
+    """A real browser, or a skip. Closed with the package: Playwright's event loop would otherwise still run in this
+    thread when other tests want one of their own."""
     with sync_playwright() as playwright:
-        own = playwright.chromium.executable_path
-        found = next((path for name in SYSTEM_NAMES if (path := shutil.which(name))), None)
-        path = found or (own if Path(own).exists() else None)
-        if path is None:
+        browser = launch(playwright)
+        if browser is None:
             pytest.skip("no Chromium: install `chromium`, or run `playwright install chromium`")
-        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_FLAGS)
         yield browser
         browser.close()
 

@@ -310,9 +310,12 @@ def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: R
     page = opened.page
     expect(page.locator("#t-key")).to_be_focused()
     expect(page.locator("#t-served")).to_have_text("Waiting for an API key")
+    expect(page.locator("#t-problem")).to_be_hidden()
     page.fill("#t-key", "wrong")
     page.keyboard.press("Enter")
+    expect(page.locator("#t-problem")).to_have_text("Incorrect API key provided.")
     expect(page.locator("#t-key")).to_be_focused()
+    assert page.evaluate("localStorage.getItem('tidar.api_key')") is None
     page.fill("#t-key", "sk-1")
     page.keyboard.press("Enter")
     expect(page.locator("#t-key-form")).to_be_hidden()

@@ -182,6 +182,15 @@ def test_no_numbers_before_there_is_something_to_count(blank: Page) -> None:
 
 
 @pytest.mark.parametrize(
+    ("speed", "shown"),
+    [(None, "–"), (0.04, "0.0"), (41.26, "41.3"), (99.96, "100"), (1234.5, "1,235"), (43210, "43.2K")],
+)
+def test_speeds_are_short_enough_to_read(blank: Page, speed: float | None, shown: str) -> None:
+    rates = {"tokens": 1, "steps": 1, "perStep": None, "acceptance": None, "perSecond": speed, "firstToken": None}
+    assert call(blank, "meters.js", "formatRates", rates)["perSecond"] == shown
+
+
+@pytest.mark.parametrize(
     ("text", "shown"),
     [(" a\n", "“ a\\n”"), ("\u202eabc", "“\\u202eabc”"), ("😀" * 60, "“" + "😀" * 40 + "…”"), ("<b>", "“<b>”")],
 )

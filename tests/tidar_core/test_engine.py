@@ -28,8 +28,9 @@ def prompts(count: int, seed: int = 0, longest: int = 60) -> list[tuple[int, ...
 
 def pages_are_accounted_for(engine: Engine) -> bool:
     scheduler = engine._scheduler
-    held = [page for s in [*scheduler.running, *scheduler.waiting] for page in s.pages]
-    return len(held) == len(set(held)) == scheduler.pool.owned and scheduler.pool.free + len(held) == engine.info.pages
+    pool = scheduler.pool
+    held = {page for s in [*scheduler.running, *scheduler.waiting] for page in s.pages}
+    return len(held) == pool.owned and pool.free + pool.owned + pool.cached == engine.info.pages
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
@@ -217,3 +218,37 @@ def test_abort_is_idempotent_and_ends_with_one_output(engine):
     assert [(o.request_id, o.finish.reason) for o in outputs] == [("gone", FinishReason.ABORT)]
     assert not engine.has_work
     assert engine.stats().pages_used == 0
+
+
+def test_a_known_prefix_is_not_computed_again(tmp_path):
+    engine = tiny_engine(tmp_path)
+    prefix = tuple(range(100, 200)) * 2
+    params = sampled_params(8, "full")
+
+    def answer(tail: int, salt: str = "") -> tuple[list[int], int, int]:
+        engine.submit(Request("r", (*prefix, tail), params, cache_salt=salt))
+        tokens, rows, cached = [], 0, 0
+        while engine.has_work:
+            for output in engine.step():
+                tokens += output.tokens
+                cached += output.trace.cached
+                if output.trace.step == 0:
+                    rows = output.trace.verify_rows
+            assert pages_are_accounted_for(engine)
+        return tokens, rows, cached
+
+    first = answer(5)
+    assert first[1:] == (201, 0)
+    again = answer(5)
+    assert again == (first[0], 201 - 192, 192)
+    assert answer(6)[1:] == (201 - 192, 192)
+    assert answer(5, salt="another tenant") == first
+    whole_pages = tuple(range(300, 300 + 32))
+    engine.submit(Request("a", whole_pages, params))
+    while engine.has_work:
+        engine.step()
+    engine.submit(Request("b", whole_pages, params))
+    outputs = engine.step()
+    assert outputs[0].trace.cached == 16  # one token at least is computed, so the last page is not taken
+    while engine.has_work:
+        engine.step()

@@ -47,7 +47,7 @@ def random_cache(config: ModelConfig, pages: int, dtype: torch.dtype, generator)
 
 
 def step_rows(contexts: list[int], verify: int, proposals: int, block: int, pages: int) -> StepRows:
-    """`verify` verify rows and `proposals` x `block` mask rows for each sequence; sequence i has contexts[i] behind it."""
+    """`verify` verify rows and `proposals` x `block` mask rows behind each of the contexts, a sequence each."""
     per_sequence = pages // len(contexts)
     table = torch.arange(1, 1 + per_sequence * len(contexts), dtype=torch.int32).view(len(contexts), -1).flip(1)
     rows = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,12 +73,13 @@ def load_reference(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
 @torch.inference_mode()
 def reference_answers(model: torch.nn.Module, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[list[int]]:
     """transformers' greedy `generate`, each prompt alone, end of sequence ignored."""
+    never = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
-            min_new_tokens=max_tokens, eos_token_id=-1, pad_token_id=0, repetition_penalty=1.0,
+            eos_token_id=never, pad_token_id=0, repetition_penalty=1.0,
         )  # fmt: skip
         answers.append(out[0, len(prompt) :].tolist())
     return answers
@@ -134,7 +136,7 @@ def run_exact(
     """Greedy and sampled decoding of all prompts in every way; greedy fp32 also against transformers."""
     results = []
     for rule, params in (("greedy", greedy_params), ("sampled", sampled_params)):
-        ways = decode_ways(engine, prompts, lambda mode, chosen=params: chosen(max_tokens, mode), batch)
+        ways = decode_ways(engine, prompts, partial(params, max_tokens), batch)
         results += [ExactResult(rule, "plain decoding", comparison) for comparison in compare_ways(ways)[1:]]
         if rule == "greedy" and engine.info.dtype == "float32":
             reference = load_reference(find_model(model), torch.float32)

@@ -1,13 +1,32 @@
-"""The pool of K/V pages: who owns what, in numbers alone."""
+"""The pool of K/V pages: who owns what, and which contents are still there to be used again. Numbers alone."""
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+
+def first_key(salt: str) -> bytes:
+    """What comes before the first page. Requests with different salts never share a page."""
+    return blake2b(salt.encode(), digest_size=16).digest()
+
+
+def page_keys(tokens: Sequence[int], page_size: int, key: bytes) -> Iterator[bytes]:
+    """A key for each full page of `tokens`: a hash of its tokens and of the key before it.
+
+    Equal keys mean equal contents: K/V at a position depend on the tokens up to it alone.
+    """
+    for start in range(0, len(tokens) - page_size + 1, page_size):
+        content = ",".join(map(str, tokens[start : start + page_size]))
+        key = blake2b(key + content.encode(), digest_size=16).digest()
+        yield key
 
 
 class PagePool:
     """Hands out page numbers 1 … total; page 0 is the trash page, which nobody owns.
 
-    At every moment free + owned = total. Taking a page that is not free or giving back one that is not owned is
-    a mistake of the caller and raises ValueError.
+    A page is free, owned by one or more sequences, or cached: owned by nobody, its contents kept under their key
+    until the space is needed (least recently used first). At every moment free + owned + cached = total. Taking more
+    than there is or giving back a page that is not owned is a mistake of the caller and raises ValueError.
     """
 
     def __init__(self, total: int):
@@ -15,7 +34,15 @@ class PagePool:
             raise ValueError("a page pool needs at least one page")
         self.total = total
         self._free = list(range(total, 0, -1))
-        self._owned: set[int] = set()
+        self._owners: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` can hand out: free ones, and cached ones whose contents it would drop."""
+        return len(self._free) + len(self._cached)
 
     @property
     def free(self) -> int:
@@ -23,19 +50,54 @@ class PagePool:
 
     @property
     def owned(self) -> int:
-        return len(self._owned)
+        return len(self._owners)
+
+    @property
+    def cached(self) -> int:
+        return len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages; raises ValueError if there are fewer."""
-        if count > len(self._free):
-            raise ValueError(f"{count} pages wanted, {len(self._free)} free")
+        """`count` pages to write; raises ValueError if fewer are available."""
+        if count > self.available:
+            raise ValueError(f"{count} pages wanted, {self.available} available")
+        while len(self._free) < count:
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
+            self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
-        self._owned.update(pages)
+        self._owners.update(dict.fromkeys(pages, 1))
         return pages
 
-    def give_back(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            if page not in self._owned:
+    def take_known(self, keys: Iterable[bytes]) -> list[int]:
+        """The pages whose contents the leading keys name, as far as they are here; to read, never to write."""
+        pages = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            self._cached.pop(page, None)
+            self._owners[page] = self._owners.get(page, 0) + 1
+            pages.append(page)
+        return pages
+
+    def publish(self, page: int, key: bytes) -> None:
+        """An owned page is complete and will not be written again: others may find it under `key`."""
+        if page not in self._owners:
+            raise ValueError(f"page {page} is not owned")
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key] = page
+            self._key_of[page] = key
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One owner lets go of its pages. Of those that nobody owns any more the published ones stay cached."""
+        for page in reversed(pages):  # a page is of no use without those before it: the last is dropped first
+            if page not in self._owners:
                 raise ValueError(f"page {page} is not owned")
-            self._owned.remove(page)
-            self._free.append(page)
+            self._owners[page] -= 1
+            if self._owners[page]:
+                continue
+            del self._owners[page]
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)

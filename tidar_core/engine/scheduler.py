@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
-from tidar_core.engine.pages import PagePool
+from tidar_core.engine.pages import PagePool, first_key, page_keys
 from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
 from tidar_core.request import Finish, FinishReason, Sequence, StepOutput, StepTrace
 
@@ -87,9 +87,11 @@ class Scheduler:
                 budget -= count
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
             sequence = self.waiting[0]
-            if self._pages_missing(sequence, len(sequence.tokens)) > self.pool.free:
+            self._reuse(sequence)
+            if self._pages_missing(sequence, len(sequence.tokens) - sequence.computed) > self.pool.available:
+                self._release(sequence)
                 break
-            count = min(len(sequence.tokens), budget)
+            count = min(len(sequence.tokens) - sequence.computed, budget)
             self.running.append(self.waiting.popleft())
             self._reserve(sequence, count)
             chosen.append((sequence, count))
@@ -141,7 +143,7 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
         """Pages for `count` known tokens; preempts those admitted last. False if it was the last one itself."""
-        while self._pages_missing(sequence, count) > self.pool.free:
+        while self._pages_missing(sequence, count) > self.pool.available:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -152,18 +154,36 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        sequence.computed = 0
-        sequence.drafts = []
         self.waiting.appendleft(sequence)
 
+    def _reuse(self, sequence: Sequence) -> None:
+        """Takes the pages of a prefix that was computed before; at least one token is left to compute."""
+        size = self.limits.page_size
+        keys = list(page_keys(sequence.tokens[:-1], size, first_key(sequence.request.cache_salt)))
+        sequence.pages = self.pool.take_known(keys)
+        sequence.page_keys = keys[: len(sequence.pages)]
+        sequence.computed = sequence.cached = len(sequence.pages) * size
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Lets others find the pages that this step completed."""
+        size, known = self.limits.page_size, len(sequence.page_keys)
+        before = sequence.page_keys[-1] if known else first_key(sequence.request.cache_salt)
+        new = list(page_keys(sequence.tokens[known * size : sequence.computed], size, before))
+        for page, key in zip(sequence.pages[known:], new, strict=False):
+            self.pool.publish(page, key)
+        sequence.page_keys += new
+
     def _release(self, sequence: Sequence) -> None:
+        """Gives all pages back; what the sequence holds then are its tokens alone."""
         self.pool.give_back(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.page_keys, sequence.drafts = [], [], []
+        sequence.computed = 0
 
     def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float) -> StepOutput | None:
         sequence, shape, drafts = plan.sequence, plan.shape, plan.drafts
         if not plan.emits:
             sequence.computed += len(plan.known)
+            self._publish(sequence)
             return None
         committed = count_committed(drafts, truths)
         first = sequence.generated == 0
@@ -171,6 +191,7 @@ class Scheduler:
         kept, finish = self._settle(sequence, list(truths[:committed]))
         sequence.computed += len(plan.known) + committed - 1
         sequence.tokens += kept
+        self._publish(sequence)
         sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
         if shape.drafts:
             self.policy.acceptance.observe(shape.drafts, committed - 1)
@@ -188,6 +209,7 @@ class Scheduler:
             used=committed if committed in shape.proposals else None,
             verify_rows=plan.verify_rows,
             mask_rows=shape.mask_rows,
+            cached=min(sequence.cached, sequence.prompt_length) if first else 0,
         )
         return StepOutput(sequence.request.request_id, tuple(kept), trace, finish)
 
