@@ -4,8 +4,9 @@ A request's way: `api` (routes) reads the body and `schemas` checks it; `prompts
 thread; `streams` sends one `Request` a choice to a replica and turns what comes back into text; `responses` writes it
 down as OpenAI's objects. `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress
 shows all replicas on one page. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
-cluster together with the playground, `status` reads it back over HTTP.
+cluster together with the playground (`preflight` first), `status` reads it back over HTTP.
 
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
-What the ingress must know of the model, its tokenizer included, it asks of a replica once (`ModelCard`).
+What the ingress must know of the model, its tokenizer included, it asks of a replica once (`ModelCard`); whether
+replicas live it asks every second (`directory`), and how much work it lets in is its own affair (`Admission`).
 """

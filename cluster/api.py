@@ -18,6 +18,7 @@ from cluster.card import ModelCard
 from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
 from cluster.metrics import render
+from cluster.options import ServeOptions
 from cluster.prompts import (
     chat_prompt,
     check_ids,
@@ -37,7 +38,7 @@ from cluster.schemas import (
     refuse_unsupported,
     sampling_params,
 )
-from cluster.streams import Answer, requests_for
+from cluster.streams import Admission, Answer, requests_for
 
 PLAYGROUND = "/playground/"
 
@@ -46,7 +47,7 @@ T = TypeVar("T")
 Prompts = list[tuple[int, ...]]
 
 
-def build_api(directory: Directory, max_body_bytes: int) -> FastAPI:
+def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
     """The ingress' application. Errors of any kind leave as OpenAI's error object."""
 
     @asynccontextmanager
@@ -59,13 +60,15 @@ def build_api(directory: Directory, max_body_bytes: int) -> FastAPI:
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(LastResort)
-    add_openai_routes(app, directory, max_body_bytes)
-    add_tokenizer_routes(app, directory, max_body_bytes)
+    add_openai_routes(app, directory, options)
+    add_tokenizer_routes(app, directory, options)
     add_service_routes(app, directory)
     return app
 
 
-def add_openai_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -> None:
+def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:
+    admission = Admission(options.max_ongoing)
+
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
         card, _ = directory.model
@@ -96,7 +99,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -
     async def answer(
         request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], tuple[Body, Prompts]], chat: bool
     ) -> Response:
-        raw = await read_raw(request, max_body_bytes)
+        raw = await read_raw(request, options.max_body_bytes)
         card, backend = directory.model
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
         body, prompts = await asyncio.to_thread(plan, raw, card, backend)
@@ -104,7 +107,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -
         params = [sampling_params(body, card, len(prompt), seed) for prompt in prompts]
         head = new_head(card.name, chat)
         made = Answer(card, requests_for(head.id, prompts, params), body.tidar.trace)
-        pieces = made.pieces(directory.engine)
+        pieces = made.pieces(directory.engine, admission, len(directory.replicas))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
@@ -116,7 +119,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -
         return Response(whole(head, made, texts), media_type="application/json")
 
 
-def add_tokenizer_routes(app: FastAPI, directory: Directory, max_body_bytes: int) -> None:
+def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
         def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def add_tokenizer_routes(app: FastAPI, directory: Directory, max_body_bytes: int
     async def in_thread(
         request: Request, work: Callable[[bytes, ModelCard, Tokenizer], dict[str, Any]]
     ) -> JSONResponse:
-        raw = await read_raw(request, max_body_bytes)
+        raw = await read_raw(request, options.max_body_bytes)
         return JSONResponse(await asyncio.to_thread(work, raw, *directory.model))
 
 

@@ -15,7 +15,9 @@ from cluster.replica import EngineReplica
 
 ENGINE = "Engine"
 INGRESS = "Ingress"
-INGRESS_ONGOING = 4096  # the ingress only passes things on; the engine's queue is what bounds the work
+# Serve's own limits bind nothing here: a call over them would wait, the one that asks a full replica whether it lives
+# too. `Admission` at the ingress bounds the work.
+UNBOUND = 1_000_000
 DRAIN_SECONDS = 10.0
 
 
@@ -28,7 +30,7 @@ class Ingress:
         self._options = options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._directory, self._options.max_body_bytes)
+        return build_api(self._directory, self._options)
 
 
 def build(args: ServeOptions) -> Application:
@@ -37,8 +39,8 @@ def build(args: ServeOptions) -> Application:
     engine = serve.deployment(
         name=ENGINE,
         num_replicas=args.replicas,
-        max_ongoing_requests=args.max_ongoing,
-        max_queued_requests=args.max_queued,
+        max_ongoing_requests=UNBOUND,
+        max_queued_requests=args.max_ongoing,  # while there is no replica at all
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
@@ -47,7 +49,7 @@ def build(args: ServeOptions) -> Application:
     )(EngineReplica)
     ingress = serve.deployment(
         name=INGRESS,
-        max_ongoing_requests=INGRESS_ONGOING,
+        max_ongoing_requests=UNBOUND,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},

@@ -4,13 +4,11 @@ import io
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import FrameType
 from typing import Any, Never
 
 import httpx
@@ -20,18 +18,15 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from cluster import app
+from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_model, check_port
 from cluster.progress import put_up_board
 from tidar_core.config import ConfigError
 
 API, PLAYGROUND = "api", "playground"
-# A Ray of our own listens on the loopback alone, and only tokens pass through it (the default is 30 % of the memory).
-OWN_RAY: dict[str, Any] = {
-    "include_dashboard": False,
-    "object_store_memory": 128 * 1024 * 1024,
-    "_node_ip_address": "127.0.0.1",
-}
+# Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
+OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
 LOOK_SECONDS = 0.25
 WATCH_SECONDS = 2.0
 
@@ -47,44 +42,24 @@ def up(options: UpOptions, say: Say = say_now) -> None:
 
     Raises ConfigError, one line for the user, where something stands in the way.
     """
-    with interrupts() as quiet:
+    with Interrupts() as interrupts:
         try:
             address = running_cluster()
             if address is None:
                 check_port(options.host, options.port)
             check_model(options.serve)
-            with ray_cluster(address, say, quiet):
+            with ray_cluster(address, say, interrupts):
                 if address is not None:
                     refuse_running_serve(address)
                     check_port(options.host, options.port)
-                with applications(options, address is not None, say, quiet):
-                    watch(say)
+                with applications(options, address is not None, say, interrupts):
+                    watch(say, interrupts)
         except (KeyboardInterrupt, SystemExit):
             say("stopped")
-
-
-@contextmanager
-def interrupts() -> Iterator[Callable[[], None]]:
-    """SIGTERM means the same as Ctrl-C; yields a function after which both are ignored, for the way down."""
-
-    def interrupt(number: int, frame: FrameType | None) -> Never:
-        raise KeyboardInterrupt
-
-    def listen() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, interrupt)
-
-    def ignore() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    listen()
-    try:
-        yield ignore
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        except ConfigError:
+            if not interrupts.asked:
+                raise
+            say("stopped")  # what was interrupted failed for that reason
 
 
 def running_cluster() -> str | None:
@@ -110,7 +85,7 @@ def running_cluster() -> str | None:
 
 
 @contextmanager
-def ray_cluster(address: str | None, say: Say, quiet: Callable[[], None]) -> Iterator[None]:
+def ray_cluster(address: str | None, say: Say, interrupts: Interrupts) -> Iterator[None]:
     """Ray, joined at `address` or started here; one that was started here ends with this."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -129,10 +104,11 @@ def ray_cluster(address: str | None, say: Say, quiet: Callable[[], None]) -> Ite
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
             raise ConfigError(f"{where}: {first_line(error)}") from error
-        listen_again()
+        interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
+        interrupts.check()
         yield
     finally:
-        quiet()
+        interrupts.ignore()
         ray.shutdown()
 
 
@@ -143,11 +119,6 @@ def keep_strangers_out() -> None:
     """
     if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
-
-def listen_again() -> None:
-    """`ray.init` puts a SIGTERM handler of its own in place; ours is the one of SIGINT."""
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
 
 
 def refuse_running_serve(address: str) -> None:
@@ -161,13 +132,15 @@ def refuse_running_serve(address: str) -> None:
 
 
 @contextmanager
-def applications(options: UpOptions, joined: bool, say: Say, quiet: Callable[[], None]) -> Iterator[None]:
-    """Both applications, from ready to deleted; on a cluster that goes on, Serve ends too, as it began here."""
+def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
+    """Both applications, from ready to deleted, streams under way ended first; on a cluster that goes on, Serve ends
+    too, as it began here. Where nothing was served yet on a Ray of our own, there is nothing to wait for."""
     from playground.app import PlaygroundOptions
     from playground.app import build as build_playground
 
     chosen = absolute(options.serve)
     check_resources(chosen)
+    ready = False
     try:
         board = put_up_board()
         serve.start(
@@ -179,15 +152,17 @@ def applications(options: UpOptions, joined: bool, say: Say, quiet: Callable[[],
         ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         base = f"http://{reachable(options.host)}:{options.port}"
-        wait_until_ready(board, base, say)
+        wait_until_ready(board, base, say, interrupts)
         announce(base, chosen.replicas, say)
+        ready = True
         yield
     finally:
-        quiet()
+        interrupts.ignore()
         say("stopping")
         try:
-            serve.delete(PLAYGROUND, _blocking=False)
-            serve.delete(API)
+            if ready or joined:
+                serve.delete(PLAYGROUND, _blocking=False)
+                serve.delete(API)
             if joined:
                 with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
                     serve.shutdown()
@@ -204,10 +179,11 @@ def check_resources(options: ServeOptions) -> None:
         raise ConfigError(f"{options.replicas} replicas need as many GPUs, Ray sees {gpus}: lower --replicas")
 
 
-def wait_until_ready(board: Any, base: str, say: Say) -> None:
+def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
     """Until both applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
     seen = 0
     while True:
+        interrupts.check()
         for line in ray.get(board.since.remote(seen)):
             seen += 1
             say(f"  {line.replica}: {line.text}")
@@ -245,10 +221,11 @@ def announce(base: str, replicas: int, say: Say) -> None:
     say("  stop        Ctrl-C")
 
 
-def watch(say: Say) -> Never:
+def watch(say: Say, interrupts: Interrupts) -> Never:
     """Tell when an application gets into trouble or out of it, until interrupted. Raises ConfigError if Ray is gone."""
     known: dict[str, str] = {}
     while True:
+        interrupts.check()
         time.sleep(WATCH_SECONDS)
         try:
             status = serve.status()

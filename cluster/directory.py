@@ -59,7 +59,9 @@ class Directory:
         while True:
             try:
                 await self._look()
-            except Exception as error:  # no replica yet, none any more, or one that is too busy to answer
+            except TimeoutError:  # busy is not dead: Ray's own health check restarts a replica that hangs
+                log.warning("replicas took more than %s s to say that they live", ANSWER_SECONDS)
+            except Exception as error:  # no replica yet, or none any more
                 self.replicas = ()
                 log.debug("no replica answers: %s", error)
             await asyncio.sleep(POLL_SECONDS)

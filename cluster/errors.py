@@ -51,6 +51,10 @@ def too_long(prompt_tokens: int, max_tokens: int | None, limit: int, param: str)
     return ApiError(400, message, param, "context_length_exceeded")
 
 
+def full() -> ApiError:
+    return ApiError(429, "The server is full: as many requests as it takes are under way. Try again.", code="full")
+
+
 def not_ready() -> ApiError:
     return ApiError(503, "The model is not ready: no engine replica answers yet.", code="not_ready")
 

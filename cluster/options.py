@@ -17,8 +17,8 @@ class ServeOptions(BaseModel):
     model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
     name: what clients call the model; by default the last part of its path, or its hub id.
     replicas: engines. threads: CPU threads of each, 0 for an equal share of the node's CPUs.
-    max_ongoing: requests that one replica holds, running or waiting. max_queued: requests that wait at one ingress
-    for a replica with room; beyond that they are answered 429. max_body_bytes: largest request body.
+    max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
+    answered 429. max_body_bytes: largest request body.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,7 +33,6 @@ class ServeOptions(BaseModel):
     threads: Count = 0
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
-    max_queued: Count = 256
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
 
     @property

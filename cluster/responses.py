@@ -15,7 +15,7 @@ from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
 from cluster.streams import Answer, Choice, Piece
@@ -159,6 +159,11 @@ class EventStreamResponse(StreamingResponse):
         # X-Accel-Buffering: nginx would otherwise collect the events.
         self._events = events
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Serve's proxy hands on items that are ready before it looks whether the client is still there, so a fast
+        # stream would outlive its client. Under this version of the ASGI specification Starlette listens itself.
+        await super().__call__({**scope, "asgi": {**scope["asgi"], "spec_version": "2.3"}}, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._events):

@@ -5,8 +5,8 @@ Whatever goes wrong leaves here as an ApiError. Closing a stream ends its reques
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.acceptance import Acceptance, answer_metrics
 from cluster.card import ModelCard
 from cluster.engine_thread import Failure, Refusal
-from cluster.errors import ApiError, bad_request, server_error
+from cluster.errors import ApiError, bad_request, full, server_error
 from cluster.replica import Batch
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 from tidar_core.text import TextStream
@@ -72,18 +72,20 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special = {token: entry.content for token, entry in added.items() if entry.special}
         self._emitted = TextStream(tokenizer)
+        self._alone: dict[int, str] = {}
 
     def emitted(self, token: int) -> dict[str, Any]:
         text = self._emitted.push((token,)).text
-        return {"id": token, "text": self._name(token) if token in self._special else text}
+        return {"id": token, "text": self._special.get(token, text)}
 
     def rejected(self, token: int) -> dict[str, Any]:
-        if token in self._special:
-            return {"id": token, "text": self._name(token)}
-        alone = TextStream(self._tokenizer)
-        return {"id": token, "text": alone.push((token,)).text + alone.finish()}
+        if token not in self._alone:
+            alone = TextStream(self._tokenizer)
+            self._alone[token] = self._special.get(token) or alone.push((token,)).text + alone.finish()
+        return {"id": token, "text": self._alone[token]}
 
     def describe(self, output: StepOutput, trace: StepTrace, replica: str) -> dict[str, Any]:
         """The `tidar` object of a streamed chunk: what was guessed, what held, what the model said itself."""
@@ -100,9 +102,6 @@ class Spelling:
             "rows": {"verify": trace.verify_rows, "mask": trace.mask_rows},
             "replica": replica,
         }
-
-    def _name(self, token: int) -> str:
-        return str(self._tokenizer.convert_ids_to_tokens(token))
 
 
 @dataclass(slots=True)
@@ -130,8 +129,16 @@ class Answer:
         """The `metrics` object of the response; per step too where the answer is traced."""
         return answer_metrics([choice.acceptance for choice in self.choices], self.requests[0].params.seed, self.trace)
 
-    async def pieces(self, engine: DeploymentHandle) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, engine: DeploymentHandle, admission: "Admission", replicas: int
+    ) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices, one a step and choice, as they come. Raises ApiError."""
+        with admission.enter(len(self.requests), replicas):
+            async with aclosing(self._all(engine)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _all(self, engine: DeploymentHandle) -> AsyncGenerator[Piece, None]:
         streams = [
             self._of(choice, run(engine, request)) for choice, request in zip(self.choices, self.requests, strict=True)
         ]
@@ -144,6 +151,28 @@ class Answer:
             async for batch in batches:
                 for event in batch.events:
                     yield choice.add(finished_well(event), batch.replica)
+
+
+class Admission:
+    """How many answers an ingress may have under way: `per_replica` for each replica that is there."""
+
+    def __init__(self, per_replica: int):
+        self.under_way = 0
+        self._per_replica = per_replica
+
+    @contextmanager
+    def enter(self, answers: int, replicas: int) -> Iterator[None]:
+        """Hold places for one request's answers. Raises ApiError (429) where there are not enough.
+
+        A request that alone asks for more answers than that is let in when nothing else is under way.
+        """
+        if self.under_way and self.under_way + answers > self._per_replica * replicas:
+            raise full()
+        self.under_way += answers
+        try:
+            yield
+        finally:
+            self.under_way -= answers
 
 
 def requests_for(answer_id: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[Request]:
@@ -175,8 +204,12 @@ async def run(engine: DeploymentHandle, request: Request) -> AsyncGenerator[Batc
     try:
         async for batch in response:
             yield batch
+    except (GeneratorExit, asyncio.CancelledError):
+        with suppress(Exception):  # raises what the request itself failed of, if it did so meanwhile
+            response.cancel()
+        raise
     except BackPressureError as error:
-        raise ApiError(429, "The server is full: too many requests wait already. Try again.", code="full") from error
+        raise full() from error
     except DeploymentUnavailableError as error:
         raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from error
     except RayActorError as error:
@@ -187,8 +220,6 @@ async def run(engine: DeploymentHandle, request: Request) -> AsyncGenerator[Batc
     except RayError as error:
         log.exception("request %s failed", request.request_id)
         raise server_error() from error
-    finally:
-        response.cancel()
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from cluster.options import ServeOptions, UpOptions
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
@@ -32,9 +33,9 @@ class Server:
     mark: str
     process: subprocess.Popen[bytes]
 
-    def interrupt(self, number: signal.Signals = signal.SIGINT) -> int:
-        """Ask it to end, as a terminal does; its exit status."""
-        self.process.send_signal(number)
+    def interrupt(self) -> int:
+        """Ctrl-C as a terminal sends it, to the whole group of processes; the exit status."""
+        os.killpg(self.process.pid, signal.SIGINT)
         return self.process.wait(STOP_SECONDS)
 
     def metric(self, name: str) -> float:
@@ -73,13 +74,27 @@ def command(*arguments: str) -> list[str]:
 
 def start(directory: Path, *arguments: str) -> Server:
     """Start `tidar up` on a free port, from `directory`, which is not the repository's."""
-    port, mark = free_port(), uuid.uuid4().hex
+    port = free_port()
+    return launch(directory, port, command("up", "--port", str(port), *arguments))
+
+
+def start_with(directory: Path, options: ServeOptions) -> Server:
+    """As `start`, with options that the command line does not have."""
+    chosen = UpOptions(serve=options, port=free_port())
+    code = "import sys; from cluster.deploy import up; from cluster.options import UpOptions as Options; "
+    code += "up(Options.model_validate_json(sys.argv[1]))"
+    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()])
+
+
+def launch(directory: Path, port: int, words: list[str]) -> Server:
+    """Start a server as a terminal would: in a group of processes of its own."""
+    mark = uuid.uuid4().hex
     log = directory / f"up-{port}.log"
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, MARK: mark, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command("up", "--port", str(port), *arguments),
+            words,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -99,9 +114,8 @@ def wait_for_text(server: Server, text: str, seconds: float = START_SECONDS) -> 
 
 
 @contextmanager
-def running(directory: Path, *arguments: str) -> Iterator[Server]:
-    """A server that is ready. However the test ends, none of its processes is left."""
-    server = start(directory, *arguments)
+def running(server: Server) -> Iterator[Server]:
+    """A started server, once it is ready. However the test ends, none of its processes is left."""
     try:
         wait_for_text(server, "Ctrl-C")
         yield server
@@ -115,9 +129,9 @@ def running(directory: Path, *arguments: str) -> Iterator[Server]:
 
 
 @contextmanager
-def tiny_server(directory: Path, *arguments: str) -> Iterator[Server]:
+def tiny_server(directory: Path) -> Iterator[Server]:
     """A server of a tiny checkpoint with its drafter, in fp32 on the CPU."""
     model, adapter = tiny_model(directory)
     settings = ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
-    with running(directory, *settings, *arguments) as server:
+    with running(start(directory, *settings)) as server:
         yield server

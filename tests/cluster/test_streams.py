@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.engine_thread import Failure, Refusal
 from cluster.errors import ApiError
-from cluster.streams import Answer, Choice, Piece, finished_well, merge, requests_for
+from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
 from tidar_core.request import Finish, FinishReason, SamplingParams, StepOutput, StepTrace
@@ -173,3 +173,16 @@ def test_each_prompt_is_a_choice_of_its_own() -> None:
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
     assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]))
+
+
+def test_places_are_given_back_however_a_request_ends() -> None:
+    admission = Admission(per_replica=2)
+    with admission.enter(3, replicas=2):
+        with pytest.raises(ApiError, match="full"), admission.enter(2, replicas=2):
+            pass
+        with pytest.raises(ValueError, match="oops"), admission.enter(1, replicas=2):
+            raise ValueError("oops")
+        assert admission.under_way == 3
+    assert admission.under_way == 0
+    with admission.enter(100, replicas=1):
+        assert admission.under_way == 100

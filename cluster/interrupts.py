@@ -1,0 +1,49 @@
+"""Ctrl-C and SIGTERM as one wish to end, that is neither lost nor repeated."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """While entered, either signal raises KeyboardInterrupt in the main thread, whatever it is doing.
+
+    Python drops an exception that is raised inside some of its own hooks (at a fork, in a destructor), so a long
+    piece of work asks `check` between its steps too.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.listen()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def listen(self) -> None:
+        """Take both signals (again, where something else took one meanwhile)."""
+        for number in SIGNALS:
+            signal.signal(number, self._interrupt)
+
+    def ignore(self) -> None:
+        """From here on nothing interrupts: the way down has begun."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt where a signal came, even if its own exception was lost."""
+        if self.asked:
+            raise KeyboardInterrupt
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        raise KeyboardInterrupt

@@ -1,0 +1,102 @@
+"""The routes without a replica behind them, and when something nobody expected happens."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from cluster.api import build_api
+from cluster.directory import Directory
+from cluster.options import ServeOptions
+
+LIMIT = 2000
+
+
+class NoReplica:
+    """A deployment handle of a cluster that has no replica."""
+
+    def broadcast(self, name: str) -> Any:
+        raise ConnectionError("no replica")
+
+
+@pytest.fixture
+def api() -> FastAPI:
+    return build_api(Directory(NoReplica()), ServeOptions(max_body_bytes=LIMIT))  # type: ignore[arg-type]
+
+
+def ask(api: FastAPI, method: str, path: str, **fields: Any) -> httpx.Response:
+    async def call() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://tidar") as client:
+            return await client.request(method, path, **fields)
+
+    return asyncio.run(call())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert set(response.json()) == {"error"}
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/models"), ("GET", "/v1/models/a/b"), ("POST", "/v1/completions"), ("POST", "/tokenize")],
+)
+def test_without_a_replica_it_is_503(api: FastAPI, method: str, path: str) -> None:
+    response = ask(api, method, path, **({"json": {"prompt": "a"}} if method == "POST" else {}))
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+    assert error_of(response)["code"] == "not_ready"
+
+
+def test_health_and_metrics_without_a_replica(api: FastAPI) -> None:
+    health = ask(api, "GET", "/health")
+    assert (health.status_code, health.text.count("\n")) == (503, 1)
+    assert ask(api, "GET", "/metrics").status_code == 503
+
+
+def test_routes_that_are_not_there(api: FastAPI) -> None:
+    missing = ask(api, "GET", "/v1/nothing")
+    assert (missing.status_code, error_of(missing)["type"]) == (404, "invalid_request_error")
+    wrong = ask(api, "GET", "/v1/completions")
+    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+    error_of(wrong)
+    assert ask(api, "GET", "/docs").status_code == 404
+
+
+def test_the_root_leads_to_the_playground(api: FastAPI) -> None:
+    response = ask(api, "GET", "/")
+    assert (response.status_code, response.headers["location"]) == (307, "/playground/")
+
+
+async def parts(size: int) -> AsyncIterator[bytes]:
+    for _ in range(size // 100):
+        yield b" " * 100
+
+
+def test_a_body_over_the_limit_is_413_stated_or_not(api: FastAPI) -> None:
+    for content in (b" " * (LIMIT + 1), parts(2 * LIMIT)):
+        response = ask(api, "POST", "/v1/completions", content=content)
+        assert response.status_code == 413
+        assert str(LIMIT) in error_of(response)["message"]
+    assert ask(api, "POST", "/v1/completions", content=b" " * LIMIT).status_code == 503
+
+
+def test_no_other_origin_is_let_in(api: FastAPI) -> None:
+    response = ask(api, "GET", "/health", headers={"Origin": "http://elsewhere"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_an_unexpected_error_says_nothing_of_itself(monkeypatch: pytest.MonkeyPatch, api: FastAPI) -> None:
+    async def broken(_: Directory) -> Any:
+        raise KeyError("a secret")
+
+    monkeypatch.setattr(Directory, "metrics", broken)
+    response = ask(api, "GET", "/metrics")
+    assert response.status_code == 500
+    assert error_of(response)["type"] == "server_error"
+    assert "secret" not in response.text
+    assert "Traceback" not in response.text

@@ -1,0 +1,227 @@
+"""`tidar up` and `tidar status` as commands: what they refuse in one line, and how they end."""
+
+import asyncio
+import json
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from typer.testing import CliRunner, Result
+
+from cluster.deploy import running_cluster
+from cluster.interrupts import Interrupts
+from cluster.options import ServeOptions
+from cluster.preflight import absolute
+from tests.servers import Server, free_port, running, start, start_with, tiny_model, wait_for_text
+from tests.tiny import tiny_adapter, tiny_checkpoint
+from tidar_core.cli import app
+from tidar_core.config import ConfigError
+
+PORT = str(free_port())
+
+
+@pytest.fixture(autouse=True)
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+def tidar(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """The one line with which a command refuses, before it started anything."""
+    result = tidar(*arguments)
+    assert result.exit_code == 1, result.output
+    assert not ray.is_initialized()
+    (line,) = result.stderr.strip().splitlines()
+    assert "Traceback" not in result.output
+    return line.removeprefix("tidar: ")
+
+
+def test_a_model_that_is_not_there() -> None:
+    assert "/no/such/model" in refused("up", "--port", PORT, "--model", "/no/such/model")
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    stated = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**stated, "model_type": "mamba"}))
+    assert "mamba" in refused("up", "--port", PORT, "--model", str(model))
+
+
+def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    other = tiny_checkpoint(tmp_path / "other", hidden=48)
+    adapter = tiny_adapter(tmp_path / "adapter", other)
+    line = refused("up", "--port", PORT, "--model", str(model), "--adapter", str(adapter))
+    assert "hidden_size 48" in line
+    assert "96" in line
+    assert "no adapter" in refused("up", "--port", PORT, "--model", str(model), "--adapter", str(tmp_path / "none"))
+
+
+def test_a_port_in_use(server: Server) -> None:
+    port = str(httpx.URL(server.url).port)
+    assert f"port {port}" in refused("up", "--port", port)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_host_that_is_not_ours() -> None:
+    assert "203.0.113.1" in refused("up", "--port", PORT, "--host", "203.0.113.1")
+
+
+def test_paths_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    chosen = absolute(ServeOptions(model="checkpoint", adapter="drafter"))
+    assert (chosen.model, chosen.adapter) == (str(tmp_path / "checkpoint"), str(tmp_path / "drafter"))
+    assert chosen.served_name == "checkpoint"
+    hub = absolute(ServeOptions(model="org/model"))
+    assert (hub.model, hub.adapter, hub.served_name) == ("org/model", "default", "org/model")
+
+
+@pytest.mark.parametrize("fields", [{"replica": 2}, {"replicas": 0}, {"drafts": "some"}, {"dtype": "int4"}])
+def test_options_of_a_config_file_are_checked(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        ServeOptions(**fields)
+
+
+def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert running_cluster() is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert running_cluster() == "10.0.0.1:6379"
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert running_cluster() is None
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
+    assert running_cluster() is None, "the note of a cluster that is gone"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="no Ray cluster runs here"):
+        running_cluster()
+
+
+def test_status_of_a_running_server(server: Server) -> None:
+    result = tidar("status", "--address", server.url)
+    assert result.exit_code == 0, result.output
+    assert "tiny-adapter, block length 4" in result.output
+    assert "float32 on cpu" in result.output
+    assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{PORT}")
+
+
+@pytest.mark.parametrize("moment", ["starting Ray", "reading"])
+def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> None:
+    model, _ = tiny_model(tmp_path)
+    server = start(tmp_path, "--model", str(model), "--adapter", "none", "--device", "cpu")
+    try:
+        wait_for_text(server, moment)
+        assert server.interrupt() == 0
+        assert server.processes() == []
+        assert server.log.read_text().splitlines()[-1] == "stopped"
+    finally:
+        for process in server.processes():
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_never_lost(number: signal.Signals) -> None:
+    class Careless:
+        def __del__(self) -> None:
+            signal.raise_signal(number)  # Python drops what is raised here
+
+    before = signal.getsignal(number)
+    with Interrupts() as interrupts:
+        interrupts.check()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Careless()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        interrupts.ignore()
+        signal.raise_signal(number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.fixture(scope="module")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas, and place for two answers with each."""
+    directory = tmp_path_factory.mktemp("small")
+    model, adapter = tiny_model(directory)
+    options = ServeOptions(
+        model=str(model),
+        adapter=str(adapter),
+        name="org/two",
+        dtype="float32",
+        device="cpu",
+        drafts="off",
+        replicas=2,
+        max_ongoing=2,
+    )
+    with running(start_with(directory, options)) as server:
+        yield server
+
+
+def test_options_reach_the_replicas(small_server: Server) -> None:
+    said = small_server.log.read_text()
+    assert f"{small_server.url}/playground/" in said
+    assert "org/two is served in float32 on cpu" in said
+    (model,) = httpx.get(f"{small_server.url}/v1/models").json()["data"]
+    assert (model["id"], model["tidar"]["drafts"]) == ("org/two", "off")
+    replicas: set[str] = set()
+    for _ in range(100):
+        if len(replicas) == 2:
+            break
+        body = {"prompt": "a", "max_tokens": 1, "stream": True, "tidar": {"trace": True}}
+        first = httpx.post(f"{small_server.url}/v1/completions", json=body).text.splitlines()[0]
+        replicas.add(json.loads(first.removeprefix("data: "))["tidar"]["replica"])
+    assert len(replicas) == 2
+
+
+def test_a_full_server_says_so_and_stays_in_health(small_server: Server) -> None:
+    async def ask() -> None:
+        long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        async with httpx.AsyncClient(base_url=small_server.url, timeout=120) as client, AsyncExitStack() as stack:
+            for _ in range(3):
+                response = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=long))
+                assert response.status_code == 200
+            short = {"prompt": "a", "max_tokens": 1}
+            assert (await client.post("/v1/completions", json=short)).status_code == 200
+            refusal = await client.post("/v1/completions", json={**short, "prompt": ["a", "b"]})
+            assert refusal.status_code == 429, refusal.text
+            assert refusal.headers["retry-after"]
+            assert refusal.json()["error"]["type"] == "rate_limit_error"
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/metrics")).status_code == 200
+            await stack.aclose()  # the long ones go away, and make room
+            for _ in range(100):
+                response = await client.post("/v1/completions", json={**short, "prompt": ["a"] * 4})
+                if response.status_code == 200:
+                    break
+            assert response.status_code == 200
+
+    asyncio.run(ask())
+
+
+def test_a_stream_under_way_is_let_end_before_the_server_does(small_server: Server) -> None:
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{small_server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        small_server.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    assert small_server.process.wait(60) == 0
+    assert small_server.processes() == []
+    said = small_server.log.read_text()
+    assert said.splitlines()[-2:] == ["stopping", "stopped"]
+    assert "Traceback" not in said
