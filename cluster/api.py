@@ -106,7 +106,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions)
         seed = secrets.randbits(SEED_BITS)
         params = [sampling_params(body, card, len(prompt), seed) for prompt in prompts]
         head = new_head(card.name, chat)
-        made = Answer(card, requests_for(head.id, prompts, params), body.tidar.trace)
+        made = Answer(card, requests_for(head.id, prompts, params, body.cache_salt or ""), body.tidar.trace)
         pieces = made.pieces(directory.engine, admission, len(directory.replicas))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.

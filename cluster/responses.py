@@ -13,6 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -42,7 +43,13 @@ def new_head(model: str, chat: bool) -> Head:
 def usage_of(choices: Sequence[Choice]) -> CompletionUsage:
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    cached = PromptTokensDetails(cached_tokens=sum(choice.cached_tokens for choice in choices))
+    return CompletionUsage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=cached,
+    )
 
 
 def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:

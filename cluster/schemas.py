@@ -62,7 +62,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 # Known fields that cannot change the answer: nothing to say about them in the log.
 HARMLESS = frozenset(
     {
-        "cache_salt",
         "metadata",
         "parallel_tool_calls",
         "prediction",
@@ -157,6 +156,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tidar: TidarOptions = TidarOptions()

@@ -47,6 +47,7 @@ class Choice:
     text: TextStream
     spelling: "Spelling | None"
     completion_tokens: int = 0
+    cached_tokens: int = 0
     finish: Finish | None = None
 
     def add(self, output: StepOutput, replica: str) -> Piece:
@@ -54,6 +55,7 @@ class Choice:
         finish = self.finish = output.finish
         self.acceptance.add(output)
         self.completion_tokens += len(output.tokens)
+        self.cached_tokens += output.trace.cached if output.trace is not None else 0
         # The id that ended an answer is among the tokens, but no part of the text.
         shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
         pushed = self.text.push(shown)
@@ -175,10 +177,12 @@ class Admission:
             self.under_way -= answers
 
 
-def requests_for(answer_id: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams]) -> list[Request]:
+def requests_for(
+    answer_id: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], cache_salt: str = ""
+) -> list[Request]:
     """One engine request a prompt, named after the answer."""
     return [
-        Request(f"{answer_id}-{number}", prompt, sampling)
+        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt)
         for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
     ]
 

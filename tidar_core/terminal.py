@@ -65,7 +65,7 @@ def _step_text(engine: Engine, text: TextStream, output: StepOutput, plain: bool
     for index, token in enumerate(output.tokens):
         own = trace is None or index >= trace.accepted
         if own and trace is not None and not plain and len(trace.drafted) > trace.accepted:
-            rejected = engine.tokenizer.decode(list(trace.drafted[trace.accepted :]))
+            rejected = str(engine.tokenizer.decode(list(trace.drafted[trace.accepted :])))
             line.append(rejected.replace("\n", "⏎"), REJECTED)
         line.append(text.push([token]).text, "" if plain else OWN if own else HELD)
     return line

@@ -172,6 +172,19 @@ def test_prompts_of_a_list_are_choices_of_their_own(client: openai.OpenAI) -> No
     assert texts == expected
 
 
+def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI) -> None:
+    prompt = list(range(100, 180))
+
+    def cached(salt: str) -> int:
+        body = {"ignore_eos": True, "cache_salt": salt}
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0, extra_body=body)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(salt) for salt in ("one", "one", "two", "two")] == [0, 64, 0, 64]
+
+
 def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: httpx.Client) -> None:
     text = client.completions.create(model="tiny", prompt="The", max_tokens=60, **GREEDY).choices[0].text
     stop = text[20:23]
