@@ -5,6 +5,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -39,6 +40,7 @@ from cluster.schemas import (
     sampling_params,
 )
 from cluster.streams import Admission, Answer, requests_for
+from tidar_core.request import TokenLogprobs
 
 PLAYGROUND = "/playground/"
 
@@ -104,19 +106,27 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions)
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
         body, prompts = await asyncio.to_thread(plan, raw, card, backend)
         seed = secrets.randbits(SEED_BITS)
-        params = [sampling_params(body, card, len(prompt), seed) for prompt in prompts]
+        choices = range(body.n or 1)
+        params = [
+            replace(sampling_params(body, card, len(prompt), seed), choice=choice)
+            for prompt in prompts
+            for choice in choices
+        ]
         head = new_head(card.name, chat)
-        made = Answer(card, requests_for(head.id, prompts, params, body.cache_salt or ""), body.tidar.trace)
+        repeated = [prompt for prompt in prompts for _ in choices]
+        made = Answer(card, requests_for(head.id, repeated, params, body.cache_salt or ""), body.tidar.trace)
         pieces = made.pieces(directory.engine, admission, len(directory.replicas))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage))
-        texts = [""] * len(prompts)
+        texts = [""] * len(params)
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in params]
         async with aclosing(pieces):
             async for piece in pieces:
                 texts[piece.choice] += piece.text
-        return Response(whole(head, made, texts), media_type="application/json")
+                logprobs[piece.choice] += piece.logprobs
+        return Response(whole(head, made, texts, logprobs), media_type="application/json")
 
 
 def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
@@ -19,8 +20,9 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
-from cluster.streams import Answer, Choice, Piece
-from tidar_core.request import Finish
+from cluster.logprobs import chat_logprobs, completion_logprobs
+from cluster.streams import Answer, Choice, Piece, spell
+from tidar_core.request import Finish, TokenLogprobs
 
 log = logging.getLogger("ray.serve")
 DONE = b"data: [DONE]\n\n"
@@ -57,15 +59,25 @@ def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:
     return None if finish.stop in eos_ids else finish.stop
 
 
-def whole(head: Head, answer: Answer, texts: Sequence[str]) -> bytes:
-    """The body of an answer that is not streamed; `texts` by choice."""
+def logprobs_of(
+    head: Head, answer: Answer, choice: int, entries: Sequence[TokenLogprobs], offset: int = 0
+) -> BaseModel | None:
+    """`logprobs` of a choice or of one of its chunks; null where none were asked for."""
+    if answer.requests[choice].params.logprobs is None:
+        return None
+    spelled = partial(spell, answer.card.tokenizer)
+    return chat_logprobs(entries, spelled) if head.chat else completion_logprobs(entries, spelled, offset)
+
+
+def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[Sequence[TokenLogprobs]]) -> bytes:
+    """The body of an answer that is not streamed; `texts` and `logprobs` by choice."""
     made: list[Any] = []
-    for text, choice in zip(texts, answer.choices, strict=True):
+    for text, entries, choice in zip(texts, logprobs, answer.choices, strict=True):
         assert choice.finish is not None
         end: dict[str, Any] = {
             "index": choice.number,
             "finish_reason": choice.finish.reason.value,
-            "logprobs": None,
+            "logprobs": logprobs_of(head, answer, choice.number, entries),
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
         if head.chat:
@@ -80,15 +92,15 @@ def whole(head: Head, answer: Answer, texts: Sequence[str]) -> bytes:
     return dump(Completion(object="text_completion", **common, **extra))
 
 
-def chunk(head: Head, piece: Piece, first: bool, with_usage: bool, eos_ids: Sequence[int]) -> bytes:
+def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: bool) -> bytes:
     """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is."""
     end: dict[str, Any] = {
         "index": piece.choice,
         "finish_reason": piece.finish.reason.value if piece.finish else None,
-        "logprobs": None,
+        "logprobs": logprobs_of(head, answer, piece.choice, piece.logprobs, piece.offset),
     }
     if piece.finish:
-        end["stop_reason"] = stop_reason(piece.finish, eos_ids)
+        end["stop_reason"] = stop_reason(piece.finish, answer.card.eos_ids)
     extra: dict[str, Any] = {}
     if with_usage:  # OpenAI: null in all chunks but the last
         extra["usage"] = None
@@ -136,10 +148,11 @@ async def event_stream(
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
                 is_first = piece.choice not in begun
-                # A step whose text is still held back has nothing to show, except its trace.
-                if piece.text or piece.finish or piece.trace is not None or (is_first and head.chat):
+                # A step whose text is still held back has nothing to show, except its trace or log-probabilities.
+                shows = piece.text or piece.finish or piece.trace is not None or piece.logprobs
+                if shows or (is_first and head.chat):
                     begun.add(piece.choice)
-                    yield chunk(head, piece, is_first, with_usage, answer.card.eos_ids)
+                    yield chunk(head, answer, piece, is_first, with_usage)
         if with_usage:
             yield usage_chunk(head, answer)
     except ApiError as error:

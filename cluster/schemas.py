@@ -15,6 +15,8 @@ from tidar_core.request import DraftMode, RequestError, SamplingParams
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP = 16
 MAX_PROMPTS = 256
+MAX_CHOICES = 16
+MAX_BIASES = 1024
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
 # Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
@@ -28,7 +30,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -37,15 +38,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0, 0.0),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -53,7 +49,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -157,6 +152,11 @@ class Body(BaseModel):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tidar: TidarOptions = TidarOptions()
@@ -177,6 +177,11 @@ class Body(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
+        return None
+
+    @property
     def ignored(self) -> list[str]:
         """Names of fields that this server does not know, for its log."""
         extra = self.model_extra or {}
@@ -188,6 +193,11 @@ class CompletionBody(Body):
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts)]
     add_special_tokens: bool = True
+    logprobs: int | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class Message(BaseModel):
@@ -211,6 +221,18 @@ class ChatBody(Body):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def top_needs_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed where logprobs is true")
+        return self
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(BaseModel):
@@ -252,6 +274,14 @@ def refuse_unsupported(body: Body) -> None:
             raise bad_request(f"`{name}` is not supported by this server yet", name)
 
 
+def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """OpenAI's map from token ids, as strings, to what is added to their scores. Raises ApiError (400)."""
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+            raise bad_request(f"logit_bias: {token[:20]!r} is no token id of this model", "logit_bias")
+    return tuple((int(token), value) for token, value in bias.items())
+
+
 def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) -> SamplingParams:
     """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none.
 
@@ -278,6 +308,11 @@ def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) 
             top_p=1.0 if body.top_p is None else body.top_p,
             min_p=0.0 if body.min_p is None else body.min_p,
             seed=seed if body.seed is None else body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            logit_bias=logit_bias(body.logit_bias or {}, card.vocab_size),
+            logprobs=body.wanted_logprobs,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=frozenset(body.stop_token_ids or ()),

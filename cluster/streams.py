@@ -20,7 +20,7 @@ from cluster.card import ModelCard
 from cluster.engine_thread import Failure, Refusal
 from cluster.errors import ApiError, bad_request, full, server_error
 from cluster.replica import Batch
-from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
+from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace, TokenLogprobs
 from tidar_core.text import TextStream
 
 log = logging.getLogger("ray.serve")
@@ -35,6 +35,8 @@ class Piece:
     text: str
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    offset: int = 0  # characters of the answer before this piece
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class Choice:
     spelling: "Spelling | None"
     completion_tokens: int = 0
     cached_tokens: int = 0
+    characters: int = 0
     finish: Finish | None = None
 
     def add(self, output: StepOutput, replica: str) -> Piece:
@@ -55,7 +58,8 @@ class Choice:
         finish = self.finish = output.finish
         self.acceptance.add(output)
         self.completion_tokens += len(output.tokens)
-        self.cached_tokens += output.trace.cached if output.trace is not None else 0
+        if output.trace is not None:
+            self.cached_tokens += min(output.trace.cached, self.prompt_tokens)
         # The id that ended an answer is among the tokens, but no part of the text.
         shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
         pushed = self.text.push(shown)
@@ -65,7 +69,14 @@ class Choice:
         trace = None
         if self.spelling is not None and output.trace is not None:
             trace = self.spelling.describe(output, output.trace, replica)
-        return Piece(self.number, text, finish, trace)
+        offset = self.characters
+        self.characters += len(text)
+        return Piece(self.number, text, finish, trace, output.logprobs[: len(shown)], offset)
+
+
+def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
+    """The text of one token by itself; U+FFFD where it is a part of a character."""
+    return str(tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
 
 
 class Spelling:
@@ -119,7 +130,8 @@ class Answer:
         self.choices = [
             Choice(
                 number=number,
-                prompt_tokens=len(request.prompt),
+                # one prompt for all choices of it: counted once
+                prompt_tokens=0 if request.params.choice else len(request.prompt),
                 acceptance=Acceptance(max(0, self.card.block_length - 1)),
                 text=TextStream(self.card.tokenizer, request.params.stop),
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,

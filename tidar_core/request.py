@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import Literal, Protocol
 
 DraftMode = Literal["auto", "off", "full"]
+MAX_LOGPROBS = 20
 
 
 class RequestError(ValueError):
@@ -29,8 +30,10 @@ class SamplingParams:
     """How the tokens of one choice are picked. The token at a position depends on these and the prefix alone.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used
-    modulo 2**64) and `choice` key the noise. `drafts` and `block` change the speed, never the tokens:
-    `block` k allows at most k slots a proposal and k - 1 verified drafts.
+    modulo 2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores
+    first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
+    the likeliest. `drafts` and `block` change the speed, never the tokens: `block` k allows at most k slots a proposal
+    and k - 1 verified drafts.
     """
 
     max_tokens: int
@@ -40,6 +43,11 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -60,10 +68,24 @@ class SamplingParams:
             raise RequestError("top_p must be above 0 and at most 1", "top_p")
         if not 0.0 <= self.min_p <= 1.0:
             raise RequestError("min_p must lie between 0 and 1", "min_p")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise RequestError(f"{name} must lie between -2 and 2", name)
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise RequestError("repetition_penalty must be above 0 and at most 100", "repetition_penalty")
+        if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
+            raise RequestError("a logit bias must lie between -100 and 100", "logit_bias")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"at most {MAX_LOGPROBS} log-probabilities a token can be asked for", "logprobs")
         if self.block is not None and self.block < 1:
             raise RequestError("block must be at least 1", "tidar.block")
         if any(not text for text in self.stop):
             raise RequestError("a stop string must not be empty", "stop")
+
+    @property
+    def penalises(self) -> bool:
+        """What was said before changes the scores."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +140,25 @@ class StepTrace:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities of the model's raw scores at one position: of the token that was picked, and of the
+    likeliest tokens (id, log-probability), best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step emitted for one request; `finish` is set on the last. `trace` is None where no rows ran."""
+    """What one step emitted for one request; `finish` is set on the last. `trace` is None where no rows ran.
+    `logprobs` has an entry a token where the request asked for them."""
 
     request_id: str
     tokens: tuple[int, ...]
     trace: StepTrace | None = None
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Shown(Protocol):

@@ -1,6 +1,6 @@
 """The token rule: which token comes at a position, given its logits, the parameters and the seed.
 
-    x = logits, banned ids at -inf
+    x = logits with bias and penalties (`tidar_core.penalties`), banned ids at -inf
     T = 0:  argmax x, the lowest id on a tie
     T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
             argmax over v in S of  z[v] + G(seed, choice, position, v)
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tidar_core.penalties import NOTHING_SAID, History, penalised
 from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
 from tidar_core.request import SamplingParams
 
@@ -42,12 +43,19 @@ class TokenRule:
     """How one token is picked.
 
     position: of the token to pick (its logits come from the row before). banned: ids never picked here, such as
-    end-of-sequence and stop ids before min_tokens; ids outside the vocabulary are ignored.
+    end-of-sequence and stop ids before min_tokens; ids outside the vocabulary are ignored. history: what came
+    before, for parameters that penalise it.
     """
 
     params: SamplingParams
     position: int
     banned: tuple[int, ...] = ()
+    history: History = NOTHING_SAID
+
+    @property
+    def adjusts(self) -> bool:
+        """Bias or penalties change this row's scores."""
+        return bool(self.params.logit_bias) or self.params.penalises
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
@@ -59,6 +67,7 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     A row that has NaN or +inf in it, or nothing finite, gets `NO_TOKEN` (-1) and disturbs no other.
     """
     _check(logits, rules)
+    logits = _adjusted(logits, rules)
     picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
         index = torch.tensor(rows, device=logits.device)
@@ -81,6 +90,7 @@ def kept_scores(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     picks; a row that gets `NO_TOKEN` keeps nothing. Arguments are those of `pick_tokens`.
     """
     _check(logits, rules)
+    logits = _adjusted(logits, rules)
     kept = torch.full(logits.shape, -torch.inf, dtype=torch.float32, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
         index = torch.tensor(rows, device=logits.device)
@@ -148,6 +158,17 @@ def _check(logits: Tensor, rules: Sequence[TokenRule]) -> None:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
     if not 0 < logits.shape[1] <= _MAX_VOCAB:
         raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {_MAX_VOCAB}")
+
+
+def _adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+    """The logits, with bias and penalties on the rows that ask for them; a copy if there are any."""
+    rows = [row for row, rule in enumerate(rules) if rule.adjusts]
+    if not rows:
+        return logits
+    adjusted = logits.float() if logits.dtype is not torch.float32 else logits.clone()
+    for row in rows:
+        penalised(adjusted[row], rules[row].params, rules[row].history)
+    return adjusted
 
 
 def _ways(rules: Sequence[TokenRule], vocab: int) -> dict[_Way, list[int]]:

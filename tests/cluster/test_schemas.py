@@ -179,8 +179,14 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     assert name in error.message
 
 
-def test_zero_logprobs_is_a_wish_for_logprobs() -> None:
-    assert refused(refuse_unsupported, completion(logprobs=0)).param == "logprobs"
+def test_zero_logprobs_is_a_wish_for_logprobs(card: ModelCard) -> None:
+    def wanted(body: CompletionBody | ChatBody) -> int | None:
+        return sampling_params(body, card, 4, 1).logprobs
+
+    assert (wanted(completion(logprobs=0)), wanted(completion())) == (0, None)
+    assert (wanted(chat(logprobs=True)), wanted(chat(logprobs=False))) == (0, None)
+    assert wanted(chat(logprobs=True, top_logprobs=5)) == 5
+    assert refused(sampling_params, completion(logprobs=21), card, 4, 1).param == "logprobs"
 
 
 def test_unknown_fields_are_ignored_and_known() -> None:

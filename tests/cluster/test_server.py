@@ -98,7 +98,11 @@ def test_a_drawn_seed_repeats_its_answer(client: openai.OpenAI) -> None:
 
 def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=60, **GREEDY)
+
+    def greedy(salt: str) -> dict[str, Any]:  # no prefix of the other's, or usage would tell the two apart
+        return {"temperature": 0, "extra_body": {"ignore_eos": True, "cache_salt": salt}}
+
+    whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=60, **greedy("whole"))
     text = whole.choices[0].message.content
     stream = client.chat.completions.create(
         model="tiny",
@@ -106,7 +110,7 @@ def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
         max_tokens=60,
         stream=True,
         stream_options={"include_usage": True},
-        **GREEDY,
+        **greedy("stream"),
     )
     chunks = list(stream)
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
@@ -183,6 +187,60 @@ def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI) ->
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
     assert [cached(salt) for salt in ("one", "one", "two", "two")] == [0, 64, 0, 64]
+
+
+def test_choices_have_noise_of_their_own_and_the_first_is_the_single_answer(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": "The lazy", "max_tokens": 30, "seed": 5, "temperature": 1.0}
+    body["extra_body"] = {"ignore_eos": True}
+    single = client.completions.create(**body)
+    several = client.completions.create(n=3, **body)
+    texts = [choice.text for choice in several.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert texts[0] == single.choices[0].text
+    assert len(set(texts)) == 3
+    assert several.usage is not None
+    assert single.usage is not None
+    assert several.usage.prompt_tokens == single.usage.prompt_tokens
+    assert several.usage.completion_tokens == 90
+
+
+def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="The quick", max_tokens=12, logprobs=2, **GREEDY)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 12
+    for best, own in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True):
+        assert max(best.values()) == own  # greedy: the token is the likeliest
+    messages: Any = [{"role": "user", "content": "Who?"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, logprobs=True, top_logprobs=3, stream=True, **GREEDY
+    )
+    entries = [
+        entry
+        for chunk in chat
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for entry in choice.logprobs.content or []
+    ]
+    assert len(entries) == 12
+    assert all(len(entry.top_logprobs) == 3 and entry.bytes == list(entry.token.encode()) for entry in entries)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(model="tiny", messages=messages, top_logprobs=3)
+
+
+def test_bias_and_penalties_reach_the_token_rule(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": "The quick", "max_tokens": 30}
+    plain = client.completions.create(**body, **GREEDY)
+    forced = client.completions.create(**body, logit_bias={"300": 100}, **GREEDY)
+    assert len(set(forced.choices[0].text.split())) <= 1 != len(set(plain.choices[0].text.split()))
+    varied = client.completions.create(**body, frequency_penalty=2, presence_penalty=2, **GREEDY)
+    assert varied.choices[0].text != plain.choices[0].text
+    for bias in ({"99999": 1}, {"one": 1}, {"5": 1000}):
+        with pytest.raises(openai.BadRequestError, match="logit"):
+            client.completions.create(**body, logit_bias=bias)
 
 
 def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -172,7 +172,7 @@ def test_each_prompt_is_a_choice_of_its_own() -> None:
     answer.choices[0].add(output([7, 8]), "r1")
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
-    assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]))
+    assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]), offset=2)
 
 
 def test_places_are_given_back_however_a_request_ends() -> None:

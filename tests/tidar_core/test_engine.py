@@ -252,3 +252,39 @@ def test_a_known_prefix_is_not_computed_again(tmp_path):
     assert outputs[0].trace.cached == 16  # one token at least is computed, so the last page is not taken
     while engine.has_work:
         engine.step()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_look_at_drafts_ahead_and_change_no_token_by_drafting(engine, temperature):
+    params = replace(
+        sampled_params(48, "off"), temperature=temperature, presence_penalty=0.4, frequency_penalty=0.3,
+        repetition_penalty=1.2, logit_bias=((300, 3.0), (301, -100.0)),
+    )  # fmt: skip
+    ways = decode_ways(engine, prompts(4, seed=9), lambda mode: replace(params, drafts=mode), 4)
+    assert all(comparison.different == 0 for comparison in compare_ways(ways))
+    plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
+    without = [answer.tokens for answer in answer_all(engine, prompts(4, seed=9), [plain] * 4)]
+    assert without != ways["off, alone"]
+
+
+def test_logprobs_are_the_models_own_and_cover_every_token(tmp_path):
+    engine = tiny_engine(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    (prompt,) = prompts(1, seed=10)
+    for mode in ("off", "full"):
+        params = replace(sampled_params(40, mode), logprobs=3, repetition_penalty=1.3)
+        engine.submit(Request("r", prompt, params))
+        tokens, entries = [], []
+        while engine.has_work:
+            for output in engine.step():
+                assert len(output.logprobs) == len(output.tokens)
+                tokens += output.tokens
+                entries += output.logprobs
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        for row, token, entry in zip(expected, tokens, entries, strict=True):
+            assert entry.token == token
+            assert abs(entry.logprob - row[token]) < 1e-3
+            best, ids = row.topk(3)
+            assert [logprob for _, logprob in entry.top] == pytest.approx(best.tolist(), abs=1e-3)
+            assert entry.top[0][0] == ids[0]

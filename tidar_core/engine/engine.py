@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
-from tidar_core.engine.runner import Runner
+from tidar_core.engine.runner import Runner, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.layout import WithinBlock
+from tidar_core.penalties import History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import TokenRule, pick_tokens
 from tidar_core.text import TextStream
 
 
@@ -98,11 +100,27 @@ class Engine:
             plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
         )
         hidden = self._runner.forward(batch)
-        rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
-        truths = self._runner.pick(hidden, [row for rows in batch.emit_rows for row in rows], rules)
-        outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
+        outputs = self._verify(plans, batch, hidden)
         self._draft(plans, batch, hidden, outputs)
         return ended + outputs
+
+    def _verify(self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor) -> list[StepOutput]:
+        """Picks the true tokens and commits them."""
+        rows = [row for rows in batch.emit_rows for row in rows]
+        if not rows:
+            return self._scheduler.commit(plans, [[] for _ in plans])
+        rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
+        logits = self._runner.scores(hidden, rows)
+        truths = pick_tokens(logits, rules).tolist()
+        outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
+        if all(rule.params.logprobs is None for rule in rules):
+            return outputs
+        emitting = [rows for rows in batch.emit_rows if rows]
+        logprobs = _split(token_logprobs(logits, truths, rules), emitting)
+        return [
+            replace(output, logprobs=tuple(entry for entry in entries[: len(output.tokens)] if entry is not None))
+            for output, entries in zip(outputs, logprobs, strict=True)
+        ]
 
     def _draft(self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor, outputs: Items[StepOutput]) -> None:
         """Picks the drafts of the proposals that came true; the others are never looked at."""
@@ -113,28 +131,40 @@ class Engine:
             if output is None or output.finish is not None or output.trace is None or output.trace.used is None:
                 continue
             chosen.append((plan, outcomes[output.trace.used], output.trace.used))
+        if not chosen:
+            return
         rules = [
-            self._rule(plan.sequence, plan.position + used + slot, slot - 1)
+            self._rule(plan.sequence, plan.position + used + slot, (), slot - 1)
             for plan, rows, used in chosen
             for slot in range(1, len(rows) + 1)
         ]
-        drafts = self._runner.pick(hidden, [row for _, rows, _ in chosen for row in rows], rules)
-        for (plan, _, _), tokens in zip(chosen, _split(drafts, [rows for _, rows, _ in chosen]), strict=True):
+        logits = self._runner.scores(hidden, [row for _, rows, _ in chosen for row in rows])
+        drafts = _split(pick_tokens(logits, rules).tolist(), [rows for _, rows, _ in chosen])
+        for (plan, _, _), tokens in zip(chosen, drafts, strict=True):
             self._scheduler.take_drafts(plan.sequence, tokens)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
-        return [self._rule(plan.sequence, plan.position + i + 1, i) for i in range(len(plan.drafts) + 1)]
+        return [
+            self._rule(plan.sequence, plan.position + i + 1, plan.drafts[:i], i) for i in range(len(plan.drafts) + 1)
+        ]
 
-    def _rule(self, sequence: Sequence, position: int, ahead: int) -> TokenRule:
-        """The rule for the token at `position`, with `ahead` undecided tokens before it."""
+    def _rule(self, sequence: Sequence, position: int, ahead: tuple[int, ...], count: int) -> TokenRule:
+        """The rule for the token at `position`, which has `count` undecided tokens before it, `ahead` if known."""
         params = sequence.request.params
-        if sequence.generated + ahead >= params.min_tokens:
-            return TokenRule(params, position)
-        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | set(self.info.eos_ids)
-        return TokenRule(params, position, tuple(sorted(ends)))
+        banned: tuple[int, ...] = ()
+        if sequence.generated + count < params.min_tokens:
+            ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | set(self.info.eos_ids)
+            banned = tuple(sorted(ends))
+        if not params.penalises:
+            return TokenRule(params, position, banned)
+        answer = (*sequence.tokens[sequence.prompt_length :], *ahead)
+        return TokenRule(params, position, banned, History(sequence.request.prompt, answer))
 
 
-def _split(tokens: list[int], spans: Items[range]) -> list[list[int]]:
-    """`tokens` cut into pieces as long as the spans."""
-    rest = iter(tokens)
+T = TypeVar("T")
+
+
+def _split(items: Items[T], spans: Items[range]) -> list[list[T]]:
+    """`items` cut into pieces as long as the spans."""
+    rest = iter(items)
     return [[next(rest) for _ in span] for span in spans]

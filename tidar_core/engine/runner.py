@@ -1,4 +1,4 @@
-"""The model on its device: a batch in, hidden states out, and tokens picked from chosen rows."""
+"""The model on its device: a batch in, hidden states out, and the scores of chosen rows."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from tidar_core.engine.batch import Batch
 from tidar_core.kernels.ops import KVCache, Ops, Rotary
 from tidar_core.model.decoder import paged_attention, run_layers
 from tidar_core.model.weights import AdapterWeights, ModelWeights
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.request import TokenLogprobs
+from tidar_core.sampling import TokenRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,23 @@ class Runner:
         return run_layers(self.ops, self.config, self.weights, self.adapter, x, batch.rows.verify, attention)
 
     @torch.inference_mode()
-    def pick(self, hidden: Tensor, rows: Items[int], rules: Items[TokenRule]) -> list[int]:
-        """The token that each rule picks from its row of `hidden`; -1 where the scores are not numbers."""
-        if not rows:
-            return []
+    def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:
+        """The logits [rows, vocab] of some rows of `hidden`."""
         padded = [*rows, *[rows[-1]] * (-len(rows) % self.ops.row_multiple)]
-        logits = self.ops.head(hidden[torch.tensor(padded, device=self.device)], self.weights.head)
-        return pick_tokens(logits[: len(rows)], rules).tolist()
+        return self.ops.head(hidden[torch.tensor(padded, device=self.device)], self.weights.head)[: len(rows)]
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, tokens: Items[int], rules: Items[TokenRule]) -> list[TokenLogprobs | None]:
+    """Log-probabilities of the raw scores for each row whose rule asks for them; None for the others."""
+    found: list[TokenLogprobs | None] = []
+    for row, token, rule in zip(logits, tokens, rules, strict=True):
+        wanted = rule.params.logprobs
+        if wanted is None or token < 0:
+            found.append(None)
+            continue
+        logprobs = row.float().log_softmax(-1)
+        best, ids = logprobs.topk(wanted)
+        top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
+        found.append(TokenLogprobs(token, float(logprobs[token]), top))
+    return found

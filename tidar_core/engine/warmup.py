@@ -13,7 +13,7 @@ from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.layout import Shape, WithinBlock, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import TokenRule, pick_tokens
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
 COST_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -143,4 +143,4 @@ def _seconds(runner: Runner, batch: Batch) -> float:
 def _pick_seconds(runner: Runner, rows: int) -> float:
     hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     rules = [TokenRule(GREEDY, 1)] * rows
-    return _timed(runner, lambda: runner.pick(hidden, range(rows), rules))
+    return _timed(runner, lambda: pick_tokens(runner.scores(hidden, range(rows)), rules))

@@ -1,0 +1,45 @@
+"""Bias and penalties against their definitions, transformers' where it has one."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from tidar_core.penalties import History, penalised
+from tidar_core.request import SamplingParams
+from tidar_core.sampling import TokenRule, pick_tokens
+
+VOCAB = 12
+tokens = st.lists(st.integers(0, VOCAB - 1), max_size=20)
+scores = st.lists(st.floats(-20, 20, width=32), min_size=VOCAB, max_size=VOCAB)
+
+
+def params(**fields: object) -> SamplingParams:
+    return SamplingParams(max_tokens=4, temperature=0.0, **fields)  # type: ignore[arg-type]
+
+
+@given(scores, tokens, tokens, st.floats(0.1, 3.0))
+def test_repetition_is_transformers_own(row, prompt, answer, penalty):
+    history = History(tuple(prompt), tuple(answer))
+    ours = penalised(torch.tensor(row), params(repetition_penalty=penalty), history)
+    if not prompt + answer:
+        assert ours.tolist() == torch.tensor(row).tolist()
+        return
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + answer]), torch.tensor([row]))[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+@given(scores, tokens, tokens, st.floats(-2, 2), st.floats(-2, 2))
+def test_presence_and_frequency_count_the_answer_alone(row, prompt, answer, presence, frequency):
+    chosen = params(presence_penalty=presence, frequency_penalty=frequency)
+    ours = penalised(torch.tensor(row), chosen, History(tuple(prompt), tuple(answer)))
+    expected = [x - frequency * answer.count(i) - presence * (i in answer) for i, x in enumerate(row)]
+    torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_bias_moves_single_tokens_and_the_callers_logits_stay():
+    logits = torch.zeros(2, VOCAB)
+    rules = [TokenRule(params(logit_bias=((7, 5.0), (3, -100.0))), 0), TokenRule(params(), 0)]
+    assert pick_tokens(logits, rules).tolist() == [7, 0]
+    assert logits.eq(0).all()
+    assert pick_tokens(torch.zeros(1, VOCAB).bfloat16(), rules[:1]).tolist() == [7]
