@@ -206,6 +206,38 @@ def acceptance(
         write_record(json_file, {"engine": engine.info, "acceptance": result.as_record()})
 
 
+@bench.command()
+def decode(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second on HumanEval prompts in the chat template: drafts off, auto and full in turn."""
+    with user_errors():
+        from tidar_core.bench.decode import measure_decode
+        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+
+        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
+        results = measure_decode(
+            engine, chosen, batches=batch or [1, 8, 32], modes=("off", "auto", "full"),
+            rounds=rounds, max_tokens=max_tokens, at_least=prompts,
+        )  # fmt: skip
+        table = Table("batch", "drafts", "tokens/s", "against off", "tokens per step", title=f"{model}, {dtype}")
+        for r in results:
+            cells = f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}", f"{r.tokens_per_step:.2f}"
+            table.add_row(str(r.batch), r.drafts, *cells)
+        Console().print(table)
+        write_record(json_file, {"engine": engine.info, "decode": [result.as_record() for result in results]})
+
+
 def write_record(path: Path | None, record: dict[str, Any]) -> None:
     """A measurement as JSON: when, with which command, on which engine, and what came out."""
     if path is not None:

@@ -151,13 +151,11 @@ def test_sizes_that_the_kernels_do_not_fit_are_known():
 
 
 @pytest.mark.parametrize("rank", [4, 16, 32])
-def test_packed_products_match_the_oracle_and_keep_rows_apart(rank):
-    config = model_config(6, 2, 32)
-    ops = cpu_ops(config, torch.bfloat16)
+def test_packed_products_match_the_oracle_and_keep_rows_apart(rank, dtype, ops):
     generator = torch.Generator().manual_seed(4)
 
     def random(*shape):
-        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).bfloat16()
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
     weight, bias = random(320, 64), random(1, 320)[0]
     low_rank = LowRank(random(rank, 64), random(320, rank))
@@ -172,12 +170,12 @@ def test_packed_products_match_the_oracle_and_keep_rows_apart(rank):
             first,
         )
         for chosen, oracle in ((packed, exact), (None, REFERENCE_OPS.linear(x[:rows], weight, bias, None, rows))):
-            close(ops.linear(x[:rows], ops.pack(weight), bias, chosen, first), oracle, torch.bfloat16)
+            close(ops.linear(x[:rows], ops.pack(weight), bias, chosen, first), oracle, dtype)
     logits = ops.head(x, ops.pack(weight))
-    assert logits.dtype is torch.float32 or ops.row_multiple > 1
-    close(logits, x.double() @ weight.double().t(), torch.bfloat16)
-    if ops.row_multiple == 1:
-        whole = ops.linear(x, ops.pack(weight), bias, packed, 100)
-        for row in (0, 57, 99):
-            assert torch.equal(ops.linear(x[row : row + 1], ops.pack(weight), bias, packed, 1)[0], whole[row])
-            assert torch.equal(ops.head(x[row : row + 1], ops.pack(weight))[0], logits[row])
+    assert logits.dtype is torch.float32
+    assert ops.row_multiple == 1
+    close(logits, x.double() @ weight.double().t(), dtype)
+    whole = ops.linear(x, ops.pack(weight), bias, packed, 100)
+    for row in (0, 57, 99):
+        assert torch.equal(ops.linear(x[row : row + 1], ops.pack(weight), bias, packed, 1)[0], whole[row])
+        assert torch.equal(ops.head(x[row : row + 1], ops.pack(weight))[0], logits[row])

@@ -21,11 +21,13 @@ class Answer:
         return sum(step.step > 0 for step in self.steps)
 
 
-def answer_all(engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams]) -> list[Answer]:
+def answer_all(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams], cache_salt: str = ""
+) -> list[Answer]:
     """The answers to all prompts, decoded as one batch as far as the engine's limits allow."""
     answers = {str(index): Answer() for index in range(len(prompts))}
     for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-        engine.submit(Request(str(index), prompt, chosen))
+        engine.submit(Request(str(index), prompt, chosen, cache_salt=cache_salt))
     while engine.has_work:
         for output in engine.step():
             answer = answers[output.request_id]

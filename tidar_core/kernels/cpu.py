@@ -87,19 +87,20 @@ def supports(config: ModelConfig, page_size: int) -> bool:
     return page_size == LANES and all(size % LANES == 0 for size in sizes)
 
 
-def _multiplies(library: ctypes.CDLL, config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether our own matrix products fit: bf16, a processor that has its dot product, sizes that pack."""
+def _packs_whole(config: ModelConfig) -> bool:
+    """Whether all matrices of the model have sizes that our own products take."""
     qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
     sizes = (config.hidden_size, qkv, 2 * config.intermediate_size, config.vocab_size)
-    return dtype is torch.bfloat16 and bool(library.has_products()) and all(size % 32 == 0 for size in sizes)
+    return all(size % (2 * LANES) == 0 for size in sizes)
 
 
 def pack(weight: Tensor) -> Tensor:
-    """[out, in] -> [out / 16, in / 2, 16, 2], as `cpu_gemm.cpp` reads it; as it is where the sizes do not divide."""
+    """[out, in] -> [out / 16, in / S, 16, S], as `cpu_gemm.cpp` reads it; as it is where the sizes do not divide."""
     rows, columns = weight.shape
     if rows % LANES or columns % LANES:
         return weight
-    return weight.view(rows // LANES, LANES, columns // 2, 2).permute(0, 2, 1, 3).contiguous()
+    step = 2 if weight.dtype is torch.bfloat16 else 1
+    return weight.view(rows // LANES, LANES, columns // step, step).permute(0, 2, 1, 3).contiguous()
 
 
 def unpacked_linear(
@@ -181,19 +182,19 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype) -> Ops:
         run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
         return out
 
-    if not _multiplies(library, config, dtype):
+    if not _packs_whole(config):
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
             rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul,
         )  # fmt: skip
-    linear, head = _products(library)
+    linear, head = _products(library, suffix)
     return Ops("cpu", 1, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
 
 
-def _products(library: ctypes.CDLL) -> tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]:
+def _products(library: ctypes.CDLL, suffix: str) -> tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]:
     """`linear` and `head` over packed weights. A row's bits depend on that row alone, whatever the number of rows."""
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    run_linear, run_head = library.product_bf16, library.product_float
+    run_linear, run_head = getattr(library, f"linear_{suffix}"), getattr(library, f"head_{suffix}")
     run_linear.argtypes = [
         pointer, integer, integer, pointer, integer, pointer, pointer, integer, pointer, pointer, integer, pointer,
         integer,

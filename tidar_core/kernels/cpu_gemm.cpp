@@ -1,109 +1,115 @@
-// Matrix products for few rows, bf16 in, fp32 sums, for processors with AVX-512 BF16. An output is one chain of
-// dot products over k in ascending order, whatever the number of rows: its bits depend on its row alone.
+// Matrix products for few rows. An output is one chain of multiply-adds over k in ascending order, whatever the
+// number of rows: its bits depend on its row alone.
 //
-// Packed weights: [out / 16][in / 2][16 outputs][2 inputs], so that one load brings a pair of inputs for sixteen
-// outputs, and every byte of a weight is read once a step.
+// Packed weights: [out / 16][in / S][16 outputs][S inputs] with S = 2 for bf16 and 1 for fp32, so that one load brings
+// sixteen outputs' worth, and every byte of a weight is read once a step. Sums are fp32.
+#include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
-#include <omp.h>
-#include <type_traits>
+#endif
 
 namespace {
 
+template <typename T> constexpr int STEP = sizeof(T) == 2 ? 2 : 1;  // inputs that one load of weights brings
 
-// Adds x [R rows, k] times one pair of packed 16-output blocks to sums; `pairs` = k / 2, x rows are `stride` apart.
-template <int R, int B>
-inline void accumulate(__m512 (&sums)[R][B], const bf16* x, int64_t stride, const bf16* weight, int64_t block, int pairs) {
-    for (int p = 0; p < pairs; p++) {
-        __m512bh w[B];
-        for (int b = 0; b < B; b++) w[b] = (__m512bh)_mm512_loadu_si512(weight + b * block + p * 32);
-        for (int r = 0; r < R; r++) {
-            int32_t pair;
-            std::memcpy(&pair, x + r * stride + 2 * p, 4);
-            __m512bh wide = (__m512bh)_mm512_set1_epi32(pair);
-            for (int b = 0; b < B; b++) sums[r][b] = _mm512_dpbf16_ps(sums[r][b], w[b], wide);
-        }
-    }
+inline f16v multiply_add(f16v sum, const float* weight, const float* x) { return sum + load(weight) * *x; }
+#ifdef __AVX512BF16__
+inline f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
+    int32_t pair;
+    std::memcpy(&pair, x, 4);
+    return (f16v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weight), (__m512bh)_mm512_set1_epi32(pair));
+}
+#else
+inline f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
+    u16v both;
+    std::memcpy(&both, weight, sizeof both);
+    sum = sum + (f16v)(both << 16) * widen(x[0]);
+    return sum + (f16v)(both & 0xffff0000u) * widen(x[1]);
+}
+#endif
+
+// Adds x [R rows, in] times B neighbouring blocks of 16 outputs to sums; x rows are `in` apart, blocks 16 * in.
+template <int R, int B, typename T>
+inline void accumulate(f16v (&sums)[R][B], const T* x, const T* weight, int in) {
+    constexpr int S = STEP<T>;
+    for (int k = 0; k < in; k += S)
+        for (int r = 0; r < R; r++)
+            for (int b = 0; b < B; b++)
+                sums[r][b] = multiply_add(sums[r][b], weight + (int64_t(b) * in + k) * LANES, x + int64_t(r) * in + k);
 }
 
-inline void put(float* out, __m512 v) { _mm512_storeu_ps(out, v); }
-inline void put(bf16* out, __m512 v) { _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(v)); }
-inline __m512 widen16(const bf16* p) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-}
+// What is added to the base product on mask rows: low [rows, rank] times `up`, packed like a weight.
+template <typename T> struct LowRank { const T* low; const T* up; int rank; };
 
-// R rows of outputs [first, first + 16 B); `low` and `up` are the adapter's part, null for base rows.
-template <int R, int B, typename Out>
-void tile(const bf16* x, const bf16* weight, int in, const bf16* bias, const bf16* low, const bf16* up, int rank,
-          int first, Out* out, int64_t out_stride) {
-    __m512 sums[R][B];
+// R rows of outputs [first, first + 16 B).
+template <int R, int B, typename T, typename Out>
+void tile(const T* x, const T* weight, int in, const T* bias, LowRank<T> extra, int first, Out* out, int64_t stride) {
+    f16v sums[R][B];
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) sums[r][b] = bias ? widen16(bias + first + 16 * b) : _mm512_setzero_ps();
-    accumulate<R, B>(sums, x, in, weight + int64_t(first) * in, int64_t(16) * in, in / 2);
-    if (low) accumulate<R, B>(sums, low, rank, up + int64_t(first) * rank, int64_t(16) * rank, rank / 2);
+        for (int b = 0; b < B; b++) sums[r][b] = bias ? load(bias + first + LANES * b) : f16v{};
+    accumulate<R, B, T>(sums, x, weight + int64_t(first) * in, in);
+    if (extra.low) accumulate<R, B, T>(sums, extra.low, extra.up + int64_t(first) * extra.rank, extra.rank);
     for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) put(out + r * out_stride + first + 16 * b, sums[r][b]);
+        for (int b = 0; b < B; b++) store(out + r * stride + first + LANES * b, sums[r][b]);
 }
 
-template <int B, typename Out>
-void rows_of_tiles(const bf16* x, int rows, const bf16* weight, int in, const bf16* bias, const bf16* low,
-                   const bf16* up, int rank, int first, Out* out, int64_t out_stride) {
+template <int B, typename T, typename Out>
+void rows_of_tiles(const T* x, int rows, const T* weight, int in, const T* bias, LowRank<T> extra, int first, Out* out,
+                   int64_t stride) {
     constexpr int MOST = 24 / B;  // sums that fit the registers beside the weights
     for (int r = 0; r < rows;) {
-        int take = rows - r;
         auto run = [&](auto count) {
             constexpr int R = decltype(count)::value;
-            tile<R, B>(x + int64_t(r) * in, weight, in, bias, low ? low + int64_t(r) * rank : nullptr, up, rank, first,
-                       out + r * out_stride, out_stride);
+            LowRank<T> mine{extra.low ? extra.low + int64_t(r) * extra.rank : nullptr, extra.up, extra.rank};
+            tile<R, B>(x + int64_t(r) * in, weight, in, bias, mine, first, out + r * stride, stride);
             r += R;
         };
-        if (take >= MOST) run(std::integral_constant<int, MOST>{});
-        else if (take >= 8) run(std::integral_constant<int, 8>{});
-        else if (take >= 4) run(std::integral_constant<int, 4>{});
-        else if (take >= 2) run(std::integral_constant<int, 2>{});
+        int left = rows - r;
+        if (left >= MOST) run(std::integral_constant<int, MOST>{});
+        else if (left >= 8) run(std::integral_constant<int, 8>{});
+        else if (left >= 4) run(std::integral_constant<int, 4>{});
+        else if (left >= 2) run(std::integral_constant<int, 2>{});
         else run(std::integral_constant<int, 1>{});
     }
 }
 
-template <typename Out>
-void product(const bf16* x, int rows, int in, const bf16* weight, int out_features, const bf16* bias, Out* out,
-             int first_mask_row, const bf16* down, const bf16* up, int rank, bf16* low, int threads) {
-    const int blocks = out_features / 32, mask_rows = rows - first_mask_row;
-    // `low` = x downᵀ of the mask rows, one copy a thread: computing it twice costs less than waiting for it.
+// `low` is scratch for the mask rows times `down`, one copy a thread: computing it twice costs less than waiting.
+template <typename T, typename Out>
+void product(const T* x, int rows, int in, const T* weight, int out_features, const T* bias, Out* out,
+             int first_mask_row, const T* down, const T* up, int rank, T* low, int threads) {
+    const int pairs = out_features / (2 * LANES), base = down ? first_mask_row : rows, mask_rows = rows - base;
+    const T* x_mask = x + int64_t(base) * in;
+    Out* out_mask = out + int64_t(base) * out_features;
 #pragma omp parallel num_threads(threads)
     {
-        const bf16* mine = nullptr;
+        LowRank<T> extra{nullptr, up, rank};
 #pragma omp for schedule(static)
-        for (int b = 0; b < blocks; b++) {
-            if (down && !mine) {
-                bf16* own = low + int64_t(omp_get_thread_num()) * mask_rows * rank;
-                for (int first = 0; first < rank; first += 16)
-                    rows_of_tiles<1>(x + int64_t(first_mask_row) * in, mask_rows, down, in, nullptr, nullptr, nullptr, 0,
-                                     first, own, rank);
-                mine = own;
+        for (int p = 0; p < pairs; p++) {
+            int first = 2 * LANES * p;
+            rows_of_tiles<2>(x, base, weight, in, bias, LowRank<T>{}, first, out, out_features);
+            if (!mask_rows) continue;
+            if (!extra.low) {
+                T* own = low + int64_t(omp_get_thread_num()) * mask_rows * rank;
+                for (int r = 0; r < rank; r += LANES)
+                    rows_of_tiles<1>(x_mask, mask_rows, down, in, (const T*)nullptr, LowRank<T>{}, r, own, rank);
+                extra.low = own;
             }
-            int base = down ? first_mask_row : rows;
-            rows_of_tiles<2>(x, base, weight, in, bias, nullptr, nullptr, 0, 32 * b, out, out_features);
-            if (down)
-                rows_of_tiles<2>(x + int64_t(base) * in, mask_rows, weight, in, bias, mine, up, rank, 32 * b,
-                                 out + int64_t(base) * out_features, out_features);
+            rows_of_tiles<2>(x_mask, mask_rows, weight, in, bias, extra, first, out_mask, out_features);
         }
     }
 }
 
 }  // namespace
 
-extern "C" int has_products() { return 1; }
-extern "C" void product_bf16(const bf16* x, int rows, int in, const bf16* weight, int out_features, const bf16* bias,
-                             bf16* out, int first_mask_row, const bf16* down, const bf16* up, int rank, bf16* low,
-                             int threads) {
-    product(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low, threads);
-}
-extern "C" void product_float(const bf16* x, int rows, int in, const bf16* weight, int out_features, float* out,
-                              int threads) {
-    product(x, rows, in, weight, out_features, nullptr, out, rows, nullptr, nullptr, 0, nullptr, threads);
-}
+#define EXPORT_PRODUCTS(NAME, T)                                                                                      \
+    extern "C" void linear_##NAME(const T* x, int rows, int in, const T* weight, int out_features, const T* bias,     \
+                                  T* out, int first_mask_row, const T* down, const T* up, int rank, T* low,           \
+                                  int threads) {                                                                      \
+        product(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low, threads); }        \
+    extern "C" void head_##NAME(const T* x, int rows, int in, const T* weight, int out_features, float* out,          \
+                                int threads) {                                                                        \
+        const T* none = nullptr;                                                                                      \
+        product(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, threads); }
 
-#else
-extern "C" int has_products() { return 0; }
-#endif
+EXPORT_PRODUCTS(bf16, bf16)
+EXPORT_PRODUCTS(float, float)

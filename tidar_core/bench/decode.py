@@ -1,0 +1,73 @@
+"""Tokens per second of one engine, in one process: drafts off, auto and full in turn, at several batch sizes."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from tidar_core.bench.drive import answer_all, tokens_per_step
+from tidar_core.engine import Engine
+from tidar_core.request import DraftMode, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """Medians over the rounds. ratio: tokens per second against drafts off in the same round."""
+
+    batch: int
+    drafts: DraftMode
+    tokens_per_second: float
+    ratio: float
+    tokens_per_step: float
+    rounds: tuple[float, ...]
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure_decode(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    batches: Sequence[int],
+    modes: Sequence[DraftMode],
+    rounds: int,
+    max_tokens: int,
+    at_least: int,
+) -> list[DecodeResult]:
+    """Alternates the modes round by round on the same prompts; each round takes the next ones.
+
+    A round answers at least `at_least` prompts, `batch` at a time, greedily, to the end of sequence or `max_tokens`.
+    Time runs from the first request to the last token, prompts included; no prefix is reused across answers.
+    """
+    results = []
+    for batch in batches:
+        speeds: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
+        steps: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
+        count = -(-at_least // batch) * batch
+        for number in range(rounds):
+            chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
+            for mode in modes:
+                params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=mode)
+                answers = []
+                began = time.perf_counter()
+                for first in range(0, count, batch):
+                    some = chosen[first : first + batch]
+                    salt = f"{batch} {number} {mode} {first}"
+                    answers += answer_all(engine, some, [params] * len(some), salt)
+                seconds = time.perf_counter() - began
+                speeds[mode].append(sum(len(answer.tokens) for answer in answers) / seconds)
+                steps[mode].append(tokens_per_step(answers))
+        plain = speeds[modes[0]]
+        results += [
+            DecodeResult(
+                batch,
+                mode,
+                median(speeds[mode]),
+                median(speed / base for speed, base in zip(speeds[mode], plain, strict=True)),
+                median(steps[mode]),
+                tuple(round(speed, 1) for speed in speeds[mode]),
+            )
+            for mode in modes
+        ]
+    return results
