@@ -10,11 +10,13 @@ now and then: accepted, cut and rejected runs all happen within some dozen token
 
 import json
 from functools import cache
+from math import pi
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -82,6 +84,7 @@ def tiny_checkpoint(
     vocab: int = 512,
     max_positions: int = 1024,
     bias: bool = False,
+    rope: dict[str, Any] | None = None,
     likely: int = 8,
     dtype: torch.dtype = torch.float32,
     shard_size: str = "1GB",
@@ -89,8 +92,9 @@ def tiny_checkpoint(
     """Write a random checkpoint in transformers' layout into `directory` (created) and return it.
 
     `head_dim` is hidden / heads unless given, for qwen3 twice that. `bias` adds the optional biases: attention and
-    MLP for llama, attention for qwen3 (qwen2 always has its own). `likely` tokens win nearly every argmax (0: none
-    is preferred). `dtype` is that of the file; `shard_size` below the checkpoint's size writes several files.
+    MLP for llama, attention for qwen3 (qwen2 always has its own). `rope` adds to rope_parameters (else unscaled, theta
+    10,000). `likely` tokens win nearly every argmax (0: none is preferred). `dtype` is that of the file; `shard_size`
+    below the checkpoint's size writes several files.
     """
     shape: dict[str, Any] = {
         "hidden_size": hidden,
@@ -105,7 +109,7 @@ def tiny_checkpoint(
         "eos_token_id": 2,
         "pad_token_id": 0,
         "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **(rope or {})},
     }
     if architecture != "qwen2":
         shape |= {
@@ -202,8 +206,8 @@ def tiny_gguf(
     """Write the checkpoint in the directory `checkpoint` as the GGUF file `path` and return it.
 
     Matrices are stored as `kind` (rows must be a multiple of its block), vectors as fp32; llama's q and k rows are
-    laid out as llama.cpp's converter does. Tokenizer and chat template travel along;
-    `padding` is its padding token.
+    laid out as llama.cpp's converter does, which also settles how rope scaling is written. Tokenizer and chat template
+    travel along; `padding` is its padding token.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -217,7 +221,7 @@ def tiny_gguf(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    _write_rope(writer, config.rope_parameters, head_dim)
     _write_vocabulary(writer, checkpoint, padding)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -231,6 +235,35 @@ def tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _write_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int) -> None:
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", np.array(_llama3_divisors(rope, head_dim), dtype=np.float32))
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key, add in (
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if key in rope:
+                add(rope[key])
+
+
+def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    """By wavelength, against the length the model was first trained on: short waves stay, long ones grow by factor."""
+    divisors = []
+    for coordinate in range(0, head_dim, 2):
+        turns = rope["original_max_position_embeddings"] / (2 * pi * rope["rope_theta"] ** (coordinate / head_dim))
+        between = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        kept = min(1.0, max(0.0, between))
+        divisors.append(1 / (kept + (1 - kept) / rope["factor"]))
+    return divisors
 
 
 def _write_vocabulary(writer: GGUFWriter, checkpoint: Path, padding: int) -> None:

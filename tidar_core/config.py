@@ -16,10 +16,32 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched to a longer context: transformers' rope_parameters, None if not stated.
+
+    `divisors` [head_dim / 2] belong to the type "divisors" alone, which divides each frequency by a number of its own:
+    llama3 scaling as GGUF files hold it.
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn", "divisors"]
+    factor: float = 1.0
+    original_max_position_embeddings: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    divisors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a causal language model that the one decoder can run.
 
-    `max_positions` is the number of positions the model knows. `eos_ids` end an answer.
+    `max_positions` is the number of positions the model knows, rope scaling included. `eos_ids` end an answer.
     """
 
     architecture: Architecture
@@ -39,6 +61,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_ids: tuple[int, ...]
+    rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,16 @@ MARKUP = ["<img src=x onerror=alert(1)>", "${alert(1)}", "{{7*7}}", "<script>ale
 HOSTILE = [*MARKUP, "\u202eright to left", "`\\u0041${1+1}`", "\x00\x1b[31m", "a" * 10_000, "👩‍👩‍👧"]
 
 
+BEGUN = """before => document.querySelectorAll('.answer-text').length > before
+  || !document.querySelector('#t-problem').hidden"""
+
+
 def ask(page: Page, text: str) -> None:
+    """Send a prompt, and wait until the page has taken it: an answer has begun, or the page says why not."""
+    before = page.locator(".answer-text").count()
     page.fill("#t-prompt", text)
     page.press("#t-prompt", "Enter")
+    page.wait_for_function(BEGUN, arg=before)
 
 
 def shown(page: Page, turn: int = -1) -> str:
@@ -396,7 +403,8 @@ def test_wrong_settings_are_pointed_at(opened: Visit, recorded: RecordedServer) 
     recorded.play(recording(plain_steps(TOKENS)))
     page = opened.page
     page.fill("#t-max", "0")
-    ask(page, "Go")
+    page.fill("#t-prompt", "Go")
+    page.press("#t-prompt", "Enter")
     expect(page.locator("#t-max")).to_be_focused()
     page.fill("#t-max", "10")
     page.fill("#t-seed", "abc")

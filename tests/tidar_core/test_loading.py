@@ -362,9 +362,8 @@ def test_no_hub_in_reach(offline_hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"model_type": "gemma3"}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
         ({"model_type": None}, "architecture None is not supported"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope scaling 'yarn'"),
-        ({"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_param"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "a rope_theta above 1, not 1.0"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
         ({"num_key_value_heads": 4}, "6 query heads do not share 4 key/value heads"),
         ({"num_key_value_heads": 0}, "zero or negative"),
@@ -377,14 +376,6 @@ def test_a_config_that_cannot_be_run(copy: Path, changes: dict[str, Any], messag
     with pytest.raises(ConfigError, match=message) as error:
         load_config(find_model(str(copy)))
     assert "\n" not in str(error.value)
-
-
-def test_llama3_rope_scaling_is_refused(copy: Path) -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
-    edit_json(copy / "config.json", rope_parameters=rope)
-    with pytest.raises(ConfigError, match="rope scaling 'llama3' is not supported"):
-        load_config(find_model(str(copy)))
 
 
 def test_sliding_window_in_use_is_refused_and_else_ignored(tmp_path: Path) -> None:
@@ -464,8 +455,6 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
         else:
             writer.add_uint32(name, value)
     writer.add_tensor("token_embd.weight", torch.zeros(8, 32).numpy())
-    if "rope_freqs" in changes:
-        writer.add_tensor("rope_freqs.weight", torch.ones(8).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -477,9 +466,6 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     ("architecture", "changes", "message"),
     [
         ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
-        ("llama", {"llama__rope__scaling__type": "yarn"}, "rope scaling 'yarn'"),
-        ("llama", {"llama__rope__scaling__factor": 4.0}, "rope scaling 'linear'"),
-        ("llama", {"rope_freqs": 1}, "rope_freqs.weight"),
         ("llama", {"llama__expert_count": 8}, "mixture of experts"),
         ("llama", {"llama__rope__dimension_count": 8}, "part of each head"),
         ("qwen2", {"qwen2__attention__sliding_window": 4096}, "sliding window"),

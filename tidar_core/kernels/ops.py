@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
+from tidar_core.model.rope import inverse_frequencies
 from tidar_core.model.weights import LowRank
 
 
@@ -63,11 +64,10 @@ class Rotary:
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> Rotary:
-    """The unscaled rotary embedding (RoFormer, arXiv 2104.09864), angles computed in fp32 as transformers does."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    inverse = 1.0 / (config.rope_theta**exponent)
+    """The rotary embedding of all positions, with the model's scaling, computed in fp32 as transformers does."""
+    inverse, attention_factor = inverse_frequencies(config)
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), inverse)
-    return Rotary(angles.cos().to(device), angles.sin().to(device))
+    return Rotary((angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """A causal language model and its drafter: shapes, weights, forward pass.
 
     weights.py   the tensors as the decoder reads them, projections fused
+    rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
     loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
     adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped

@@ -6,17 +6,19 @@ never stands in memory in fp32. Layout: https://github.com/ggml-org/ggml/blob/ma
 
 import mmap
 import struct
-from dataclasses import dataclass
-from math import isfinite, prod
+from dataclasses import dataclass, replace
+from math import isfinite, log, prod
 from pathlib import Path
 
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from tidar_core.config import Architecture, ConfigError, ModelConfig
+from tidar_core.config import Architecture, ConfigError, ModelConfig, RopeScaling
+from tidar_core.model.rope import read_scaling, scaled_positions
 
 GgufValue = int | float | bool | str | tuple[float, ...]
 
@@ -24,6 +26,7 @@ _ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _CONTROL_TOKEN = 3
+_ROPE_DIVISORS = "rope_freqs.weight"
 _CHUNK_WEIGHTS = 4 << 20
 
 _NAMES = {
@@ -159,33 +162,24 @@ def config_from_gguf(header: GgufHeader) -> ModelConfig:
     if architecture is None:
         raise ConfigError(f"{file}: architecture {stated!r} is not supported, only {', '.join(_ARCHITECTURES)}")
 
-    def number(key: str, default: float | None = None) -> float:
-        value = metadata.get(key, default)
-        if not isinstance(value, int | float) or not isfinite(value):
-            raise ConfigError(f"{file}: metadata {key} is missing or not one number")
-        return value
-
     def own(key: str, default: float | None = None) -> float:
-        return number(f"{stated}.{key}", default)
+        return _number(header, f"{stated}.{key}", default)
 
     def require(condition: bool, what: str) -> None:
-        if not condition:
-            raise ConfigError(f"{file}: {what} is not supported")
+        _require(header, condition, what)
 
     heads, hidden_size = int(own("attention.head_count")), int(own("embedding_length"))
     head_dim = int(own("attention.key_length", hidden_size // max(1, heads)))
-    scaling = metadata.get(f"{stated}.rope.scaling.type", "none")
+    context_length = int(own("context_length"))
     require(metadata.get("general.type", "model") == "model", f"a file of type {metadata.get('general.type')!r}")
-    require(number("split.count", 1) <= 1, "a model split into several files (merge them with gguf-split --merge)")
-    require(scaling == "none", f"rope scaling {scaling!r}")
-    require(own("rope.scaling.factor", 1) in (0, 1) and own("rope.scale_linear", 1) in (0, 1), "rope scaling 'linear'")
-    require("rope_freqs.weight" not in tensors, "rope scaling by the tensor rope_freqs.weight")
+    require(_number(header, "split.count", 1) <= 1, "a model split into several files (gguf-split --merge joins them)")
     require(own("rope.dimension_count", head_dim) == head_dim, "rope on a part of each head")
     require(own("attention.value_length", head_dim) == head_dim, "another head size for values than for keys")
     require(own("attention.sliding_window", 0) == 0, "sliding window attention")
     require(own("expert_count", 0) == 0, "a mixture of experts")
     if len(tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()) != 2:
         raise ConfigError(f"{file}: tensor token_embd.weight is missing or no matrix")
+    scaling = _rope_scaling(header, stated, context_length, head_dim)
     return ModelConfig(
         architecture=architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
@@ -197,14 +191,74 @@ def config_from_gguf(header: GgufHeader) -> ModelConfig:
         head_dim=head_dim,
         norm_eps=float(own("attention.layer_norm_rms_epsilon")),
         rope_theta=float(own("rope.freq_base", 10000.0)),
-        max_positions=int(own("context_length")),
+        max_positions=scaled_positions(context_length, scaling),
         tied_head="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
         qk_norm=architecture == "qwen3",
         eos_ids=_eos_ids(metadata),
+        rope_scaling=scaling,
     )
+
+
+def _number(header: GgufHeader, key: str, default: float | None = None) -> float:
+    value = header.metadata.get(key, default)
+    if not isinstance(value, int | float) or not isfinite(value):
+        raise ConfigError(f"{header.path.name}: metadata {key} is missing or not one number")
+    return value
+
+
+def _require(header: GgufHeader, condition: bool, what: str) -> None:
+    if not condition:
+        raise ConfigError(f"{header.path.name}: {what} is not supported")
+
+
+def _rope_scaling(header: GgufHeader, architecture: str, context_length: int, head_dim: int) -> RopeScaling | None:
+    """Rope scaling with the meaning that llama.cpp and its converter give to the keys and to rope_freqs.weight.
+
+    No type is linear, no factor or 0 is 1. yarn_attn_factor is transformers' attention_factor; attn_factor comes on
+    top of it, or of yarn's own factor.
+    """
+    prefix = f"{architecture}.rope.scaling."
+    kind = header.metadata.get(f"{prefix}type", "linear")
+    older_factor = _number(header, f"{architecture}.rope.scale_linear", 0)
+    factor = (_number(header, f"{prefix}factor", older_factor) or 1.0) if kind != "none" else 1.0
+    on_top = _number(header, f"{prefix}attn_factor", 1)
+    unscaled = kind == "none" or (kind == "linear" and factor == 1)
+    for length in ("long", "short"):
+        _require(header, f"rope_factors_{length}.weight" not in header.tensors, "rope scaling 'longrope'")
+    if kind == "yarn":
+        for key, unused in (("yarn_ext_factor", (-1, 1)), ("yarn_log_multiplier", (0,))):
+            _require(header, _number(header, prefix + key, unused[-1]) in unused, f"rope scaling 'yarn' with {key}")
+    _require(header, on_top == 1 or (kind == "yarn" and on_top > 0), f"rope scaling {kind!r} with attn_factor {on_top}")
+    if _ROPE_DIVISORS in header.tensors:
+        _require(header, unscaled, f"rope scaling {kind!r} together with {_ROPE_DIVISORS}")
+        return RopeScaling("divisors", divisors=_rope_divisors(header, head_dim))
+    if unscaled:
+        return None
+    stated = {
+        "rope_type": kind,
+        "factor": factor,
+        "original_max_position_embeddings": header.metadata.get(f"{prefix}original_context_length", context_length),
+        "attention_factor": header.metadata.get(f"{prefix}yarn_attn_factor"),
+        "beta_fast": header.metadata.get(f"{prefix}yarn_beta_fast"),
+        "beta_slow": header.metadata.get(f"{prefix}yarn_beta_slow"),
+    }
+    scaling = read_scaling(stated, context_length, header.path.name)
+    if scaling is None or on_top == 1:
+        return scaling
+    yarns_own = 0.1 * log(max(1.0, scaling.factor)) + 1.0
+    return replace(scaling, attention_factor=on_top * (scaling.attention_factor or yarns_own))
+
+
+def _rope_divisors(header: GgufHeader, head_dim: int) -> tuple[float, ...]:
+    """What each rotary frequency is divided by, [head_dim / 2]."""
+    raw, kind = _stored_rows(header, np.memmap(header.path, mode="r", dtype=np.uint8), _ROPE_DIVISORS)
+    divisors = tuple(_dequantized(header, raw, kind, _ROPE_DIVISORS).flatten().tolist())
+    if len(divisors) != head_dim // 2 or not all(isfinite(each) and each > 0 for each in divisors):
+        raise ConfigError(f"{header.path.name}: tensor {_ROPE_DIVISORS} is not {head_dim // 2} positive numbers")
+    return divisors
 
 
 def _eos_ids(metadata: dict[str, GgufValue]) -> tuple[int, ...]:
@@ -221,6 +275,18 @@ def _eos_ids(metadata: dict[str, GgufValue]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def pre_tokenizer_of(header: GgufHeader) -> pre_tokenizers.PreTokenizer | None:
+    """How the vocabulary's text is split before merging, where transformers' GGUF reader does not know it.
+
+    SmolLM and StarCoder vocabularies split every digit off first, then as GPT-2 does; without it a run of spaces
+    before a digit gives other tokens than the model was trained on.
+    """
+    if header.metadata.get("tokenizer.ggml.pre") not in ("smollm", "starcoder"):
+        return None
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+
+
 def gguf_name(name: str) -> str:
     """The name in a GGUF file of a tensor that transformers calls `name`."""
     stem, _, suffix = name.rpartition(".")
@@ -228,6 +294,33 @@ def gguf_name(name: str) -> str:
         return f"{_NAMES[stem]}.{suffix}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
     return f"blk.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+
+
+def _stored_rows(header: GgufHeader, stored: np.ndarray, name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+    """The bytes of the file's tensor `name`, [rows, bytes a row]; a vector has rows of one value."""
+    tensor = header.tensors[name]
+    shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
+    where = f"{header.path.name}: tensor {name}"
+    try:
+        kind = GGMLQuantizationType(tensor.type_number)
+    except ValueError:
+        raise ConfigError(f"{where} has the unknown type {tensor.type_number}: update the package gguf") from None
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ConfigError(f"{where} has rows of {shape[-1]} values, not a multiple of {kind.name}'s {block}")
+    row_bytes = shape[-1] // block * block_bytes
+    found = stored[tensor.start : tensor.start + prod(shape[:-1]) * row_bytes]
+    if found.size != prod(shape[:-1]) * row_bytes:
+        raise ConfigError(f"{where} runs past the end of the file: download it again")
+    return found.reshape(-1, row_bytes), kind
+
+
+def _dequantized(header: GgufHeader, rows: np.ndarray, kind: GGMLQuantizationType, name: str) -> np.ndarray:
+    try:
+        return dequantize(rows, kind)
+    except NotImplementedError:
+        message = f"{header.path.name}: tensor {name} is stored as {kind.name}, not supported"
+        raise ConfigError(message) from None
 
 
 class GgufCheckpoint:
@@ -245,36 +338,13 @@ class GgufCheckpoint:
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Dequantize the tensor `name` into `out` (its shape, any float dtype and device). Raises ConfigError."""
-        raw, kind = self._rows(name)
+        raw, kind = _stored_rows(self.header, self.bytes, gguf_name(name))
         order = self._row_order(name, len(raw))
         rows = out.view(len(raw), -1)
         chunk = max(1, _CHUNK_WEIGHTS // rows.shape[1])
         for start in range(0, len(raw), chunk):
             part = np.array(raw[start : start + chunk] if order is None else raw[order[start : start + chunk]])
-            try:
-                values = dequantize(part, kind)
-            except NotImplementedError:
-                message = f"{self.header.path.name}: tensor {gguf_name(name)} is stored as {kind.name}, not supported"
-                raise ConfigError(message) from None
-            rows[start : start + chunk].copy_(torch.from_numpy(values))
-
-    def _rows(self, name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
-        """The stored bytes of a tensor, [rows, bytes a row]; a vector has rows of one value."""
-        tensor = self.header.tensors[gguf_name(name)]
-        shape = tensor.shape if len(tensor.shape) > 1 else (*tensor.shape, 1)
-        where = f"{self.header.path.name}: tensor {gguf_name(name)}"
-        try:
-            kind = GGMLQuantizationType(tensor.type_number)
-        except ValueError:
-            raise ConfigError(f"{where} has the unknown type {tensor.type_number}: update the package gguf") from None
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
-            raise ConfigError(f"{where} has rows of {shape[-1]} values, not a multiple of {kind.name}'s {block}")
-        row_bytes = shape[-1] // block * block_bytes
-        stored = self.bytes[tensor.start : tensor.start + prod(shape[:-1]) * row_bytes]
-        if stored.size != prod(shape[:-1]) * row_bytes:
-            raise ConfigError(f"{where} runs past the end of the file: download it again")
-        return stored.reshape(-1, row_bytes), kind
+            rows[start : start + chunk].copy_(torch.from_numpy(_dequantized(self.header, part, kind, gguf_name(name))))
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Stored row of each row that transformers has: llama's q and k lie with rotary pairs side by side."""

