@@ -30,6 +30,7 @@ from cluster.prompts import (
 )
 from cluster.responses import EventStreamResponse, event_stream, new_head, whole
 from cluster.schemas import (
+    MAX_PROMPTS,
     SEED_BITS,
     Body,
     ChatBody,
@@ -107,6 +108,8 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions)
         body, prompts = await asyncio.to_thread(plan, raw, card, backend)
         seed = secrets.randbits(SEED_BITS)
         choices = range(body.n or 1)
+        if len(prompts) * len(choices) > MAX_PROMPTS:
+            raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
         params = [
             replace(sampling_params(body, card, len(prompt), seed), choice=choice)
             for prompt in prompts

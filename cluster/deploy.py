@@ -172,11 +172,14 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
 
 
 def check_resources(options: ServeOptions) -> None:
-    """Raise ConfigError where the cluster has fewer GPUs than replicas; without it they would wait for ever."""
-    gpus = int(ray.cluster_resources().get("GPU", 0))
+    """Raise ConfigError where the cluster has no room for the replicas; without it they would wait for ever."""
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     device, _ = app.placement(options)
     if device == "cuda" and gpus < options.replicas:
         raise ConfigError(f"{options.replicas} replicas need as many GPUs, Ray sees {gpus}: lower --replicas")
+    if cpus < options.replicas:
+        raise ConfigError(f"{options.replicas} replicas need as many CPUs, Ray sees {cpus}: lower --replicas")
 
 
 def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
@@ -202,14 +205,14 @@ def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) ->
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
 
 
 def announce(base: str, replicas: int, say: Say) -> None:
     """Where things are, and what runs there."""
-    model = httpx.get(f"{base}/v1/models", timeout=10).json()["data"][0]
+    model = httpx.get(f"{base}/v1/models", timeout=10, trust_env=False).json()["data"][0]
     about = model["tidar"]
     exact = "exact" if about["exact"] else "not exact: a token may differ where two scores nearly tie"
     drafter = f"{about['adapter']}, block length {about['block_length']}" if about["adapter"] else "none"

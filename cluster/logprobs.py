@@ -12,15 +12,16 @@ from tidar_core.request import TokenLogprobs
 Spell = Callable[[int], str]
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> ChoiceLogprobs:
-    """`logprobs` of a chat choice: each token with its likeliest rivals."""
+def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
+    """`logprobs` of a chat choice: each token with its likeliest rivals. The `bytes` of all tokens joined are the
+    answer's, where a token is but a part of a character too."""
     content = [
         ChatCompletionTokenLogprob(
-            token=(text := spell(entry.token)),
-            bytes=list(text.encode()),
+            token=spell(entry.token),
+            bytes=list(bytes_of(entry.token)),
             logprob=entry.logprob,
             top_logprobs=[
-                TopLogprob(token=(other := spell(token)), bytes=list(other.encode()), logprob=logprob)
+                TopLogprob(token=spell(token), bytes=list(bytes_of(token)), logprob=logprob)
                 for token, logprob in entry.top
             ],
         )

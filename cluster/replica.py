@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tidar_core.engine import Engine
 
 log = logging.getLogger("ray.serve")
+LAST_WORDS_SECONDS = 0.5  # for the failure to reach the clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,8 @@ class EngineReplica:
             if isinstance(event, Failure):
                 for subscriber in self._subscribers.values():
                     self._end(subscriber, event, FinishReason.ERROR, now)
+                # Its short queue would draw requests until the health checks notice: better gone, and started anew.
+                self._loop.call_later(LAST_WORDS_SECONDS, os._exit, 1)
                 continue
             found = self._subscribers.get(event.request_id)
             if found is None:  # aborted meanwhile

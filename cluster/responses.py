@@ -23,6 +23,7 @@ from cluster.errors import ApiError, server_error
 from cluster.logprobs import chat_logprobs, completion_logprobs
 from cluster.streams import Answer, Choice, Piece, spell
 from tidar_core.request import Finish, TokenLogprobs
+from tidar_core.text import token_bytes
 
 log = logging.getLogger("ray.serve")
 DONE = b"data: [DONE]\n\n"
@@ -65,8 +66,11 @@ def logprobs_of(
     """`logprobs` of a choice or of one of its chunks; null where none were asked for."""
     if answer.requests[choice].params.logprobs is None:
         return None
-    spelled = partial(spell, answer.card.tokenizer)
-    return chat_logprobs(entries, spelled) if head.chat else completion_logprobs(entries, spelled, offset)
+    tokenizer = answer.card.tokenizer
+    spelled = partial(spell, tokenizer)
+    if head.chat:
+        return chat_logprobs(entries, spelled, partial(token_bytes, tokenizer))
+    return completion_logprobs(entries, spelled, offset)
 
 
 def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[Sequence[TokenLogprobs]]) -> bytes:

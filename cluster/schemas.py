@@ -15,6 +15,7 @@ from tidar_core.request import DraftMode, RequestError, SamplingParams
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP = 16
 MAX_PROMPTS = 256
+MAX_STOP_IDS = 128
 MAX_CHOICES = 16
 MAX_BIASES = 1024
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
@@ -67,6 +68,9 @@ HARMLESS = frozenset(
         "user",
     }
 )
+
+
+StopText = Annotated[str, Field(max_length=1000)]
 
 
 def one_or_many(value: object) -> object:
@@ -147,8 +151,8 @@ class Body(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Annotated[Annotated[list[str], Field(max_length=MAX_STOP)] | None, BeforeValidator(one_or_many)] = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[Annotated[list[StopText], Field(max_length=MAX_STOP)] | None, BeforeValidator(one_or_many)] = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
@@ -277,7 +281,7 @@ def refuse_unsupported(body: Body) -> None:
 def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """OpenAI's map from token ids, as strings, to what is added to their scores. Raises ApiError (400)."""
     for token in bias:
-        if not (token.isascii() and token.isdigit() and int(token) < vocab_size):
+        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
             raise bad_request(f"logit_bias: {token[:20]!r} is no token id of this model", "logit_bias")
     return tuple((int(token), value) for token, value in bias.items())
 

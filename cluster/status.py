@@ -18,8 +18,11 @@ def show_status(address: str, console: Console | None = None) -> None:
     """Print the model and a row a replica. Raises ConfigError where nothing answers at `address`."""
     console = console or Console()
     base = address.rstrip("/")
-    model = fetch(f"{base}/v1/models").json()["data"][0]
-    about = model["tidar"]
+    try:
+        model = fetch(f"{base}/v1/models").json()["data"][0]
+        about = model["tidar"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(f"what answers at {base} is no TiDAR server: give the address of `tidar up`") from None
     head = Table.grid(padding=(0, 2))
     rows = {
         "model": model["id"],

@@ -36,7 +36,9 @@ DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto tak
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here as a record.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures here as a record.")
+]
 
 
 @contextmanager
@@ -246,7 +248,10 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
 
         record = {**record, "engine": asdict(record["engine"])}
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
-        path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+        try:
+            path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the record cannot be written: {error}") from None
 
 
 def main() -> None:

@@ -176,13 +176,14 @@ class StopWatch(Protocol):
     def push(self, tokens: list[int], /) -> Shown: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way. The engine alone changes it, in `Scheduler` and nowhere else.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
-    page_keys: keys of the leading pages that are known to others. cached: tokens that came with such pages.
+    page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
+    admitted. cached: tokens that it found there the first time.
     """
 
     request: Request
@@ -192,7 +193,8 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
-    cached: int = 0
+    prefix_keys: list[bytes] = field(default_factory=list)
+    cached: int | None = None
     decode_steps: int = 0
     stop_watch: StopWatch | None = None
 

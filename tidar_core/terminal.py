@@ -5,7 +5,7 @@ from rich.text import Text
 
 from tidar_core.bench.prompts import chat_prompt, plain_prompt
 from tidar_core.engine import Engine
-from tidar_core.request import DraftMode, Request, SamplingParams, StepOutput
+from tidar_core.request import DraftMode, Finish, Request, RequestError, SamplingParams, StepOutput
 from tidar_core.text import TextStream
 
 HELD, OWN, REJECTED = "green", "bold", "dim red strike"
@@ -43,16 +43,20 @@ def print_answer(
             ("held drafts", HELD), "  ", ("the model's own", OWN), "  ", ("rejected drafts", REJECTED)
         )
         console.print(legend, end="\n\n")
+    ended: Finish | None = None
     emitted = steps = drafted = held = 0
     while engine.has_work:
         for output in engine.step():
             console.print(_step_text(engine, text, output, plain), end="")
+            ended = output.finish
             if output.trace is not None:
                 emitted += len(output.tokens)
                 steps += output.trace.step > 0
                 drafted += len(output.trace.drafted)
                 held += output.trace.accepted
     console.print(Text(text.finish()))
+    if ended is not None and ended.error is not None:
+        raise RequestError(f"the answer broke off: {ended.error}")
     if not plain and steps:
         rate = f", {held / drafted:.0%} of {drafted} drafts held" if drafted else ""
         console.print(f"\n{emitted} tokens, {(emitted - 1) / steps:.2f} tokens per step{rate}", style="dim")

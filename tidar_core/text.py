@@ -62,6 +62,17 @@ class TextStream:
         return self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
 
 
+def token_bytes(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
+    """The bytes that one token stands for; several tokens may share a character."""
+    backend = tokenizer.backend_tokenizer
+    piece = backend.id_to_token(token)
+    if piece is None:
+        return b""
+    if isinstance(backend.decoder, decoders.ByteLevel) and all(char in _BYTE_OF_CHAR for char in piece):
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    return str(backend.decode([token], skip_special_tokens=False)).encode()
+
+
 class _StopMatcher:
     """Searches a growing text for stop strings, by Knuth, Morris and Pratt's automaton, one for each string."""
 

@@ -11,6 +11,7 @@ from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
 from tidar_core.engine import Engine
+from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -288,3 +289,41 @@ def test_logprobs_are_the_models_own_and_cover_every_token(tmp_path):
             best, ids = row.topk(3)
             assert [logprob for _, logprob in entry.top] == pytest.approx(best.tolist(), abs=1e-3)
             assert entry.top[0][0] == ids[0]
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 80])
+def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tokens):
+    small = tiny_engine(tmp_path, cache_tokens=tokens)
+    assert small.info.exact
+    assert small.info.max_model_len == tokens
+    assert small._runner.cache.keys.eq(0).all()
+    (answer,) = answer_all(small, [(5, 6, 7)], [replace(GREEDY, max_tokens=tokens - 3, drafts="full")])
+    assert len(answer.tokens) == tokens - 3
+
+
+def test_a_drafter_gone_mad_changes_no_token(engine):
+    params = [sampled_params(24, "full")] * 3
+    expected = [answer.tokens for answer in answer_all(engine, prompts(3, seed=11), params)]
+    sound = engine._runner
+    assert sound.adapter is not None
+    mad = replace(sound.adapter, slot_embeddings=torch.full_like(sound.adapter.slot_embeddings, torch.nan))
+    try:
+        for ops in (sound.ops, replace(sound.ops, name="torch", attend=REFERENCE_OPS.attend)):
+            engine._runner = replace(sound, adapter=mad, ops=ops)
+            answers = answer_all(engine, prompts(3, seed=11), params, cache_salt=ops.name)
+            if ops is sound.ops:
+                assert [answer.tokens for answer in answers] == expected
+            assert all(answer.finish.reason is FinishReason.LENGTH for answer in answers)
+            assert all(token >= 0 for answer in answers for step in answer.steps for token in step.drafted)
+    finally:
+        engine._runner = sound
+
+
+def test_a_name_is_used_once_at_a_time(engine):
+    engine.submit(Request("twin", (5, 6), GREEDY))
+    with pytest.raises(RequestError, match="twin is under way"):
+        engine.submit(Request("twin", (7, 8), GREEDY))
+    engine.abort("twin")
+    engine.submit(Request("twin", (7, 8), GREEDY))
+    engine.abort("twin")
+    assert [output.finish.reason for output in engine.step()] == [FinishReason.ABORT] * 2

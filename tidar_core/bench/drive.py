@@ -41,4 +41,5 @@ def answer_all(
 def tokens_per_step(answers: Iterable[Answer]) -> float:
     """Emitted tokens / decode steps over all answers, the token of each prefill left out."""
     done = [answer for answer in answers if answer.decode_steps]
-    return sum(len(answer.tokens) - 1 for answer in done) / sum(answer.decode_steps for answer in done)
+    steps = sum(answer.decode_steps for answer in done)
+    return sum(len(answer.tokens) - 1 for answer in done) / steps if steps else 1.0

@@ -34,14 +34,19 @@ class Comparison:
 def decode_ways(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
 ) -> dict[str, list[list[int]]]:
-    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`."""
+    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`.
+
+    Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
+    """
     ways = {}
     for mode in MODES:
         for size in (1, batch):
             answers: list[list[int]] = []
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
-                answers += [answer.tokens for answer in answer_all(engine, some, [params(mode)] * len(some))]
+                answers += [
+                    answer.tokens for answer in answer_all(engine, some, [params(mode)] * len(some), f"{mode} {size}")
+                ]
             ways[f"{mode}, {'alone' if size == 1 else f'batch of {size}'}"] = answers
     return ways
 

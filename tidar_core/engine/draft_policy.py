@@ -39,9 +39,15 @@ class StepCost:
         cost = self._at(self.trunk, verify + mask) + self._at(self.head, verify)
         return cost + self._at(self.adapter, mask) + self._at(self.head, picked) if mask else cost
 
+    def trunk_seconds(self, rows: float) -> float:
+        """All layers of so many rows of whichever kind, without the adapter."""
+        return self._at(self.trunk, rows)
+
     def _at(self, curve: tuple[float, ...], rows: float) -> float:
         if rows <= self.rows[0]:
             return curve[0]
+        if len(self.rows) == 1:
+            return curve[0] * rows / self.rows[0]
         right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         low, high = self.rows[right - 1], self.rows[right]
         share = (rows - low) / (high - low)

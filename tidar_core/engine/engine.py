@@ -69,6 +69,8 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""
         params, known = request.params, len(request.prompt) + len(request.emitted)
+        if self._scheduler.holds(request.request_id):
+            raise RequestError(f"a request named {request.request_id} is under way already", "request_id")
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
         if not all(0 <= token < self.info.vocab_size for token in (*request.prompt, *request.emitted)):

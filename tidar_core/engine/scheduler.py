@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import takewhile
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.pages import PagePool, first_key, page_keys
@@ -64,6 +65,9 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
+    def holds(self, request_id: str) -> bool:
+        return any(s.request.request_id == request_id for queue in (self.running, self.waiting) for s in queue)
+
     def remove(self, request_id: str) -> bool:
         """Takes a request out, wherever it is, and frees its pages; False if it is not here."""
         for queue in (self.running, self.waiting):
@@ -90,6 +94,7 @@ class Scheduler:
             self._reuse(sequence)
             if self._pages_missing(sequence, len(sequence.tokens) - sequence.computed) > self.pool.available:
                 self._release(sequence)
+                sequence.cached = None
                 break
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self.running.append(self.waiting.popleft())
@@ -108,7 +113,8 @@ class Scheduler:
         ]
 
     def take_drafts(self, sequence: Sequence, drafts: Items[int]) -> None:
-        sequence.drafts = list(drafts)
+        """New drafts, up to the first that a broken drafter could not pick."""
+        sequence.drafts = list(takewhile(lambda token: token >= 0, drafts))
 
     def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
         """Plans with the policy's shapes, for those whose chunk reaches their last token."""
@@ -158,11 +164,14 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Takes the pages of a prefix that was computed before; at least one token is left to compute."""
-        size = self.limits.page_size
-        keys = list(page_keys(sequence.tokens[:-1], size, first_key(sequence.request.cache_salt)))
-        sequence.pages = self.pool.take_known(keys)
-        sequence.page_keys = keys[: len(sequence.pages)]
-        sequence.computed = sequence.cached = len(sequence.pages) * size
+        size, tokens = self.limits.page_size, sequence.tokens
+        if len(sequence.prefix_keys) != (len(tokens) - 1) // size:  # a request may wait here for many steps
+            sequence.prefix_keys = list(page_keys(tokens[:-1], size, first_key(sequence.request.cache_salt)))
+        sequence.pages = self.pool.take_known(sequence.prefix_keys)
+        sequence.page_keys = sequence.prefix_keys[: len(sequence.pages)]
+        sequence.computed = len(sequence.pages) * size
+        if sequence.cached is None:
+            sequence.cached = sequence.computed
 
     def _publish(self, sequence: Sequence) -> None:
         """Lets others find the pages that this step completed."""
@@ -191,7 +200,8 @@ class Scheduler:
         kept, finish = self._settle(sequence, list(truths[:committed]))
         sequence.computed += len(plan.known) + committed - 1
         sequence.tokens += kept
-        self._publish(sequence)
+        if finish is None or finish.reason is not FinishReason.ERROR:
+            self._publish(sequence)
         sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
         if shape.drafts:
             self.policy.acceptance.observe(shape.drafts, committed - 1)
@@ -209,7 +219,7 @@ class Scheduler:
             used=committed if committed in shape.proposals else None,
             verify_rows=plan.verify_rows,
             mask_rows=shape.mask_rows,
-            cached=min(sequence.cached, sequence.prompt_length) if first else 0,
+            cached=min(sequence.cached or 0, sequence.prompt_length) if first else 0,
         )
         return StepOutput(sequence.request.request_id, tuple(kept), trace, finish)
 

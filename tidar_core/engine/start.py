@@ -12,7 +12,7 @@ from tidar_core.engine.engine import Engine, EngineInfo
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
-from tidar_core.engine.warmup import measure_cost, rows_are_exact
+from tidar_core.engine.warmup import measure_cost, rows_are_exact, with_own_pages
 from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -33,7 +33,7 @@ def load_engine(
 ) -> Engine:
     """Loads weights and drafter, proves exactness, measures costs. Raises ConfigError with one line for the user.
 
-    report gets a line for the log at each stage; progress gets (tensors read, tensors in all).
+    report gets a line for the log at each stage; progress gets (weights read, weights in all).
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -60,8 +60,9 @@ def load_engine(
     block_length = adapter.config.block_length if adapter else 0
     within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
     report("checking exactness and measuring step costs")
-    exact = rows_are_exact(runner, block_length, within_block)
-    policy = DraftPolicy(block_length, measure_cost(runner, block_length, within_block))
+    trial = with_own_pages(runner, block_length)
+    exact = rows_are_exact(trial, block_length, within_block)
+    policy = DraftPolicy(block_length, measure_cost(trial, block_length, within_block))
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
         model=source.name,

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -11,6 +13,7 @@ from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.draft_policy import StepCost
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import Shape, WithinBlock, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule, pick_tokens
@@ -21,8 +24,15 @@ REPEATS = 3
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
+def with_own_pages(runner: Runner, block_length: int) -> Runner:
+    """The same model over a small cache of its own, so that warm-up touches no page of the engine's."""
+    page = runner.cache.page_size
+    pages = max(2 * -(-(2 * page + block_length + 5) // page), 8) + 1
+    return replace(runner, cache=empty_cache(runner.config, pages, page, runner.cache.keys.dtype, runner.device))
+
+
 def _plan(tokens: list[int], start: int, known: int, drafts: int, shape: Shape, pages: list[int]) -> SequencePlan:
-    """`known` tokens from `start` on and `drafts` behind them, on pages that nobody else uses at warm-up."""
+    """`known` tokens from `start` on and `drafts` behind them."""
     sequence = Sequence(Request("warm-up", tuple(tokens), GREEDY), 0.0, tokens, computed=start, pages=pages)
     end = start + known
     return SequencePlan(sequence, start, tuple(tokens[start:end]), tuple(tokens[end : end + drafts]), shape, emits=True)
@@ -69,11 +79,15 @@ def _products_are_exact(runner: Runner) -> bool:
 
 
 def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlock) -> bool:
-    page, vocab = runner.cache.page_size, runner.config.vocab_size
-    length = min(3 * page - 3, runner.config.max_positions - 2)
+    vocab, page = runner.config.vocab_size, runner.cache.page_size
+    block = block_length if runner.adapter is not None else 0
+    length = min(2 * page + block + 5, runner.config.max_positions - block)
+    if length <= block:
+        return True  # no room for a draft behind a token
     text = [(31 * i + 7) % vocab for i in range(length)]
     other = [(17 * i + 3) % vocab for i in range(length)]
-    pages, other_pages = [1, 2, 3], [4, 5, 6]
+    count = -(-length // page)
+    pages, other_pages = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
 
     def hidden(*plans: SequencePlan) -> Tensor:
         return runner.forward(_batch(runner, list(plans), within_block))
@@ -81,46 +95,45 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
     whole = hidden(_plan(text, 0, length, 0, Shape(), pages))[:length]
     for chunk in (1, 5, page):
         for start in range(0, length, chunk):
-            count = min(chunk, length - start)
-            rows = hidden(_plan(text, start, count, 0, Shape(), pages))[:count]
-            if not torch.equal(rows, whole[start : start + count]):
+            rows = min(chunk, length - start)
+            if not torch.equal(hidden(_plan(text, start, rows, 0, Shape(), pages))[:rows], whole[start : start + rows]):
                 return False
-    block = block_length if runner.adapter is not None else 0
     for drafts in range(max(1, block)):
         shape = full_shape(block, drafts) if block else Shape(drafts)
         start = length - drafts - 1
         beside = _plan(other, 0, length - block, 0, Shape(0, (1,), block) if block else Shape(), other_pages)
-        rows = hidden(beside, _plan(text, start, 1, drafts, shape, pages))[length - block :][: drafts + 1]
-        if not torch.equal(rows, whole[start:]):
+        rows_beside = length - block
+        rows_here = hidden(beside, _plan(text, start, 1, drafts, shape, pages))[rows_beside:][: drafts + 1]
+        if not torch.equal(rows_here, whole[start:]):
             return False
     return True
 
 
 def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -> StepCost:
-    """Median seconds of whole passes at a few row counts, on pages that nobody else uses yet."""
-    page = runner.cache.page_size
-    total = runner.cache.keys.shape[1] - 1
-    context = min(8 * page, total * page, runner.config.max_positions) - 1
+    """Median seconds of whole passes at a few row counts, with a context of some pages."""
+    block = block_length if runner.adapter is not None else 0
+    context = max(1, min(8 * runner.cache.page_size, runner.config.max_positions - block - 1))
     text = [(13 * i + 5) % runner.config.vocab_size for i in range(context)]
-    pages = list(range(1, -(-context // page) + 1))
+    pages = list(range(1, -(-context // runner.cache.page_size) + 1))
 
-    def plans(verify: int, mask: int) -> list[SequencePlan]:
-        """One-row sequences, as in decoding, all on the same pages: only their number matters here."""
-        shape = Shape(0, (1,), block_length) if mask else Shape()
-        start = context - max(1, block_length) - 1
-        return [_plan(text, start, 1, 0, shape if i * block_length < mask else Shape(), pages) for i in range(verify)]
+    def batch(sequences: int, drafting: int) -> Batch:
+        """One-row sequences, as in decoding, the first `drafting` of them with a proposal; all on the same pages."""
+        shapes = [Shape(0, (1,), block)] * drafting + [Shape()] * (sequences - drafting)
+        return _batch(runner, [_plan(text, context - 1, 1, 0, shape, pages) for shape in shapes], within_block)
 
-    trunk = [_seconds(runner, _batch(runner, plans(rows, 0), within_block)) for rows in COST_ROWS]
-    head = [_pick_seconds(runner, rows) for rows in COST_ROWS]
-    adapter = [0.0] * len(COST_ROWS)
-    if runner.adapter is not None and block_length:
-        base = StepCost(COST_ROWS, tuple(trunk), tuple(head), tuple(adapter))
-        for index, rows in enumerate(COST_ROWS):
-            sequences = max(1, round(rows / block_length))
-            batch = _batch(runner, plans(sequences, sequences * block_length), within_block)
-            without = base.seconds(batch.rows.verify + len(batch.slots), 0, 0) - base.head[0]
-            adapter[index] = max(0.0, _seconds(runner, batch) - without)
-    return StepCost(COST_ROWS, tuple(trunk), tuple(head), tuple(adapter))
+    trunk = tuple(_timed(runner, partial(runner.forward, batch(rows, 0))) for rows in COST_ROWS)
+    head = tuple(_pick_seconds(runner, rows) for rows in COST_ROWS)
+    base = StepCost(COST_ROWS, trunk, head, (0.0,) * len(COST_ROWS))
+    if not block:
+        return base
+    # Mask rows come in whole proposals: the adapter is measured at those counts and read off between them.
+    proposals = sorted({max(1, round(rows / block)) for rows in COST_ROWS})
+    extra = tuple(
+        max(0.0, _timed(runner, partial(runner.forward, batch(count, count))) - base.trunk_seconds(count * (1 + block)))
+        for count in proposals
+    )
+    known = StepCost(tuple(count * block for count in proposals), extra, extra, extra)
+    return StepCost(COST_ROWS, trunk, head, tuple(known.trunk_seconds(rows) for rows in COST_ROWS))
 
 
 def _timed(runner: Runner, work: Callable[[], object]) -> float:
@@ -134,10 +147,6 @@ def _timed(runner: Runner, work: Callable[[], object]) -> float:
             torch.cuda.synchronize(runner.device)
         times.append(time.perf_counter() - began)
     return median(times[1:])
-
-
-def _seconds(runner: Runner, batch: Batch) -> float:
-    return _timed(runner, lambda: runner.forward(batch))
 
 
 def _pick_seconds(runner: Runner, rows: int) -> float:

@@ -1,8 +1,8 @@
 """The operations that the decoder is made of, behind one frozen record.
 
 `ops.py` says what each operation takes and gives (`Ops`). `reference.py` is that record in plain torch: it runs
-anywhere and is the oracle of every faster one. `cpu.py` binds `cpu_kernels.cpp`, compiled once on the user's
-machine, for everything but the matrix products, which stay with torch.
+anywhere and is the oracle of every faster one. `cpu.py` binds `cpu_kernels.cpp` and `cpu_gemm.cpp`,
+compiled once on the user's machine.
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep

@@ -32,7 +32,7 @@ class CompileError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels and measured costs are kept between starts."""
+    """Where compiled kernels are kept between starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidar"
 
 
@@ -78,7 +78,10 @@ def compiled_library() -> ctypes.CDLL:
                 os.replace(built, target)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CompileError(f"compiling the CPU kernels failed: {error}") from error
-    return ctypes.CDLL(str(target))
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise CompileError(f"the compiled CPU kernels cannot be loaded: {error}") from error
 
 
 def supports(config: ModelConfig, page_size: int) -> bool:

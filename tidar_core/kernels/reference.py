@@ -67,32 +67,38 @@ def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
     keys, values = cache.keys[layer], cache.values[layer]
     _, kv_heads, head_dim, _ = keys.shape
     q, k, v = split_heads(qkv, kv_heads, head_dim)
-    groups = q.shape[1] // kv_heads
-    tail = torch.arange(qkv.shape[0] - rows.verify, device=qkv.device)
-    tail_k, tail_v = k[rows.verify :].transpose(0, 1).float(), v[rows.verify :].transpose(0, 1).float()
     out = torch.empty_like(q)
     for sequence in range(rows.page_table.shape[0]):
         mine = (rows.sequence == sequence).nonzero().flatten()
-        if len(mine) == 0:
-            continue
-        longest = int(rows.context_end[mine].max())
-        pages = rows.page_table[sequence, : -(-longest // cache.page_size)]
-        context_k = keys[pages].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :longest].float()
-        context_v = values[pages].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :longest].float()
-        positions = torch.arange(longest, device=qkv.device)
-        visible = torch.cat(
-            (
-                positions < rows.context_end[mine, None],
-                (tail >= rows.tail_start[mine, None]) & (tail < rows.tail_end[mine, None]),
-            ),
-            dim=1,
-        )
-        queries = q[mine].view(len(mine), kv_heads, groups, head_dim).permute(1, 2, 0, 3).float()
-        scores = queries @ torch.cat((context_k, tail_k), dim=1).transpose(1, 2)[:, None] / head_dim**0.5
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-        mixed = weights @ torch.cat((context_v, tail_v), dim=1)[:, None]
-        out[mine] = mixed.permute(2, 0, 1, 3).reshape(len(mine), -1, head_dim).to(q.dtype)
+        # Apart, so that nothing of a mask row, not even a NaN times zero, can reach a verify row.
+        verify, mask = mine[mine < rows.verify], mine[mine >= rows.verify]
+        for some, slots in ((verify, mask[:0]), (mask, mask)):
+            if len(some) == 0:
+                continue
+            longest = int(rows.context_end[some].max())
+            pages = rows.page_table[sequence, : -(-longest // cache.page_size)]
+            context_k = keys[pages].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :longest]
+            context_v = values[pages].transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, :longest]
+            seen_k = torch.cat((context_k, k[slots].transpose(0, 1)), dim=1)
+            seen_v = torch.cat((context_v, v[slots].transpose(0, 1)), dim=1)
+            positions, tail = torch.arange(longest, device=qkv.device), slots - rows.verify
+            in_context = positions < rows.context_end[some, None]
+            in_tail = (tail >= rows.tail_start[some, None]) & (tail < rows.tail_end[some, None])
+            out[some] = _mix(q[some], seen_k, seen_v, torch.cat((in_context, in_tail), dim=1))
     return out.view(qkv.shape[0], -1)
+
+
+def _mix(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Attention of q [rows, heads, head_dim] over keys and values [kv_heads, keys, head_dim], in fp32.
+
+    visible: bool [rows, keys].
+    """
+    kv_heads, _, head_dim = keys.shape
+    queries = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3).float()
+    scores = queries @ keys.float().transpose(1, 2)[:, None] / head_dim**0.5
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    mixed = weights @ values.float()[:, None]
+    return mixed.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
