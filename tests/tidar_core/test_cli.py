@@ -1,0 +1,87 @@
+"""The `tidar` command as a user meets it: answers, help, one line for what can be mended."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint
+from tidar_core.cli import app
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("cli")
+    tiny_checkpoint(directory / "tiny")
+    tiny_adapter(directory / "drafter", directory / "tiny")
+    return directory
+
+
+def tidar(*arguments: str):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160"})
+
+
+@pytest.mark.parametrize("command", [[], ["up"], ["generate"], ["status"], ["bench"], ["bench", "exact"]])
+def test_help_says_what_each_command_is_for(command):
+    result = tidar(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+    assert len(result.output) > 200
+
+
+def test_an_answer_is_the_same_with_and_without_drafts(model):
+    answers = set()
+    for drafts in ("off", "full"):
+        result = tidar(
+            "generate", "Who?", "--model", model / "tiny", "--adapter", model / "drafter", "--max-tokens", 30,
+            "--drafts", drafts, "--dtype", "float32", "--plain",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        answers.add(result.stdout)
+    assert len(answers) == 1
+    assert answers.pop().strip()
+
+
+def test_bench_decode_writes_a_record(model, tmp_path):
+    record = tmp_path / "record.json"
+    result = tidar(
+        "bench", "decode", "--model", model / "tiny", "--adapter", model / "drafter", "--batch", 2, "--rounds", 1,
+        "--prompts", 2, "--max-tokens", 8, "--json", record,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(record.read_text())
+    assert {entry["drafts"] for entry in written["decode"]} == {"off", "auto", "full"}
+    assert written["engine"]["exact"] is True
+    assert written["date"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--model", "/no/such/model"], "no model at '/no/such/model'"),
+        (["--adapter", "/no/such/adapter"], "no adapter at /no/such/adapter"),
+        (["--temperature", "-1"], "temperature must lie between"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line(model, arguments, line):
+    base = [] if "--model" in arguments else ["--model", model / "tiny"]
+    result = tidar("generate", "Who?", *base, *arguments)
+    assert result.exit_code == 1
+    assert line in result.stderr
+    assert result.stderr.strip().count("\n") == 0
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_architecture_is_named(tmp_path):
+    directory = tiny_checkpoint(tmp_path / "strange")
+    edit_json(directory / "config.json", model_type="gpt2")
+    result = tidar("generate", "Who?", "--model", directory)
+    assert result.exit_code == 1
+    assert "gpt2" in result.stderr
+    assert result.stderr.strip().count("\n") == 0
+
+
+def test_status_without_a_server_is_one_line():
+    result = tidar("status", "--address", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "tidar up" in result.stderr
