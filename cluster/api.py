@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
+from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
@@ -62,6 +63,7 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
     app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
+    app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
     app.add_middleware(LastResort)
     add_openai_routes(app, directory, options)
     add_tokenizer_routes(app, directory, options)

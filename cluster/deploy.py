@@ -18,9 +18,10 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from cluster import app
+from cluster.card import ModelCard
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions, UpOptions
-from cluster.preflight import absolute, check_model, check_port
+from cluster.preflight import absolute, check_options, check_port
 from cluster.progress import put_up_board
 from tidar_core.config import ConfigError
 
@@ -47,7 +48,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             address = running_cluster()
             if address is None:
                 check_port(options.host, options.port)
-            check_model(options.serve)
+            check_options(options.serve)
             with ray_cluster(address, say, interrupts):
                 if address is not None:
                     refuse_running_serve(address)
@@ -212,14 +213,13 @@ def answers(url: str) -> bool:
 
 def announce(base: str, replicas: int, say: Say) -> None:
     """Where things are, and what runs there."""
-    model = httpx.get(f"{base}/v1/models", timeout=10, trust_env=False).json()["data"][0]
-    about = model["tidar"]
-    exact = "exact" if about["exact"] else "not exact: a token may differ where two scores nearly tie"
-    drafter = f"{about['adapter']}, block length {about['block_length']}" if about["adapter"] else "none"
-    say(f"{model['id']} is served in {about['dtype']} on {about['device']} ({exact})")
+    card: ModelCard = serve.get_deployment_handle(app.ENGINE, API).describe.remote().result(timeout_s=30)
+    exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
+    drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
+    say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
     say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
-    say(f"  drafter     {drafter}; drafts {about['drafts']}")
+    say(f"  drafter     {drafter}; drafts {card.drafts}")
     say(f"  replicas    {replicas}")
     say("  stop        Ctrl-C")
 

@@ -19,6 +19,7 @@ class ServeOptions(BaseModel):
     replicas: engines. threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
+    api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -34,6 +35,8 @@ class ServeOptions(BaseModel):
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    api_keys: str | None = None
+    metrics_keys: str | None = None
 
     @property
     def served_name(self) -> str:

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+from cluster.auth import read_keys
 from cluster.options import ServeOptions
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 
@@ -30,13 +31,16 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def check_model(options: ServeOptions) -> None:
-    """Raise ConfigError where the model is not found or not one that the decoder runs, or the adapter does not fit.
+def check_options(options: ServeOptions) -> None:
+    """Raise ConfigError where the model is not found or not one that the decoder runs, where the adapter does not fit
+    or a key file is of no use.
 
     Reads headers only, except that a hub id is downloaded; a replica checks the rest when it loads.
     """
     from tidar_core.model.loading import find_model, load_config
 
+    for file in (options.api_keys, options.metrics_keys):
+        read_keys(file)
     config = load_config(find_model(options.model))
     if options.adapter not in ("default", "none"):
         check_adapter(Path(options.adapter), options.served_name, config)
@@ -59,9 +63,9 @@ def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
 def absolute(options: ServeOptions) -> ServeOptions:
     """The options with paths that hold wherever a replica's process starts."""
     changed = {}
-    for name, words in (("model", (DEFAULT_MODEL,)), ("adapter", ("default", "none"))):
+    own_words = {"model": (DEFAULT_MODEL,), "adapter": ("default", "none"), "api_keys": (), "metrics_keys": ()}
+    for name, words in own_words.items():
         value = getattr(options, name)
-        path = Path(value).expanduser()
-        if value not in words and path.exists():
+        if value is not None and value not in words and (path := Path(value).expanduser()).exists():
             changed[name] = str(path.resolve())
     return options.model_copy(update={**changed, "name": options.served_name})

@@ -14,12 +14,15 @@ from tidar_core.config import ConfigError
 Series = Mapping[str, Mapping[str, float]]
 
 
-def show_status(address: str, console: Console | None = None) -> None:
-    """Print the model and a row a replica. Raises ConfigError where nothing answers at `address`."""
+def show_status(address: str, key: str | None = None, console: Console | None = None) -> None:
+    """Print the model and a row a replica; `key` is sent where one is given.
+
+    Raises ConfigError where nothing answers at `address`.
+    """
     console = console or Console()
     base = address.rstrip("/")
     try:
-        model = fetch(f"{base}/v1/models").json()["data"][0]
+        model = fetch(f"{base}/v1/models", key).json()["data"][0]
         about = model["tidar"]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"what answers at {base} is no TiDAR server: give the address of `tidar up`") from None
@@ -35,12 +38,13 @@ def show_status(address: str, console: Console | None = None) -> None:
     for name, value in rows.items():
         head.add_row(name, str(value))
     console.print(head, highlight=False)
-    console.print(replica_table(by_replica(fetch(f"{base}/metrics").text)))
+    console.print(replica_table(by_replica(fetch(f"{base}/metrics", key).text)))
 
 
-def fetch(url: str) -> httpx.Response:
+def fetch(url: str, key: str | None) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(url, timeout=10)
+        response = httpx.get(url, timeout=10, headers=headers)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"nothing answers at {url} ({error}): is `tidar up` running there?") from None
     if response.status_code != 200:

@@ -82,6 +82,8 @@ def up(
     threads: Threads = 0,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
+    metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
 ) -> None:
     """Serve a model: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
 
@@ -95,7 +97,8 @@ def up(
             raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
         serve = ServeOptions(
             model=model, adapter=adapter, name=name, dtype=dtype, device=device, drafts=drafts,
-            replicas=replicas, threads=threads, max_model_len=max_model_len,
+            replicas=replicas, threads=threads, max_model_len=max_model_len, api_keys=api_keys,
+            metrics_keys=metrics_keys,
         )  # fmt: skip
         deploy.up(UpOptions(serve=serve, host=host, port=port))
 
@@ -103,6 +106,7 @@ def up(
 @app.command()
 def status(
     address: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
+    key: Annotated[str | None, typer.Option(envvar="TIDAR_API_KEY", help="An API key, where one is wanted.")] = None,
 ) -> None:
     """Show what a running server serves: model, replicas, load, acceptance."""
     with user_errors():
@@ -110,7 +114,7 @@ def status(
             from cluster.status import show_status
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
-        show_status(address)
+        show_status(address, key)
 
 
 @app.command()

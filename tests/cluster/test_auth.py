@@ -1,0 +1,74 @@
+"""Keys open what they are for, and nothing but the page's way in and the health is open without one."""
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from cluster.api import build_api
+from cluster.auth import Keys, digest, read_keys
+from cluster.directory import Directory
+from cluster.options import ServeOptions
+from tests.cluster.test_api import NoReplica
+from tidar_core.config import ConfigError
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    (tmp_path / "keys").write_text("# tenants\nfirst-key\n\n  second-key  \n")
+    (tmp_path / "metrics").write_text("scraper\n")
+    options = ServeOptions(api_keys=str(tmp_path / "keys"), metrics_keys=str(tmp_path / "metrics"))
+    return TestClient(build_api(Directory(NoReplica()), options), follow_redirects=False)  # type: ignore[arg-type]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/no/such/route"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_wants_a_key(client: TestClient, method: str, path: str) -> None:
+    for headers in ({}, bearer("wrong"), bearer(""), {"Authorization": "first-key"}, bearer("first-key ' or 1")):
+        answer = client.request(method, path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    for key in ("scraper",) if path == "/metrics" else ("first-key", "second-key"):
+        assert client.request(method, path, headers=bearer(key)).status_code != 401
+
+
+def test_keys_of_one_kind_do_not_open_the_other(client: TestClient) -> None:
+    assert client.get("/metrics", headers=bearer("first-key")).status_code == 401
+    assert client.get("/v1/models", headers=bearer("scraper")).status_code == 401
+
+
+def test_the_page_and_the_health_are_open(client: TestClient) -> None:
+    assert client.get("/health").status_code == 503  # no replica, but no key either
+    assert client.get("/").status_code == 307
+
+
+def test_without_keys_everything_is_open_and_metrics_follow_the_api() -> None:
+    assert Keys().admit("/v1/models", None)
+    one = Keys(api=(digest("a"),))
+    assert not one.admit("/metrics", None)
+    assert one.admit("/metrics", "a")
+
+
+@pytest.mark.parametrize("content", [None, "", "# none yet\n"])
+def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="key file"):
+        read_keys(str(path))
