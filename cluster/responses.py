@@ -62,15 +62,18 @@ def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:
 
 def logprobs_of(
     head: Head, answer: Answer, choice: int, entries: Sequence[TokenLogprobs], offset: int = 0
-) -> BaseModel | None:
-    """`logprobs` of a choice or of one of its chunks; null where none were asked for."""
+) -> dict[str, Any] | None:
+    """`logprobs` of a choice or of one of its chunks; null where none were asked for.
+
+    As plain data: OpenAI has a type of its own for the same thing in chunks.
+    """
     if answer.requests[choice].params.logprobs is None:
         return None
     tokenizer = answer.card.tokenizer
     spelled = partial(spell, tokenizer)
     if head.chat:
-        return chat_logprobs(entries, spelled, partial(token_bytes, tokenizer))
-    return completion_logprobs(entries, spelled, offset)
+        return chat_logprobs(entries, spelled, partial(token_bytes, tokenizer)).model_dump()
+    return completion_logprobs(entries, spelled, offset).model_dump()
 
 
 def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[Sequence[TokenLogprobs]]) -> bytes:

@@ -244,13 +244,29 @@ def decode(
         write_record(json_file, {"engine": engine.info, "decode": [result.as_record() for result in results]})
 
 
+@bench.command()
+def kernels(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as a record.")] = None,
+) -> None:
+    """Hold every Triton kernel against its oracle and against this GPU's limits. Exit status 1 if one is wrong."""
+    with user_errors():
+        from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
+
+        record = run_kernel_bench(Console(stderr=True).print)
+        right = show_kernel_bench(record, Console())
+        write_record(json_file, record)
+        if not right:
+            raise typer.Exit(1)
+
+
 def write_record(path: Path | None, record: dict[str, Any]) -> None:
     """A measurement as JSON: when, with which command, on which engine, and what came out."""
     if path is not None:
         from dataclasses import asdict
         from datetime import UTC, datetime
 
-        record = {**record, "engine": asdict(record["engine"])}
+        if "engine" in record:
+            record = {**record, "engine": asdict(record["engine"])}
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
         try:
             path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Tokens that become text and traces, several streams that become one."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 
 from cluster.engine_thread import Failure, Refusal
 from cluster.errors import ApiError
+from cluster.responses import chunk, new_head, whole
 from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
-from tidar_core.request import Finish, FinishReason, SamplingParams, StepOutput, StepTrace
+from tidar_core.request import Finish, FinishReason, SamplingParams, StepOutput, StepTrace, TokenLogprobs
 
 TOKENIZER = tiny_tokenizer()
 CARD = card_for(TOKENIZER)
@@ -186,3 +188,21 @@ def test_places_are_given_back_however_a_request_ends() -> None:
     assert admission.under_way == 0
     with admission.enter(100, replicas=1):
         assert admission.under_way == 100
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
+    params = SamplingParams(max_tokens=5, logprobs=1)
+    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
+    entries = tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in (300, 301))
+    finish = Finish(FinishReason.LENGTH)
+    piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
+    head = new_head("tiny", chat)
+    for raw in (whole(head, answer, [piece.text], [entries]), chunk(head, answer, piece, True, False)[6:]):
+        logprobs = json.loads(raw)["choices"][0]["logprobs"]
+        if chat:
+            assert b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode() == piece.text
+            assert [entry["logprob"] for entry in logprobs["content"]] == [-0.5, -0.5]
+        else:
+            assert "".join(logprobs["tokens"]) == piece.text
+            assert logprobs["text_offset"] == [0, len(logprobs["tokens"][0])]

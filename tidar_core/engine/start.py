@@ -107,7 +107,7 @@ def _ops(
     model: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
 ) -> Ops:
     if device.type != "cpu":
-        return REFERENCE_OPS
+        return _gpu_ops(model, page_size, dtype, device, report)
     if not supports(model, page_size):
         report("the CPU kernels do not fit this model's sizes: running on plain torch, which is slower")
         return REFERENCE_OPS
@@ -116,6 +116,20 @@ def _ops(
     except CompileError as error:
         report(f"running on plain torch, which is slower: {error}")
         return REFERENCE_OPS
+
+
+def _gpu_ops(
+    model: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+) -> Ops:
+    try:
+        from tidar_core.kernels import triton_ops
+    except ImportError:
+        report("triton is not installed (pip install 'tidar-cluster[cuda]'): running on plain torch, which is slower")
+        return REFERENCE_OPS
+    if triton_ops.supports(model, page_size, dtype):
+        return triton_ops.triton_ops(model, dtype, device)
+    report("the Triton kernels do not fit this model's sizes: running on plain torch, which is slower")
+    return REFERENCE_OPS
 
 
 def _cache_pages(

@@ -1,0 +1,61 @@
+"""Compiles every Triton kernel variant in use for sm_90 and prints what each takes, one JSON object a line.
+
+Run by `test_triton_compiled.py`, in a process of its own: the interpreter must not be on.
+"""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
+
+import torch
+
+from tidar_core.bench.launches import Variant, compile_variant, noted_launches, step_launches
+from tidar_core.bench.reading import read_all
+from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
+from tidar_core.kernels.triton_sampling import pick_whole
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
+
+
+def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
+    """Heads, K/V heads, head size, dtype and page size beyond those of the measured shapes."""
+    pages = [(9, 3, 64, BF16, page) for page in (32, 64)]
+    groups = [(32, 32, 64, BF16, 16), (28, 4, 128, BF16, 16), (64, 8, 128, BF16, 64)]
+    wide = [(8, 4, 256, BF16, 16), (16, 1, 256, BF16, 64), (8, 4, 256, FP32, 16), (12, 2, 128, FP32, 32)]
+    return pages + groups + wide
+
+
+def variants_in_use() -> list[Variant]:
+    """Steps of every measured shape with and without mask rows, in both dtypes of the engine; other attention sizes;
+    the token rule; the bench's reading kernel."""
+    launches = []
+    for config in SHAPES.values():
+        for mask in (0, 56):
+            launches += step_launches(config, BF16, 16, 8, mask)
+    for mask in (0, 56):
+        launches += step_launches(SMOLLM2_135M, FP32, 16, 8, mask)
+    launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0)
+    for heads, kv_heads, head_dim, dtype, page in attention_sizes():
+        config = replace(QWEN3_8B, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=512)
+        steps = step_launches(config, dtype, page, 8, 0)
+        launches += [launch for launch in steps if launch.variant.kernel.__name__ in ATTENTION]
+    logits = torch.empty(8, 49152, dtype=FP32, device="meta")
+    heat, words = torch.empty(8, device="meta"), torch.empty(4, 8, dtype=torch.int32, device="meta")
+    launches += noted_launches(lambda: pick_whole(logits, heat, words))
+    launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
+    return list(dict.fromkeys(launch.variant for launch in launches))
+
+
+VARIANTS = variants_in_use()
+
+
+def compiled(index: int) -> str:
+    return json.dumps(asdict(compile_variant(VARIANTS[index])))
+
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        for line in pool.map(compiled, range(len(VARIANTS))):
+            print(line, flush=True)

@@ -1,0 +1,91 @@
+"""`tidar bench kernels` at toy size on interpreted kernels: what runs on a GPU is this code. Run by
+`test_triton_interpreted.py`, in a process where TRITON_INTERPRET=1 was set before triton was imported."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row  # noqa: F401  (a fixture)
+from tidar_core.bench.kernel_checks import Check, Sizes, check_kernels
+from tidar_core.bench.kernels import show_kernel_bench
+from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
+from tidar_core.bench.shapes import QWEN3_8B
+from tidar_core.bench.tuning import candidate_tiles, tune
+from tidar_core.kernels import reference, triton_gemm
+from tidar_core.kernels.triton_ops import triton_ops
+from tidar_core.layout import Shape
+
+TOY = replace(
+    QWEN3_8B, vocab_size=600, hidden_size=64, intermediate_size=96, layers=1, heads=6, kv_heads=2, head_dim=32,
+    max_positions=300,
+)  # fmt: skip
+SIZES = Sizes(contexts=(1, 16, 130), rows=(1, 3, 17), rank=8, block=3)
+EXTENT = Extent(
+    rows=(1, 9), contexts=(20, 400), steps=((2, Shape()), (1, Shape(1, (1, 2), 2))), read_bytes=1 << 18, cold_bytes=1,
+    matrix=64,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_check_passes(dtype, dots_row_by_row):  # noqa: F811
+    checks = list(check_kernels(triton_ops(TOY, dtype, CPU), TOY, dtype, CPU, SIZES))
+    assert [check for check in checks if not check.passed] == []
+    assert {check.kernel for check in checks} == {
+        "add_norm", "silu_mul", "rotate_and_store", "attend", "linear", "head", "pick",
+    }  # fmt: skip
+
+
+def test_a_wrong_kernel_is_found():
+    wrong = replace(triton_ops(TOY, torch.float32, CPU), silu_mul=lambda x: reference.silu_mul(x) * 1.001)
+    checks = list(check_kernels(wrong, TOY, torch.float32, CPU, SIZES))
+    assert [check.kernel for check in checks if check.allowed and not check.passed] == ["silu_mul"]
+    assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
+
+
+def test_everything_is_measured_and_shown():
+    torch.set_num_threads(1)
+    ceilings = measure_ceilings(CPU, EXTENT)
+    assert ceilings.read > 0
+    assert ceilings.multiply > 0
+    ops = triton_ops(TOY, torch.float32, CPU)
+    measures = list(measure_all(Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT)))
+    assert {one.kernel for one in measures} >= {"linear", "head", "attend", "add_norm", "step"}
+    assert all(one.microseconds > 0 for one in measures)
+    assert not any("context 400" in one.case for one in measures)
+    check = Check("attend", "a row", "float32", 1.0, 0.5)
+    record = {
+        "device": "cpu", "ceilings": asdict(ceilings), "measures": [asdict(one) for one in measures],
+        "checks": [check.as_record()],
+    }  # fmt: skip
+    console = Console(record=True, width=160)
+    assert not show_kernel_bench(record, console)
+    shown = console.export_text()
+    assert "qkv, 9 rows, adapter on all but 8" in shown
+    assert "0 of 1 checks passed" in shown
+
+
+def test_tuned_tiles_are_found_again_by_the_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr("tidar_core.bench.tuning.candidate_tiles", lambda *given: [*candidate_tiles(*given)][:2])
+    ops = triton_ops(TOY, torch.float32, CPU)
+    subject = Subject("toy", TOY, ops, torch.float32, CPU, measure_ceilings(CPU, EXTENT), EXTENT)
+    entries = list(tune(subject, rows=(1, 9)))
+    sizes = {(320, 64), (64, 192), (192, 64), (64, 96), (600, 64)}
+    assert {(entry["outs"], entry["ins"]) for entry in entries} == sizes
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gemm_tiles.json").write_text(json.dumps({"some GPU": entries}))
+    monkeypatch.setattr(triton_gemm.resources, "files", lambda package: tmp_path)
+    measured = triton_gemm.measured_tiles("some GPU", torch.float32)
+    assert set(measured) == sizes
+    assert asdict(measured[600, 64]) == entries[-1]["tiles"]
+    assert triton_gemm.measured_tiles("some GPU", torch.bfloat16) == {}
+    assert triton_gemm.measured_tiles("another", torch.float32) == {}
+
+
+def test_candidates_keep_every_multiprocessor_busy():
+    for outs, ins in ((576, 576), (576, 1536), (4096, 12288), (151936, 4096)):
+        candidates = list(candidate_tiles(outs, ins, torch.bfloat16))
+        assert len(candidates) == len(set(candidates)) >= 6
+        assert all(tiles.rows == 64 for tiles in candidates)

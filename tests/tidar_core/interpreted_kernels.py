@@ -1,0 +1,294 @@
+"""Every Triton kernel against its torch oracle, interpreted. Run by `test_triton_interpreted.py`, in a process where
+TRITON_INTERPRET=1 was set before triton was imported."""
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tests.tidar_core.test_kernels import model_config
+from tidar_core import sampling
+from tidar_core.kernels import triton_attention, triton_sampling
+from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear
+from tidar_core.kernels.triton_ops import supports, triton_ops
+from tidar_core.layout import Shape, mask_rows
+from tidar_core.model.weights import LowRank
+from tidar_core.request import SamplingParams
+from tidar_core.sampling import TokenRule
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """What a kernel does not write is NaN, or the greatest integer: it must not be read, and it must be noticed."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(4).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[torch.float32, torch.float16], ids=["fp32", "fp16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture
+def dots_row_by_row(monkeypatch):
+    """BLAS gives a row other bits in another place of its matrix; a GPU's matrix unit does not."""
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = d.data.copy()
+        for k in range(a.data.shape[1]):
+            total += a.data[:, k, None].astype(np.float32) * b.data[None, k].astype(np.float32)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp_min(1e-30)
+    assert error <= TOLERANCE[dtype], float(error)
+
+
+def step_rows(sequences, page: int, within_block="bidirectional") -> tuple[StepRows, list[int]]:
+    """Rows of sequences given as (p, shape), all verify rows first; and the pages that they own."""
+    width = -(-max(p + shape.drafts + 1 for p, shape in sequences) // page)
+    table = 1 + torch.randperm(len(sequences) * width, generator=torch.Generator().manual_seed(5))
+    table = table.to(torch.int32).view(len(sequences), width)
+    rows, slots, owned, mask_row = [], [], [], 0
+    for index, (p, shape) in enumerate(sequences):
+        for position in range(p, p + shape.drafts + 1):
+            rows.append((position, index, position + 1, 0, 0))
+            slots.append(int(table[index, position // page]) * page + position % page)
+        owned += table[index, : -(-(p + shape.drafts + 1) // page)].tolist()
+    for index, (p, shape) in enumerate(sequences):
+        made = mask_rows(shape.proposals, shape.block, within_block)
+        rows += [
+            (p + row.offset, index, p + row.context_offset, mask_row + row.tail_start, mask_row + row.tail_end)
+            for row in made
+        ]
+        mask_row += len(made)
+    columns = torch.tensor(rows, dtype=torch.int32).t()
+    return StepRows(
+        len(slots), *(c.contiguous() for c in columns), table, torch.tensor(slots, dtype=torch.int32)
+    ), owned
+
+
+def random_cache(config, pages: int, page: int, owned: list[int], dtype, generator) -> KVCache:
+    """Random pages; NaN in those that nobody owns, the trash page among them."""
+    cache = empty_cache(config, pages, page, dtype, CPU)
+    for tensor in (cache.keys, cache.values):
+        tensor.fill_(torch.nan)
+        tensor[:, owned] = torch.randn(tensor[:, owned].shape, generator=generator).to(dtype)
+    return cache
+
+
+def attention_case(sequences, sizes, dtype, page=16, within_block="bidirectional"):
+    """Ops, qkv, rows and cache of a case; K/V behind each context are NaN."""
+    heads, kv_heads, head_dim = sizes
+    config = model_config(heads, kv_heads, head_dim)
+    assert supports(config, page, dtype)
+    rows, owned = step_rows(sequences, page, within_block)
+    generator = torch.Generator().manual_seed(1)
+    cache = random_cache(config, rows.page_table.numel() + 1, page, owned, dtype, generator)
+    for index, (p, shape) in enumerate(sequences):
+        end = p + shape.drafts + 1
+        if end % page:
+            last = int(rows.page_table[index, end // page])
+            cache.keys[:, last, :, :, end % page :] = torch.nan
+            cache.values[:, last, :, end % page :] = torch.nan
+    qkv = torch.randn(len(rows.positions), (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+    return triton_ops(config, dtype, CPU), qkv, rows, cache
+
+
+def check_attention(ops: Ops, qkv, rows, cache, dtype) -> None:
+    expected = REFERENCE_OPS.attend(qkv, rows, cache, 1)
+    assert expected.isfinite().all()
+    close(ops.attend(qkv, rows, cache, 1), expected, dtype)
+
+
+ALL_SETS = [
+    (7 * drafts, Shape(drafts, chosen, 4 if chosen else 0))
+    for drafts in range(4)
+    for chosen in chain.from_iterable(combinations(range(1, drafts + 2), size) for size in range(drafts + 2))
+]
+CASES = {
+    "one row, empty context": ([(0, Shape())], (6, 1, 32), 16),
+    "contexts on page borders": ([(16, Shape(0, (1,), 4)), (31, Shape(1, (2,), 3)), (15, Shape())], (4, 2, 16), 16),
+    "contexts on split borders": ([(127, Shape(1)), (1023, Shape(2, (1, 3), 2)), (128, Shape())], (9, 3, 64), 64),
+    "a tail longer than a chunk": ([(40, Shape(0, (1,), 20)), (3, Shape(0, (1,), 16))], (3, 1, 128), 32),
+    "head size 256": ([(70, Shape(1, (1, 2), 2)), (0, Shape())], (2, 1, 256), 32),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention_matches_the_oracle(case, dtype):
+    sequences, sizes, page = case
+    check_attention(*attention_case(sequences, sizes, dtype, page), dtype)
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_every_proposal_set_of_block_4_in_one_step(within_block):
+    """30 sequences, 294 rows, 6 query heads for one K/V head; each kind of slot attention in one dtype."""
+    dtype = torch.float16 if within_block == "bidirectional" else torch.float32
+    case = attention_case(ALL_SETS, (6, 1, 32), dtype, within_block=within_block)
+    assert len(case[1]) == 294
+    check_attention(*case, dtype)
+
+
+def some_rows(rows: StepRows, verify: range, mask: range) -> StepRows:
+    """A step of some rows alone; their tails are counted from the first mask row that stays."""
+    index = torch.tensor([*verify, *(rows.verify + k for k in mask)])
+    columns = {name: getattr(rows, name)[index] for name in ("positions", "sequence", "context_end")}
+    tails = {name: (getattr(rows, name)[index] - mask.start).clamp_min(0) for name in ("tail_start", "tail_end")}
+    return replace(rows, verify=len(verify), **columns, **tails)
+
+
+def test_a_rows_attention_does_not_depend_on_the_batch(dtype, dots_row_by_row):
+    """Bit for bit: beside whom, in which tile and part of it, and in which plan a row is attended changes nothing."""
+    sequences = [(1040, Shape(3, (2,), 3)), (5, Shape(1)), (300, Shape(1, (1, 2), 3))]
+    ops, qkv, rows, cache = attention_case(sequences, (6, 2, 32), dtype)
+    together = ops.attend(qkv, rows, cache, 1)
+    for verify, mask in ((range(3, 4), range(0)), (range(5, 6), range(0)), (range(6, 8), range(6, 9))):
+        alone = some_rows(rows, verify, mask)
+        index = [*verify, *(rows.verify + k for k in mask)]
+        assert torch.equal(ops.attend(qkv[index], alone, cache, 1), together[index])
+
+
+def test_many_rows_are_attended_part_by_part(dtype, monkeypatch, dots_row_by_row):
+    ops, qkv, rows, cache = attention_case([(140, Shape()), (90, Shape(69))], (2, 1, 16), dtype)
+    whole = ops.attend(qkv, rows, cache, 1)
+    monkeypatch.setattr(triton_attention, "LARGEST_PART", 64)
+    cut = triton_attention.paged_attend(2, 1, 16, dtype, 3)
+    assert torch.equal(cut(qkv, rows, cache, 1), whole)
+
+
+def test_a_step_may_be_replayed_over_other_contents(dtype):
+    """What a captured graph does: the same tensors hold another step of as many rows and pages."""
+    ops, qkv, rows, cache = attention_case([(150, Shape(1)), (20, Shape(0, (1,), 3))], (4, 2, 16), dtype)
+    _, _, later, other = attention_case([(30, Shape()), (150, Shape(1, (1,), 3))], (4, 2, 16), dtype)
+    ops.attend(qkv, rows, cache, 0)
+    for name in ("positions", "sequence", "context_end", "tail_start", "tail_end", "page_table", "write_slots"):
+        getattr(rows, name).copy_(getattr(later, name))
+    for layer in (0, 1):
+        close(ops.attend(qkv, rows, other, layer), REFERENCE_OPS.attend(qkv, later, other, layer), dtype)
+
+
+def test_split_counts_agree_with_the_oracle():
+    for keys in (0, 1, 128, 129, 1024, 1025, 3072, 3073, 40960):
+        starts = [128 * i for i in range(8)] + [1024 + 256 * i for i in range(8)] + [3072 + 512 * i for i in range(80)]
+        assert triton_attention.split_count(keys) == sum(start < keys for start in starts)
+
+
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_pages_match_the_oracle(page, normed, dtype):
+    sequences = [(page - 1, Shape(1, (1, 2), 2)), (0, Shape())]
+    ops, qkv, rows, cache = attention_case(sequences, (6, 2, 32), dtype, page)
+    for tensor in (cache.keys, cache.values):
+        tensor.nan_to_num_()
+    other = KVCache(cache.keys.clone(), cache.values.clone())
+    generator = torch.Generator().manual_seed(2)
+    norms = QKNorm(*(torch.randn(2, 32, generator=generator) * 0.3 + 1).to(dtype), 1e-6) if normed else None
+    rotary = rotary_tables(model_config(6, 2, 32), CPU)
+    expected = REFERENCE_OPS.rotate_and_store(qkv.clone(), rows, rotary, cache, 1, norms)
+    close(ops.rotate_and_store(qkv, rows, rotary, other, 1, norms), expected, dtype)
+    close(other.keys, cache.keys, dtype)
+    close(other.values, cache.values, dtype)
+
+
+def test_norm_and_activation_match_the_oracle(dtype):
+    ops = triton_ops(model_config(), dtype, CPU)
+    generator = torch.Generator().manual_seed(3)
+    x = (4 * torch.randn(3, 576, generator=generator)).to(dtype)
+    residual, weight = (
+        torch.randn(3, 576, generator=generator).to(dtype),
+        torch.rand(576, generator=generator).to(dtype),
+    )
+    for before in (None, residual):
+        expected = REFERENCE_OPS.add_norm(x, before, weight, 1e-5)
+        actual = ops.add_norm(x, None if before is None else before.clone(), weight, 1e-5)
+        close(actual[0], expected[0], dtype)
+        assert torch.equal(actual[1], expected[1])
+        assert torch.equal(
+            ops.add_norm(x[1:2], None if before is None else before[1:2], weight, 1e-5)[0], actual[0][1:2]
+        )
+    steep = torch.linspace(-300, 300, 2 * 1050).view(1, -1).repeat(2, 1).to(dtype)
+    close(ops.silu_mul(steep), REFERENCE_OPS.silu_mul(steep), dtype)
+    assert ops.add_norm(torch.full((1, 64), torch.nan, dtype=dtype), None, weight[:64], 1e-5)[0].isnan().all()
+
+
+TILES = {
+    "whole": GemmTiles(16, 32, 32, 1, 4, 2),
+    "cut along K": GemmTiles(32, 64, 32, 3, 4, 2),
+}
+
+
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES.keys())
+@pytest.mark.parametrize(("outs", "ins"), [(72, 100), (64, 96)])
+def test_products_match_the_oracle_and_keep_rows_apart(tiles, outs, ins, dtype, dots_row_by_row):
+    """Sizes that tiles do and do not divide; the adapter on mask rows; a row's bits among any others."""
+    generator = torch.Generator().manual_seed(4)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    linear = exact_linear({(outs, ins): tiles})
+    x, weight, bias = 8 * random(37, ins), random(outs, ins), random(1, outs)[0]
+    low_rank = LowRank(random(20, ins), random(outs, 20))
+    plain = linear(x, weight, None, None, 0)
+    close(plain, REFERENCE_OPS.linear(x, weight, None, None, 0), dtype)
+    drafted = linear(x, weight, None, low_rank, 21)
+    close(drafted, REFERENCE_OPS.linear(x, weight, None, low_rank, 21), dtype)
+    assert torch.equal(drafted[:21], plain[:21])
+    assert not torch.equal(drafted[21:], plain[21:])
+    assert torch.equal(linear(x[23:24], weight, None, low_rank, 0), drafted[23:24])
+    biased = linear(x[5:9], weight, bias, low_rank, 4)
+    close(biased, REFERENCE_OPS.linear(x[5:9], weight, bias, None, 0), dtype)
+    assert torch.equal(linear(x[8:9], weight, bias, None, 1), biased[3:])
+
+
+def test_an_adapter_too_wide_for_one_launch(dtype):
+    generator = torch.Generator().manual_seed(5)
+    x, weight, a, b = (
+        torch.randn(s, generator=generator).to(dtype) / 8 for s in ((4, 64), (32, 64), (160, 64), (32, 160))
+    )
+    ops = triton_ops(model_config(), dtype, CPU)
+    close(ops.linear(x, weight, None, LowRank(a, b), 1), REFERENCE_OPS.linear(x, weight, None, LowRank(a, b), 1), dtype)
+    logits = ops.head(x, weight)
+    assert logits.dtype == torch.float32
+    close(logits, x.float() @ weight.float().t(), torch.float32)
+
+
+RULES = [  # temperature, seed, choice, position
+    (0.0, 1, 0, 5), (0.7, 2**63 + 12345, 3, 77), (1.0, 5, 0, 1_000_000), (0.0, 5, 0, 2), (1.0, 5, 0, 2),
+    (1.0, 5, 0, 2), (1.0, 5, 0, 2), (1.3, 99, 1, 2**31 + 5), (1e-40, 99, 1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [511, 4100])
+def test_picks_are_those_of_the_token_rule(vocab):
+    """Argmax and sampled, ties, NaN, infinities, rows with nothing finite, pieces and a ragged end."""
+    logits = 3 * torch.randn(len(RULES) + 2, vocab, generator=torch.Generator().manual_seed(6))
+    logits[3] = logits[3].round()
+    logits[4, 77], logits[5, -1], logits[6], logits[7, 10:] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    rules = [
+        TokenRule(SamplingParams(max_tokens=9, temperature=heat, seed=seed, choice=choice), position)
+        for heat, seed, choice, position in RULES
+    ]
+    rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=1.0, seed=3, top_k=7), 4))
+    rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=0.0), 4, banned=(int(logits[-1].argmax()),)))
+    picks = triton_sampling.pick_tokens(logits, rules)
+    assert picks.tolist() == sampling.pick_tokens(logits, rules).tolist()
+    assert picks[4:7].tolist() == [sampling.NO_TOKEN] * 3
+    assert triton_sampling.pick_tokens(logits[1:2].half(), rules[1:2]).tolist() == [
+        sampling.pick_tokens(logits[1:2].half(), rules[1:2]).item()
+    ]

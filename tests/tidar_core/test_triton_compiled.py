@@ -1,0 +1,77 @@
+"""The compile gate: every Triton kernel variant in use becomes machine code for sm_90 that fits and spills nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, "-m", "tests.tidar_core.compiled_variants"]
+    done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys):
+    from tidar_core.bench.launches import SHARED_MEMORY
+
+    most = max(one["shared"] for one in compiled), max(one["registers"] for one in compiled)
+    with capsys.disabled():
+        print(f"\n  {len(compiled)} variants for sm_90: at most {most[0]} B shared, {most[1]} registers", end="")
+    assert len({one["name"] for one in compiled}) == len(compiled)
+    assert [one["name"] for one in compiled if one["shared"] > SHARED_MEMORY] == []
+    assert [one["name"] for one in compiled if one["stack"] > 0] == []
+
+
+def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
+    """16-byte asynchronous copies of weights, keys and values; 16-bit products by the matrix unit, and by its
+    warpgroup instruction unless a head is so large that 64 rows of it would not fit the registers."""
+    heavy = [one for one in compiled if one["name"].startswith(("linear", "attend_splits"))]
+    assert {one["name"].split()[0] for one in heavy} == {"linear", "attend_splits"}
+    assert [one["name"] for one in heavy if one["wide_copies"] == 0] == []
+    bf16 = [one for one in heavy if " bf16 " in one["name"]]
+    assert [one["name"] for one in bf16 if one["matrix_instructions"] == 0] == []
+    small = [one for one in bf16 if "HEAD_DIM=256" not in one["name"]]
+    assert [one["name"] for one in small if one["warpgroup_instructions"] == 0] == []
+
+
+def test_a_layer_is_ten_launches_with_or_without_the_adapter():
+    """Two more layers are twenty more launches; the attention's plan is made once a step."""
+    import torch
+
+    from tidar_core.bench.launches import step_launches
+    from tidar_core.bench.shapes import SMOLLM2_135M
+
+    for mask in (0, 56):
+        names = [
+            [
+                launch.variant.kernel.__name__
+                for launch in step_launches(SMOLLM2_135M, torch.bfloat16, 16, 8, mask, layers=n)
+            ]
+            for n in (1, 3)
+        ]
+        assert len(names[1]) - len(names[0]) == 20
+        assert names[1].count("_plan") == names[0].count("_plan") == 1
+
+
+def test_the_bench_says_in_one_line_what_it_needs(monkeypatch):
+    import torch
+
+    from tidar_core.bench.kernels import run_kernel_bench
+    from tidar_core.config import ConfigError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU") as caught:
+        run_kernel_bench(print)
+    assert "\n" not in str(caught.value)

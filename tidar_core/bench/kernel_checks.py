@@ -1,0 +1,199 @@
+"""Every Triton kernel against its oracle on fresh random inputs, and each row's bits among other rows.
+
+The oracle is `tidar_core.kernels.reference` on the same inputs, widened: float64, or fp32 where the reference itself
+computes in fp32. The error is max|Δ| / max|oracle|. Written for a GPU; runs interpreted as well, at toy size.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tidar_core import sampling
+from tidar_core.bench.shapes import projections
+from tidar_core.config import ModelConfig
+from tidar_core.engine.batch import build_batch
+from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels import reference
+from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.triton_sampling import pick_tokens
+from tidar_core.layout import Shape, full_shape
+from tidar_core.model.weights import LowRank
+from tidar_core.request import Request, SamplingParams
+from tidar_core.request import Sequence as EngineSequence
+from tidar_core.sampling import TokenRule
+
+ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison. error: max|Δ| / max|oracle|; 0 or 1 where bits or tokens are equal or not."""
+
+    kernel: str
+    case: str
+    dtype: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # NaN never passes
+
+    def as_record(self) -> dict[str, object]:
+        return {**asdict(self), "passed": self.passed}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is checked: contexts of sequences, row counts of products, rank of the adapter, block length."""
+
+    contexts: tuple[int, ...] = (1, 16, 129, 511, 1030, 4000)
+    rows: tuple[int, ...] = (1, 3, 64, 65, 300)
+    rank: int = 32
+    block: int = 8
+    page_size: int = 16
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """max|Δ| / max|expected|; NaN where either has one."""
+    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def step_rows(contexts: Sequence[int], shape: Shape, page_size: int, device: torch.device) -> tuple[StepRows, int]:
+    """One step of sequences with contexts[i] committed positions each, all in the same shape, on pages of their own,
+    scattered; and the number of pages with the trash page."""
+    counts = [-(-(context + shape.verify_rows + shape.block) // page_size) for context in contexts]
+    order = (1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))).tolist()
+    plans, taken = [], 0
+    for context, count in zip(contexts, counts, strict=True):
+        request = Request("bench", (1,), SamplingParams(max_tokens=1))
+        sequence = EngineSequence(request, 0.0, [], pages=order[taken : taken + count])
+        plans.append(SequencePlan(sequence, context, (1,), (1,) * shape.drafts, shape, emits=True))
+        taken += count
+    return build_batch(plans, page_size, 1, "bidirectional", device).rows, taken + 1
+
+
+def random_cache(
+    config: ModelConfig, layers: int, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    cache = empty_cache(replace(config, layers=layers), pages, page_size, dtype, device)
+    cache.keys.normal_()
+    cache.values.normal_()
+    return cache
+
+
+def check_kernels(
+    ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None
+) -> Iterator[Check]:
+    """All kernels of `ops` at a model's shape, on inputs drawn from torch's generators as they stand."""
+    chosen = sizes or Sizes()
+    yield from _check_rows(ops, config, dtype, device)
+    yield from _check_attention(ops, config, dtype, device, chosen)
+    yield from _check_products(ops, config, dtype, device, chosen)
+    yield from _check_picks(config, device)
+
+
+def _check_rows(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
+    def check(kernel: str, case: str, actual: Tensor, expected: Tensor) -> Check:
+        return Check(kernel, case, str(dtype)[6:], relative_error(actual, expected), ALLOWED[dtype])
+
+    x, residual = torch.randn(2, 7, config.hidden_size, dtype=dtype, device=device)
+    weight = torch.rand(config.hidden_size, dtype=dtype, device=device)
+    for before in (None, residual):
+        wide = None if before is None else before.double()
+        expected, total = reference.add_norm(x.double(), wide, weight.double(), config.norm_eps)
+        normed, kept = ops.add_norm(x, None if before is None else before.clone(), weight, config.norm_eps)
+        case = "7 rows" if before is None else "7 rows, residual"
+        yield check("add_norm", case, normed, expected)
+        yield check("add_norm", f"{case}, sum", kept, total)
+    gate_up = torch.randn(7, 2 * config.intermediate_size, dtype=dtype, device=device)
+    yield check("silu_mul", "7 rows", ops.silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+
+
+def _check_attention(
+    ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes
+) -> Iterator[Check]:
+    name = str(dtype)[6:]
+    shape = full_shape(sizes.block, sizes.block - 1)
+    rows, pages = step_rows(sizes.contexts, shape, sizes.page_size, device)
+    width = (config.heads + 2 * config.kv_heads) * config.head_dim
+    qkv = torch.randn(len(rows.positions), width, dtype=dtype, device=device)
+    cache = random_cache(config, 2, pages, sizes.page_size, dtype, device)
+    rotary = rotary_tables(config, device)
+    for normed in (False, True):
+        q, k = torch.rand(2, config.head_dim, dtype=dtype, device=device) + 0.5
+        wide_cache = KVCache(cache.keys.double(), cache.values.double())
+        wide_norm = QKNorm(q.double(), k.double(), 1e-6) if normed else None
+        expected = reference.rotate_and_store(qkv.double(), rows, rotary, wide_cache, 1, wide_norm)
+        norm = QKNorm(q, k, 1e-6) if normed else None
+        actual = ops.rotate_and_store(qkv.clone(), rows, rotary, cache, 1, norm)
+        case = f"{len(qkv)} rows{', QK-norm' if normed else ''}"
+        for part, got, wanted in (
+            ("", actual, expected),
+            (", keys", cache.keys, wide_cache.keys),
+            (", values", cache.values, wide_cache.values),
+        ):
+            yield Check("rotate_and_store", case + part, name, relative_error(got, wanted), ALLOWED[dtype])
+    together = ops.attend(actual, rows, cache, 1)
+    expected = reference.attend(actual.float(), rows, KVCache(cache.keys.float(), cache.values.float()), 1)
+    case = f"{len(qkv)} rows at contexts up to {max(sizes.contexts)}"
+    yield Check("attend", case, name, relative_error(together, expected), ALLOWED[dtype])
+    alone = [rows.verify // 2, rows.verify - 1]  # the first and last thing that a step of one row can be
+    same = all(torch.equal(ops.attend(actual[r : r + 1], one_row(rows, r), cache, 1)[0], together[r]) for r in alone)
+    yield Check("attend", "bits of a row alone", name, float(not same), 0.0)
+
+
+def one_row(rows: StepRows, row: int) -> StepRows:
+    """A step of one verify row of another step."""
+    columns = {name: getattr(rows, name)[row : row + 1].clone() for name in ("positions", "sequence", "context_end")}
+    none = torch.zeros_like(columns["positions"])
+    slots = rows.write_slots[row : row + 1].clone()
+    return replace(rows, verify=1, **columns, tail_start=none, tail_end=none, write_slots=slots)
+
+
+def _check_products(
+    ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes
+) -> Iterator[Check]:
+    name = str(dtype)[6:]
+    for projection, (outs, ins) in projections(config).items():
+        weight = torch.randn(outs, ins, dtype=dtype, device=device) * ins**-0.5
+        bias = torch.randn(outs, dtype=dtype, device=device) if config.qkv_bias and projection == "qkv" else None
+        low_rank = LowRank(
+            torch.randn(sizes.rank, ins, dtype=dtype, device=device) * ins**-0.5,
+            torch.randn(outs, sizes.rank, dtype=dtype, device=device) * sizes.rank**-0.5,
+        )
+        x = torch.randn(max(sizes.rows), ins, dtype=dtype, device=device)
+        wide_bias = None if bias is None else bias.double()
+        wide_low = LowRank(low_rank.a.double(), low_rank.b.double())
+        drafts = len(x) // 3
+        expected = reference.linear(x.double(), weight.double(), wide_bias, wide_low, drafts)
+        whole = ops.linear(x, weight, bias, low_rank, drafts)
+        yield Check("linear", f"{projection}, {len(x)} rows", name, relative_error(whole, expected), ALLOWED[dtype])
+        same = torch.equal(ops.linear(x[:drafts], weight, bias, None, drafts), whole[:drafts])
+        for rows in sizes.rows:
+            start = 7 * rows % (len(x) - rows + 1)
+            first_mask = max(0, min(rows, drafts - start))
+            part = ops.linear(x[start : start + rows].clone(), weight, bias, low_rank, first_mask)
+            same = same and torch.equal(part, whole[start : start + rows])
+        yield Check("linear", f"{projection}, bits at {sizes.rows} rows", name, float(not same), 0.0)
+    weight = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+    x = torch.randn(3, config.hidden_size, dtype=dtype, device=device)
+    logits = ops.head(x, weight)
+    yield Check("head", "3 rows", name, relative_error(logits, x.double() @ weight.double().t()), ALLOWED[dtype])
+    same = torch.equal(ops.head(x[1:2].clone(), weight), logits[1:2])
+    yield Check("head", "bits of a row alone", name, float(not same), 0.0)
+
+
+def _check_picks(config: ModelConfig, device: torch.device) -> Iterator[Check]:
+    """Against the token rule in torch on the same device: equal tokens, greedy and sampled."""
+    logits = 3 * torch.randn(8, config.vocab_size, device=device)
+    logits[0] = logits[0].round()  # ties
+    heats = (0.0, 0.0, 0.7, 1.0, 1.0, 1.3, 2.0, 0.2)
+    rules = [
+        TokenRule(SamplingParams(max_tokens=1, temperature=heat, seed=int(row * 1e18)), 1000 * row)
+        for row, heat in enumerate(heats)
+    ]
+    same = torch.equal(pick_tokens(logits, rules), sampling.pick_tokens(logits, rules))
+    yield Check("pick", "argmax and Gumbel, 8 rows", "float32", float(not same), 0.0)

@@ -1,0 +1,172 @@
+"""Which Triton kernels a piece of work launches, in which variants, and what the compiler makes of each.
+
+Nothing here needs a GPU: launches are noted instead of made (on tensors of the meta device, so that the largest
+model costs no memory), and variants are compiled ahead of time for an architecture. What runs is the product's own
+code: what is noted is what would be launched.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from tidar_core.bench.shapes import random_adapter, random_weights
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.ops import Ops, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.triton_ops import triton_ops
+from tidar_core.model.decoder import paged_attention, run_layers
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on it
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel as it is compiled: argument types, compile-time constants, 16-byte aligned pointers, options."""
+
+    kernel: JITFunction
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[int, ...]
+    warps: int
+    stages: int | None
+
+    @property
+    def name(self) -> str:
+        kinds = dict(self.types)
+        pointers = [kind[1:] for kind in kinds.values() if kind.startswith(("*bf", "*fp"))]
+        constants = " ".join(f"{name}={int(value)}" for name, value in self.constants)
+        return f"{self.kernel.__name__.lstrip('_')} {pointers[0] if pointers else ''} {constants}".replace("  ", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: the variant and its grid."""
+
+    variant: Variant
+    grid: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a variant takes: bytes of shared memory, registers a thread, bytes of stack (spilled registers) a thread;
+    and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy."""
+
+    name: str
+    shared: int
+    registers: int
+    stack: int
+    matrix_instructions: int
+    warpgroup_instructions: int
+    wide_copies: int
+
+
+def noted_launches(work: Callable[[], object]) -> list[Launch]:
+    """The launches that `work` asks for, in order; none of them is made."""
+    launches = []
+
+    def note(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
+        options = {key: named.pop(key, None) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        types, constants, aligned = [], [], []
+        for index, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr:
+                types.append((parameter.name, "constexpr"))
+                constants.append((parameter.name, value))
+            elif isinstance(value, torch.Tensor):
+                types.append((parameter.name, f"*{TYPES[value.dtype]}"))
+                if not parameter.do_not_specialize_on_alignment:
+                    aligned.append(index)
+            else:
+                assert isinstance(value, float) or parameter.do_not_specialize, parameter.name
+                types.append((parameter.name, "fp32" if isinstance(value, float) else "i32"))
+        variant = Variant(
+            kernel, tuple(types), tuple(constants), tuple(aligned), options["num_warps"] or 4, options["num_stages"]
+        )
+        launches.append(Launch(variant, tuple(grid)))
+
+    with patch.object(JITFunction, "run", note):
+        work()
+    return launches
+
+
+def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
+    """Compiles a variant down to machine code and reads what it takes."""
+    options: dict[str, Any] = {"num_warps": variant.warps, "enable_fp_fusion": True}
+    if variant.stages is not None:
+        options["num_stages"] = variant.stages
+    attributes = {(index,): [["tt.divisibility", 16]] for index in variant.aligned}
+    source = ASTSource(variant.kernel, dict(variant.types), dict(variant.constants), attributes)
+    built = triton.compile(source, target=target, options=options)
+    used = _resources(built.asm["cubin"])
+    ptx = built.asm["ptx"]
+    return Compiled(
+        name=variant.name,
+        shared=built.metadata.shared,
+        registers=used["REG"],
+        stack=used["STACK"] + used["LOCAL"],
+        matrix_instructions=len(re.findall(r"wgmma\.mma_async|\bmma\.sync", ptx)),
+        warpgroup_instructions=len(re.findall(r"wgmma\.mma_async", ptx)),
+        wide_copies=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10", ptx)),
+    )
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers, stack and local memory as `cuobjdump`, which comes with triton, reads them."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
+    found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", shown)}
+    if len(found) != 3:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {shown!r}")
+    return found
+
+
+def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepRows:
+    """Rows of a step by their numbers alone, on the meta device."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    rows = verify + mask
+    columns = (ints(rows), ints(rows), ints(rows), ints(rows), ints(rows))
+    return StepRows(verify, *columns, ints(sequences, table_width), ints(verify))
+
+
+def step_launches(
+    config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32
+) -> list[Launch]:
+    """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter."""
+    device = torch.device("meta")
+    ops: Ops = triton_ops(config, dtype, device)
+    weights = random_weights(config, layers, dtype, device)
+    adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
+    cache = empty_cache(config, 64, page_size, dtype, device)
+    rows = meta_rows(verify, mask, 2, 32)
+    attention = paged_attention(ops, config, weights, rows, rotary_tables(config, device), cache)
+
+    def step() -> None:
+        x = torch.empty(verify + mask, config.hidden_size, dtype=dtype, device=device)
+        hidden = run_layers(ops, config, weights, adapter, x, verify, attention)
+        ops.head(hidden[:verify], weights.head)
+
+    return noted_launches(step)

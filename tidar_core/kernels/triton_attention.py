@@ -1,0 +1,328 @@
+"""Paged attention in Triton: context in fixed splits, this step's mask rows, one merge.
+
+Three kernels. `_plan` (one program, once a step) finds the runs of neighbouring rows that belong to one sequence and
+lists what is to do: (tile of rows, split of keys). `_attend_splits` works off that list: the query heads of a K/V
+head are packed with the rows of a tile (tile row m is step row m // group, head m % group), so that a sequence's
+rows share every load of keys and values. `_merge` takes one row and head, folds its splits in order, then the mask
+rows that it sees, and divides.
+
+A row's bits depend on that row and its keys alone. Splits and key tiles lie at fixed absolute positions, whatever
+the step looks like; a tile of keys that a row does not see leaves its maximum, sum and output as they were (times
+one, plus zero); the merge reads splits in chunks of fixed size, and mask rows counted from the first one that the
+row sees. Who shares a tile, how many programs there are and which of them did what changes nothing.
+"""
+
+# mypy: allow-untyped-defs
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tidar_core.kernels.ops import KVCache, StepRows
+
+FIRST_SPLIT = tl.constexpr(128)  # keys of a short split; each level of splits is twice as long as the one before
+SPLITS_A_LEVEL = tl.constexpr(8)
+LEVELS = tl.constexpr(2)  # 8 splits of 128 keys, 8 of 256, then 512: parallel when short, few partials when long
+CHUNK = tl.constexpr(16)  # splits, or mask rows, that the merge folds at once
+PARTIAL_BYTES = 256 << 20  # of partial results at once; more rows than fit are attended part by part
+LARGEST_PART = 1024  # rows that one plan looks at
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """Tile sizes, the same for every step of a model. rows: query rows times group; keys: keys at a time."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention_tiles(dtype: torch.dtype, head_dim: int, group: int) -> AttentionTiles:
+    """The tiles for a model's sizes, as large as registers allow.
+
+    64 rows fill one warpgroup's matrix instruction on Hopper. Of its stages the compiler spends half on page numbers:
+    with 5 three tiles of keys and values are in memory at once, with 3 two (and two programs on a multiprocessor).
+    """
+    least = max(16, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        return AttentionTiles(least, 32, 4, 2)
+    if head_dim <= 128:
+        return AttentionTiles(max(64, least), 64, 4, 5 if head_dim <= 64 else 3)
+    return AttentionTiles(max(32, least), 32, 8, 3)
+
+
+def split_count(keys: int) -> int:
+    """How many splits hold `keys` keys."""
+    count, start, length = 0, 0, FIRST_SPLIT.value
+    for _ in range(LEVELS.value):
+        here = min(SPLITS_A_LEVEL.value, max(0, -(-(keys - start) // length)))
+        count, start, length = count + here, start + SPLITS_A_LEVEL.value * length, 2 * length
+    return count + max(0, -(-(keys - start) // length))
+
+
+@triton.jit
+def _split_start(split):
+    """The first key of a split."""
+    level = tl.minimum(split // SPLITS_A_LEVEL, LEVELS)
+    within = split - level * SPLITS_A_LEVEL
+    return FIRST_SPLIT * (SPLITS_A_LEVEL * ((1 << level) - 1) + (within << level))
+
+
+@triton.jit
+def _split_count(keys):
+    """`split_count` of each element."""
+    level = keys * 0
+    for passed in tl.static_range(1, LEVELS + 1):
+        level += (keys > FIRST_SPLIT * SPLITS_A_LEVEL * ((1 << passed) - 1)).to(tl.int32)
+    start = FIRST_SPLIT * SPLITS_A_LEVEL * ((1 << level) - 1)
+    length = FIRST_SPLIT << level
+    return level * SPLITS_A_LEVEL + (keys - start + length - 1) // length
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sequence", "context_end"])
+def _plan(sequence, context_end, scratch, items, count, rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Lists the work of one step and counts it: items int32 [n, 8], of which a row is (first row, rows, split,
+    sequence, greatest context end, unused …).
+
+    sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows.
+    scratch: int32 [2 * BLOCK + 1].
+    """
+    row = tl.arange(0, BLOCK)
+    live = row < rows
+    mine = tl.load(sequence + row, mask=live, other=-1)
+    before = tl.load(sequence + row - 1, mask=live & (row > 0), other=-1)
+    end = tl.load(context_end + row, mask=live, other=0)
+    starts = live & ((row == 0) | (mine != before))
+    run = tl.cumsum(starts.to(tl.int32), 0) - 1
+    run_start, greatest = scratch, scratch + BLOCK + 1
+    tl.store(run_start + run, row, mask=starts)
+    tl.store(run_start + tl.sum(starts.to(tl.int32), 0), rows)
+    tl.store(greatest + row, tl.full([BLOCK], 0, tl.int32))
+    tl.debug_barrier()
+    start = tl.load(run_start + run, mask=live, other=0)
+    stop = tl.load(run_start + run + 1, mask=live, other=0)
+    first = start + (row - start) // TILE * TILE
+    tl.atomic_max(greatest + first, end, mask=live, sem="relaxed")
+    tl.debug_barrier()
+    leads = live & (row == first)
+    longest = tl.load(greatest + row, mask=leads, other=0)
+    splits = tl.where(leads, _split_count(longest), 0)
+    place = tl.cumsum(splits, 0) - splits
+    for split in range(tl.max(splits, 0)):
+        listed = split < splits
+        item = items + (place + split) * 8
+        tl.store(item, row, mask=listed)
+        tl.store(item + 1, tl.minimum(stop - row, TILE), mask=listed)
+        tl.store(item + 2, split, mask=listed)
+        tl.store(item + 3, mine, mask=listed)
+        tl.store(item + 4, longest, mask=listed)
+    tl.store(count, tl.sum(splits, 0))
+
+
+@triton.jit(
+    do_not_specialize=["table_width", "capacity", "first_row"],
+    do_not_specialize_on_alignment=["context_end", "page_table"],
+)
+def _attend_splits(
+    qkv, keys, values, context_end, page_table, items, count, partial, partial_sums,
+    scale, first_row, table_width, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Attention of each listed tile of rows over one split of its context, one K/V head at a time.
+
+    partial: fp32 [rows, heads, capacity, HEAD_DIM], not divided; partial_sums: fp32 [rows, heads, capacity, 2], the
+    greatest score (times log2 e) and the sum of the weights. Rows count from `first_row`.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_DIM)
+    n = tl.arange(0, BLOCK_KEYS)
+    for work in range(tl.program_id(0), tl.load(count) * KV_HEADS, tl.num_programs(0)):
+        kv = work % KV_HEADS
+        item = items + (work // KV_HEADS) * 8
+        split = tl.load(item + 2)
+        start = _split_start(split)
+        stop = tl.minimum(_split_start(split + 1), tl.load(item + 4))
+        table = page_table + tl.load(item + 3) * table_width
+        row = tl.load(item) + m // GROUP
+        head = kv * GROUP + m % GROUP
+        mine = m < tl.load(item + 1) * GROUP
+        end = tl.load(context_end + first_row + row, mask=mine, other=0)
+        at = (first_row + row).to(tl.int64) * WIDTH + head * HEAD_DIM
+        q = tl.load(qkv + at[:, None] + d[None, :], mask=mine[:, None], other=0.0)
+
+        best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.full([BLOCK_M], 0, tl.float32)
+        mixed = tl.full([BLOCK_M, HEAD_DIM], 0, tl.float32)
+        for first in range(start, stop, BLOCK_KEYS):
+            key = tl.multiple_of(first, BLOCK_KEYS) + n
+            page = tl.load(table + key // PAGE, mask=key // PAGE < table_width, other=0).to(tl.int64)
+            base = (page * KV_HEADS + kv) * (PAGE * HEAD_DIM)
+            k = tl.load(keys + (base + key % PAGE)[None, :] + d[:, None] * PAGE)
+            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.where(key[None, :] < end[:, None], scores, float("-inf"))
+            higher = tl.maximum(best, tl.max(scores, 1))
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[:, None])
+            shrink = tl.exp2(best - level)
+            # A key beyond the context may lie in memory that a failed request left full of NaN: never read there.
+            v = tl.load(
+                values + (base + key % PAGE * HEAD_DIM)[:, None] + d[None, :], mask=(key < stop)[:, None], other=0.0
+            )
+            mixed = tl.dot(weights.to(v.dtype), v, acc=mixed * shrink[:, None], input_precision="ieee")
+            total = total * shrink + tl.sum(weights, 1)
+            best = higher
+
+        reached = mine & (end > start)
+        place = (row.to(tl.int64) * HEADS + head) * capacity + split
+        tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=reached[:, None])
+        tl.store(partial_sums + place * 2, best, mask=reached)
+        tl.store(partial_sums + place * 2 + 1, total, mask=reached)
+
+
+@triton.jit
+def _fold(best, total, mixed, scores, sums, values):
+    """Adds a chunk to running results: best, total [heads], mixed [heads, d]; scores [heads, CHUNK] (-inf: not
+    there), sums [heads, CHUNK] and values [heads or 1, CHUNK, d] as weighted by exp2(score)."""
+    higher = tl.maximum(best, tl.max(scores, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(best - level)
+    total = total * shrink + tl.sum(weights * sums, 1)
+    mixed = mixed * shrink[:, None] + tl.sum(weights[:, :, None] * values, 1)
+    return higher, total, mixed
+
+
+@triton.jit(
+    do_not_specialize=["verify", "capacity", "first_row"],
+    do_not_specialize_on_alignment=["context_end", "tail_start", "tail_end"],
+)
+def _merge(
+    qkv, context_end, tail_start, tail_end, partial, partial_sums, out,
+    scale, first_row, verify, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
+    """One row and some heads of one K/V head: its splits in order, then the mask rows it sees, then the division.
+
+    out: [rows, heads * d]; grid (rows, K/V heads, groups / BLOCK_HEADS).
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    kv = tl.program_id(1)
+    row = first_row + tl.program_id(0)
+    g = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    d = tl.arange(0, HEAD_DIM)
+    c = tl.arange(0, CHUNK)
+    present = g < GROUP
+    head = kv * GROUP + g
+    best = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_HEADS], 0, tl.float32)
+    mixed = tl.full([BLOCK_HEADS, HEAD_DIM], 0, tl.float32)
+
+    splits = _split_count(tl.load(context_end + row))
+    place = (tl.program_id(0).to(tl.int64) * HEADS + head) * capacity
+    for first in range(0, splits, CHUNK):
+        split = first + c
+        live = present[:, None] & (split < splits)[None, :]
+        at = place[:, None] + split[None, :]
+        scores = tl.load(partial_sums + at * 2, mask=live, other=float("-inf"))
+        sums = tl.load(partial_sums + at * 2 + 1, mask=live, other=0.0)
+        values = tl.load(partial + at[:, :, None] * HEAD_DIM + d[None, None, :], mask=live[:, :, None], other=0.0)
+        best, total, mixed = _fold(best, total, mixed, scores, sums, values)
+
+    tail = tl.load(tail_start + row)
+    tail_length = tl.load(tail_end + row) - tail
+    query = row.to(tl.int64) * WIDTH + head * HEAD_DIM
+    q = tl.load(qkv + query[:, None] + d[None, :], mask=present[:, None], other=0.0).to(tl.float32) * scale
+    for first in range(0, tail_length, CHUNK):
+        live = first + c < tail_length
+        key = (verify + tail + first + c).to(tl.int64) * WIDTH + (HEADS + kv) * HEAD_DIM
+        k = tl.load(qkv + key[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        v = tl.load(qkv + key[:, None] + (KV_HEADS * HEAD_DIM + d)[None, :], mask=live[:, None], other=0.0)
+        scores = tl.where(live[None, :], tl.sum(q[:, None, :] * k[None, :, :], 2), float("-inf"))
+        best, total, mixed = _fold(best, total, mixed, scores, 1.0, v.to(tl.float32)[None, :, :])
+    result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    to = row.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
+    tl.store(out + to[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=present[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some rows of a step: the first, how many, and the device's list of what is to do for them."""
+
+    first: int
+    rows: int
+    items: Tensor
+    count: Tensor
+
+
+def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int) -> tuple[_Part, ...]:
+    device, total = rows.positions.device, len(rows.positions)
+    parts = []
+    for first in range(0, total, part_rows):
+        here = min(part_rows, total - first)
+        block = max(512, triton.next_power_of_2(here))
+        scratch = torch.empty(2 * block + 1, dtype=torch.int32, device=device)
+        items = torch.empty(here * capacity, 8, dtype=torch.int32, device=device)
+        count = torch.empty(1, dtype=torch.int32, device=device)
+        _plan[(1,)](
+            rows.sequence[first:], rows.context_end[first:], scratch, items, count, here,
+            TILE=tile, BLOCK=block, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        parts.append(_Part(first, here, items, count))
+    return tuple(parts)
+
+
+def paged_attend(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int
+) -> Callable[[Tensor, StepRows, KVCache, int], Tensor]:
+    """`Ops.attend` for a model's sizes, `programs` at once on the device.
+
+    What is to do is listed on the device when layer 0 is attended, and read again by the layers behind it: two
+    launches a layer and one a step, of shapes that depend on the numbers of rows and pages alone. So a whole step
+    can be captured as a graph and replayed over other contents of the same tensors.
+    """
+    group = heads // kv_heads
+    tiles = attention_tiles(dtype, head_dim, group)
+    tile_rows = tiles.rows // group
+    scale = LOG2E * head_dim**-0.5
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
+    block_heads = min(8, 1024 // head_dim, triton.next_power_of_2(group))
+    merge_warps = min(8, max(2, block_heads * head_dim // 128))
+    planned: tuple[StepRows, tuple[_Part, ...]] | None = None
+
+    def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
+        nonlocal planned
+        keys, values = cache.keys[layer], cache.values[layer]
+        table_width = rows.page_table.shape[1]
+        capacity = max(1, split_count(table_width * cache.page_size))
+        if planned is None or layer == 0 or planned[0] is not rows:
+            row_bytes = heads * capacity * (head_dim + 2) * 4
+            part_rows = min(LARGEST_PART, max(64, PARTIAL_BYTES // row_bytes // 64 * 64))
+            planned = rows, _plan_parts(rows, tile_rows, part_rows, capacity)
+        out = torch.empty(qkv.shape[0], heads * head_dim, dtype=dtype, device=qkv.device)
+        for part in planned[1]:
+            partial = torch.empty(part.rows, heads, capacity, head_dim, dtype=torch.float32, device=qkv.device)
+            sums = torch.empty(part.rows, heads, capacity, 2, dtype=torch.float32, device=qkv.device)
+            _attend_splits[(min(programs, part.rows * capacity * kv_heads),)](
+                qkv, keys, values, rows.context_end, rows.page_table, part.items, part.count,
+                partial, sums, scale, part.first, table_width, capacity,
+                PAGE=cache.page_size, BLOCK_M=tiles.rows, BLOCK_KEYS=tiles.keys, **sizes,
+                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+            )  # fmt: skip
+            _merge[(part.rows, kv_heads, triton.cdiv(group, block_heads))](
+                qkv, rows.context_end, rows.tail_start, rows.tail_end, partial, sums, out,
+                scale, part.first, rows.verify, capacity, **sizes, BLOCK_HEADS=block_heads,
+                num_warps=merge_warps, enable_fp_fusion=True,
+            )  # fmt: skip
+        return out
+
+    return attend

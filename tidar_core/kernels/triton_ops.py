@@ -1,0 +1,68 @@
+"""The Triton `Ops`: which kernel does what, for one model. Import this only where triton is installed."""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.ops import Ops
+from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
+from tidar_core.kernels.triton_attention import paged_attend
+from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, measured_tiles
+from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
+
+PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def supports(config: ModelConfig, page_size: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels fit a model's sizes, the page size and the dtype."""
+    return (
+        config.head_dim in (16, 32, 64, 128, 256)
+        and page_size in (16, 32, 64)
+        and config.heads // config.kv_heads <= 64
+        and dtype in DTYPES
+    )
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Programs of the attention kernel that the device runs side by side; a few where it is interpreted."""
+    if device.type != "cuda":
+        return 2
+    return PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def triton_ops(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    exact: bool = True,
+    measured: Mapping[tuple[int, int], GemmTiles] | None = None,
+) -> Ops:
+    """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
+
+    exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
+    may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU.
+    Keeps a list of the current step's attention work, so one record serves one engine.
+    """
+    if measured is None and device.type == "cuda":
+        measured = measured_tiles(torch.cuda.get_device_name(device), dtype)
+    to_logits = exact_linear(measured, out_dtype=torch.float32)
+
+    def head(x: Tensor, weight: Tensor) -> Tensor:  # in fp32: bf16 scores tie too often
+        return to_logits(x, weight, None, None, x.shape[0])
+
+    return Ops(
+        name=f"triton {triton.__version__}",
+        row_multiple=1,
+        pack=as_it_is,
+        linear=exact_linear(measured) if exact else REFERENCE_OPS.linear,
+        add_norm=add_norm,
+        rotate_and_store=rotate_and_store,
+        attend=paged_attend(config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device)),
+        silu_mul=silu_mul,
+        head=head if exact else REFERENCE_OPS.head,
+    )
