@@ -21,8 +21,9 @@ def show_status(address: str, key: str | None = None, console: Console | None = 
     """
     console = console or Console()
     base = address.rstrip("/")
+    answer = fetch(f"{base}/v1/models", key)
     try:
-        model = fetch(f"{base}/v1/models", key).json()["data"][0]
+        model = answer.json()["data"][0]
         about = model["tidar"]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"what answers at {base} is no TiDAR server: give the address of `tidar up`") from None
