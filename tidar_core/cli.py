@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName, EngineConfig
+from tidar_core.convert.command import convert_command
 from tidar_core.request import DraftMode, RequestError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure: exactness, tokens per step.")
 app.add_typer(bench, name="bench")
+app.command("convert")(convert_command)
 
 Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
 AdapterPath = Annotated[

@@ -1,0 +1,444 @@
+"""Own words as data: the template's open turn, conversations, shards that survive anything, both generators."""
+
+import errno
+import itertools
+import os
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.convert import own_words
+from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
+from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts
+from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store
+from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
+from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
+from tidar_core.engine import load_engine
+from tidar_core.request import SamplingParams
+
+HEADER = DataHeader(model="tiny", fingerprint="f" * 16, tokenizer="t" * 16, seed=0)
+SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", likely=0)
+
+
+@pytest.fixture(scope="module")
+def engine(model_directory):
+    return load_engine(EngineConfig(model=str(model_directory), dtype="float32", device="cpu", threads=1))
+
+
+def document(job: int, length: int = 20) -> Document:
+    tokens = tuple((job * 7 + i) % 500 for i in range(length))
+    return Document(tokens, tuple(i >= 5 for i in range(length)), content_key(tokens), "chat", job)
+
+
+# The template
+
+
+def test_the_open_turn_is_the_template_up_to_the_users_words(tokenizer):
+    turn = open_user_turn(tokenizer, [], "Why")
+    assert tokenizer.decode(list(turn.tokens)) == "<|im_start|>user\nWhy"
+    assert turn.stop_ids == {2}
+    assert turn.stop == ()
+
+
+def test_the_open_turn_continues_a_conversation(tokenizer):
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."}]
+    text = tokenizer.decode(list(open_user_turn(tokenizer, turns).tokens))
+    assert text.endswith("Two.<|im_end|>\n<|im_start|>user\n")
+
+
+def test_a_template_without_end_tokens_ends_a_turn_with_its_own_words():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n###\n' }}{% endfor %}"
+    turn = open_user_turn(tokenizer, [])
+    assert tokenizer.decode(list(turn.tokens)) == "user: "
+    assert turn.stop == ("###",)
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no') }}", "{{ 'nothing of the user' }}"])
+def test_where_there_is_no_usable_template_there_is_no_open_turn(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    assert open_user_turn(tokenizer, []) is None
+
+
+def test_a_text_begins_with_at_least_one_token(tokenizer):
+    assert len(text_start(tokenizer, "")) == 1
+    assert text_start(tokenizer, "def ") == encode(tokenizer, "def ")
+
+
+# Jobs and conversations
+
+
+def test_a_job_is_fixed_by_number_and_seed():
+    jobs = [plan_job(SHORT, number) for number in range(300)]
+    assert jobs == [plan_job(SHORT, number) for number in range(300)]
+    assert jobs[:20] != [plan_job(Plan(1, chat=True), number) for number in range(20)]
+    assert len({job.seed for job in jobs}) == 300
+    kinds = Counter(job.kind for job in jobs)
+    assert kinds["chat"] > 200
+    assert kinds["code"] > 10
+    assert kinds["text"] > 10
+    assert len({job.opening for job in jobs}) > 100
+
+
+def test_a_model_without_a_template_gets_no_chat_jobs():
+    jobs = [plan_job(Plan(0, chat=False), number) for number in range(100)]
+    assert {job.kind for job in jobs} == {"code", "text"}
+
+
+def lead(conversation: Conversation, answers: list[Completion]) -> list[tuple[int, ...]]:
+    """Plays the model; gives the prompts that the conversation asked to be completed."""
+    wish, prompts = conversation.start(), []
+    for answer in answers:
+        assert wish is not None
+        prompts.append(wish.prompt)
+        wish = conversation.advance(answer)
+    assert wish is None
+    return prompts
+
+
+def chat_job(turns: int, opening: str = "What is"):
+    job = next(j for j in (plan_job(SHORT, n) for n in itertools.count()) if j.kind == "chat")
+    return type(job)(job.number, "chat", opening, 0.0, turns, job.seed)
+
+
+def test_a_conversation_asks_itself_and_answers(tokenizer):
+    question, answer = encode(tokenizer, " the answer?"), encode(tokenizer, "The answer is what the question was.")
+    conversation = Conversation(chat_job(2), SHORT, tokenizer, set())
+    prompts = lead(
+        conversation,
+        [
+            Completion(0, (*question, 2), True),
+            Completion(0, (*answer, 2), True),
+            Completion(0, (*encode(tokenizer, "Why do the dogs mind?"), 2), True),
+            Completion(0, answer * 2, False),
+        ],
+    )
+    turns = [{"role": "user", "content": "What is the answer?"}]
+    assert prompts[1] == answer_prompt(tokenizer, turns)
+    made = conversation.document()
+    words = [token for token, own in zip(made.tokens, made.own, strict=True) if own]
+    assert words == [*answer, 2, *answer * 2]
+    assert made.tokens[: len(prompts[3])] == prompts[3]
+    assert not any(made.own[: len(prompts[1])])
+    assert made.key == content_key(encode(tokenizer, "What is the answer?"))
+
+
+def test_questions_that_are_no_use_end_the_conversation(tokenizer):
+    seen: set[int] = set()
+    good = (*encode(tokenizer, " the answer?"), 2)
+    for question, ended in (((2,), True), ((5, 1, 5, 2), True), (good, False)):
+        conversation = Conversation(chat_job(1, ""), SHORT, tokenizer, seen)
+        lead(conversation, [Completion(0, question, ended)])
+        assert conversation.document() is None
+    first = Conversation(chat_job(1), SHORT, tokenizer, seen)
+    lead(first, [Completion(0, good, True), Completion(0, tuple(range(50, 80)), False)])
+    again = Conversation(chat_job(1), SHORT, tokenizer, seen)
+    lead(again, [Completion(0, good, True)])
+    assert first.document() is not None
+    assert again.document() is None
+
+
+def test_a_text_is_begun_by_a_few_sampled_tokens(tokenizer):
+    job = next(j for j in (plan_job(SHORT, n) for n in itertools.count()) if j.kind == "code")
+    seen: set[int] = set()
+    for expected in (30, 0):  # the same stem a second time is no new text
+        conversation = Conversation(job, SHORT, tokenizer, seen)
+        wish = conversation.start()
+        assert wish.prompt == text_start(tokenizer, job.opening)
+        assert wish.params.temperature == 1.0
+        following = conversation.advance(Completion(0, tuple(range(40, 40 + wish.params.max_tokens)), False))
+        if expected:
+            assert following.prompt == (*wish.prompt, *range(40, 40 + wish.params.max_tokens))
+            assert conversation.advance(Completion(0, tuple(range(100, 130)), False)) is None
+        made = conversation.document()
+        assert (sum(made.own) if made else 0) == expected
+    short = Conversation(job, SHORT, tokenizer, set())
+    short.start()
+    assert short.advance(Completion(0, (40, 2), True)) is None
+
+
+def test_a_users_prompt_is_answered(tokenizer):
+    conversation = Conversation(prompt_job(SHORT, "Why?"), SHORT, tokenizer, set())
+    lead(conversation, [Completion(0, tuple(range(50, 70)), False)])
+    made = conversation.document()
+    assert made.kind == "prompt"
+    assert "Why?" in tokenizer.decode(list(made.tokens))
+    assert sum(made.own) == 20
+
+
+@settings(deadline=None)
+@given(head=st.lists(st.integers(0, 5), max_size=40), loop=st.lists(st.integers(10, 15), min_size=1, max_size=12))
+def test_a_loop_is_cut_behind_its_second_round(head, loop):
+    period = next(
+        p for p in range(1, len(loop) + 1) if loop == (loop[:p] * len(loop))[: len(loop)] and len(loop) % p == 0
+    )
+    loop = loop[:period]
+    tokens = [*head, *loop * 20]
+    assert tokens[: loop_start(tokens)] == [*head, *loop * 2]
+
+
+@given(st.lists(st.integers(0, 1000), unique=True, max_size=60))
+def test_what_does_not_loop_is_kept(tokens):
+    assert loop_start(tokens) == len(tokens)
+
+
+# Shards
+
+
+def test_shards_give_back_what_was_put_in(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0), document(1, 7)], [0, 1, 2], 3.0)
+    store.append([document(3)], [3], 4.5)
+    stored = open_store(tmp_path, HEADER).read()
+    assert stored.done == {0, 1, 2, 3}
+    assert stored.seconds == 7.5
+    assert len(stored.corpus) == 3
+    for index, job in enumerate((0, 1, 3)):
+        tokens, own = stored.corpus.document(index)
+        expected = document(job, 7 if job == 1 else 20)
+        assert tokens.tolist() == list(expected.tokens)
+        assert own.tolist() == list(expected.own)
+
+
+def test_a_torn_last_shard_is_dropped_with_one_line(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    store.append([document(1)], [1], 1.0)
+    torn = tmp_path / "shard-000001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    (tmp_path / "shard-000002.safetensors.part").write_bytes(b"half")
+    again = open_store(tmp_path, HEADER)
+    assert len(again.notes) == 1
+    assert "shard-000001" in again.notes[0]
+    assert again.read().done == {0}
+    again.append([document(1)], [1], 1.0)
+    assert open_store(tmp_path, HEADER).read().done == {0, 1}
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])
+def test_an_unreadable_shard_is_one_line(tmp_path, harm):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    store.append([document(1)], [1], 1.0)
+    path = tmp_path / "shard-000000.safetensors"
+    content = path.read_bytes()
+    harmed = {"cut": content[:-1], "garbage": b"\xff" * 64, "columns": content.replace(b'"kinds"', b'"kings"')}
+    path.write_bytes(harmed[harm])
+    with pytest.raises(ConfigError, match=r"shard-000000.* cannot be read .*delete it") as raised:
+        open_store(tmp_path, HEADER).read()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, monkeypatch):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match="the disk is full: free some space"):
+            store.append([document(1)], [1], 1.0)
+    assert not list(tmp_path.glob("*.part"))
+    assert open_store(tmp_path, HEADER).read().done == {0}
+
+
+def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
+    open_store(tmp_path, HEADER)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_store(tmp_path, HEADER.model_copy(update={"tokenizer": "x"}))
+    with pytest.raises(ConfigError, match="--seed 0"):
+        open_store(tmp_path, HEADER.model_copy(update={"seed": 1}))
+    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, min_size=4, max_size=400), st.integers(1, 200))
+def test_a_document_stays_on_its_side_of_the_split(keys, more):
+    def sides(some: list[int]) -> tuple[set[int], set[int]]:
+        array = np.array(some, dtype=np.int64)
+        ends = np.arange(1, len(some) + 1)
+        from tidar_core.convert.shards import Corpus
+
+        learnt, held = Corpus(ends, ends, ends, array, ends, ends).split()
+        assert sorted([*learnt, *held]) == list(range(len(some)))
+        return {some[i] for i in learnt}, {some[i] for i in held}
+
+    cut = max(4, len(keys) - more)
+    learnt, held = sides(keys)
+    learnt_before, held_before = sides(keys[:cut])
+    if len(held_before) > 2:
+        assert held_before <= held
+        assert learnt_before <= learnt
+    assert len(held) >= 2
+
+
+# Gathering
+
+
+def engine_source(engine, capacity: int = 8) -> EngineSource:
+    return EngineSource(engine, capacity)
+
+
+def test_gathering_goes_on_where_it_was_killed(engine, tmp_path, monkeypatch):
+    tokenizer = engine.tokenizer
+    whole = open_store(tmp_path / "whole", HEADER)
+    gather_own_words(engine_source(engine), tokenizer, SHORT, whole, Goal(own_tokens=1500))
+
+    class Killed(Exception):
+        pass
+
+    killed = open_store(tmp_path / "killed", HEADER)
+    monkeypatch.setattr(own_words, "FLUSH_SECONDS", 0.0)
+    steps = itertools.count()
+
+    def kill(_) -> None:
+        if next(steps) > 60:
+            raise Killed
+
+    with pytest.raises(Killed):
+        gather_own_words(engine_source(engine), tokenizer, SHORT, killed, Goal(own_tokens=1500), progress=kill)
+    while engine.has_work:  # what was on its way is lost, as with the process
+        engine.step()
+    before = killed.read()
+    assert 0 < before.corpus.own_tokens() < 1500
+    gather_own_words(engine_source(engine), tokenizer, SHORT, killed, Goal(own_tokens=1500))
+    after = killed.read()
+    assert after.corpus.own_tokens() >= 1500
+    assert before.done < after.done
+    jobs = [job for job in after.corpus.jobs.tolist() if job >= 0]
+    assert len(jobs) == len(set(jobs))
+    assert len(set(after.corpus.keys.tolist())) == len(after.corpus)
+    # A job gives the same document, whichever run made it.
+    expected = {int(job): i for i, job in enumerate(whole.read().corpus.jobs)}
+    same = [job for job in jobs if job in expected]
+    assert len(same) > 10
+    for job in same:
+        mine = after.corpus.document(after.corpus.jobs.tolist().index(job))
+        assert mine[0].tolist() == whole.read().corpus.document(expected[job])[0].tolist()
+
+
+def test_prompts_are_answered_once(engine, tmp_path):
+    store = open_store(tmp_path, HEADER)
+    prompts = ["What is the answer?", "Why do dogs mind?", "What is the answer?"]
+    for _ in range(2):
+        gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
+    kinds = store.read().corpus.kinds.tolist()
+    assert kinds.count(3) == 2
+
+
+def test_a_model_without_a_template_continues_texts(engine, tmp_path):
+    store = open_store(tmp_path, HEADER)
+    gather_own_words(engine_source(engine), engine.tokenizer, replace(SHORT, chat=False), store, Goal(own_tokens=300))
+    corpus = store.read().corpus
+    assert set(corpus.kinds.tolist()) <= {KINDS.index("code"), KINDS.index("text")}
+    assert len(corpus) >= 10
+
+
+def test_gathering_keeps_to_its_time(engine, tmp_path):
+    store = open_store(tmp_path, HEADER)
+    gathered = gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(seconds=1.0))
+    assert gathered.seconds < 3.0
+    assert gathered.documents == len(store.read().corpus) > 0
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_words, "HOPELESS", 8)
+
+    class Silent(EngineSource):
+        def step(self):
+            return [Completion(c.key, (2,), True) for c in super().step()]
+
+    with pytest.raises(ConfigError, match="use --text"):
+        gather_own_words(Silent(engine, 8), engine.tokenizer, SHORT, open_store(tmp_path, HEADER), Goal(500))
+    while engine.has_work:
+        engine.step()
+
+
+def test_transformers_generates_the_same_greedy_answers(engine, model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
+    other = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512)
+    ours = engine_source(engine)
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    found = []
+    for source in (other, ours):
+        for key in range(6):
+            assert source.submit(key, tuple(range(30 + key, 40 + 3 * key)), params)
+        done = {}
+        while source.in_flight:
+            done |= {c.key: (c.tokens, c.ended) for c in source.step()}
+        found.append(done)
+    assert found[0] == found[1]
+    assert other.emitted == ours.emitted
+
+
+def test_transformers_gathers_documents(engine, model_directory, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
+    source = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 8, 512)
+    store = open_store(tmp_path, HEADER)
+    gathered = gather_own_words(source, engine.tokenizer, SHORT, store, Goal(own_tokens=400))
+    assert gathered.own_tokens >= 400
+    assert store.read().corpus.own_tokens() == gathered.own_tokens
+
+
+# The user's own
+
+
+def test_text_is_cut_into_documents_once(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 40 + "In the beginning there was a word.\n" * 30)
+    store = open_store(tmp_path / "data", HEADER)
+    added = add_text(tokenizer, path, store, 64)
+    assert added > 5
+    assert add_text(tokenizer, path, store, 64) == 0
+    corpus = store.read().corpus
+    whole = [t for i in range(len(corpus)) for t in corpus.document(i)[0].tolist()]
+    assert len(corpus) == added
+    assert all(
+        corpus.document(i)[1].tolist() == [False] + [True] * (len(corpus.document(i)[0]) - 1) for i in range(added)
+    )
+    assert set(whole) <= set(encode(tokenizer, path.read_text()))
+
+
+def test_prompts_are_read_plain_or_as_json(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text('Why?\n\n{"prompt": "How so?", "more": 1}\n')
+    assert read_prompts(path) == ["Why?", "How so?"]
+
+
+@pytest.mark.parametrize("content", ['{"prompt": 3}', '{"question": "?"}', "{half", "\n\n"])
+def test_bad_prompts_are_one_line(tmp_path, content):
+    path = tmp_path / "prompts"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="prompt") as raised:
+        read_prompts(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_files_that_are_not_there_are_one_line(tokenizer, tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompts(tmp_path / "none")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        add_text(tokenizer, tmp_path / "none", open_store(tmp_path / "data", HEADER), 64)

@@ -1,0 +1,228 @@
+"""The trainer computes what the engine runs: mask rows, gradients, drafts that hold."""
+
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tidar_core.engines import tiny_engine
+from tests.tidar_core.trained import TinyBase, random_documents, tiny_base
+from tidar_core.bench.drive import answer_all
+from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
+from tidar_core.convert.drafter import named_tensors, trainable
+from tidar_core.convert.flex import TILE, mask_rows_see, tiles
+from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks
+from tidar_core.convert.held_out import HeldOut, judge_windows, measure_held_out
+from tidar_core.engine.batch import build_batch
+from tidar_core.engine.runner import Runner
+from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.ops import empty_cache
+from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
+from tidar_core.layout import Shape
+from tidar_core.model.decoder import layer_qk_norm, run_layers
+from tidar_core.request import Request, SamplingParams, Sequence
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
+
+
+# Anchors and blocks
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 5), block=st.integers(2, 6), seed=st.integers(0, 999), per_document=st.integers(1, 20))
+def test_blocks_lie_behind_own_words(count, block, seed, per_document):
+    documents = random_documents(count, seed)
+    pack = pack_documents(documents, CPU)
+    blocks = draw_blocks(pack, per_document, block, 50, np.random.default_rng(seed))
+    starts = np.cumsum([0, *(len(tokens) for tokens, _ in documents)])
+    for row, (document, context) in enumerate(zip(blocks.document, blocks.context, strict=True)):
+        tokens, own = documents[document]
+        assert 1 <= context <= 50 - block
+        assert own[context]
+        assert own[context + 1]
+        for slot in range(block):
+            assert blocks.positions[row * block + slot] == context + slot
+            inside = context + slot < len(tokens) and own[context : context + slot + 1].all()
+            assert bool(blocks.trained[row, slot]) == inside
+            if inside:
+                assert blocks.target_rows[row, slot] == starts[document] + context + slot - 1
+    pairs = list(zip(blocks.document.tolist(), blocks.context.tolist(), strict=True))
+    assert pairs == sorted(set(pairs))
+    for document, (_, own) in enumerate(documents):
+        assert (blocks.document == document).sum() == min(per_document, len(anchor_places(own, block, 50)))
+
+
+# Passes
+
+
+def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, within_block: str) -> torch.Tensor:
+    """Mask rows by one dense mask over all clean rows and all mask rows, in torch's own autograd."""
+    config, block = base.config, blocks.block
+    starts = torch.tensor([clean.pack.spans[each][0] for each in blocks.document]).repeat_interleave(block)
+    ends = starts + torch.from_numpy(blocks.context).repeat_interleave(block)
+    key, row = torch.arange(len(clean.pack.tokens)), torch.arange(len(blocks.positions))
+    same = row // block == row[:, None] // block
+    if within_block == "causal":
+        same &= row <= row[:, None]
+    visible = torch.cat(((key >= starts[:, None]) & (key < ends[:, None]), same), dim=1)
+
+    def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        norms = layer_qk_norm(base.weights.layers[layer], config.norm_eps)
+        rotated = rotate_qkv(qkv, blocks.positions, base.rotary, config.kv_heads, norms)
+        q, k, v = (each.transpose(0, 1) for each in split_heads(rotated, config.kv_heads, config.head_dim))
+        groups = config.heads // config.kv_heads
+        keys = torch.cat((clean.kv.keys[layer], k), dim=1).repeat_interleave(groups, 0)
+        values = torch.cat((clean.kv.values[layer], v), dim=1).repeat_interleave(groups, 0)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
+        return out.transpose(0, 1).reshape(len(qkv), -1)
+
+    x = adapter.slot_embeddings[:block].repeat(len(blocks), 1)
+    return run_layers(REFERENCE_OPS, config, base.weights, adapter, x, 0, attention)
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architecture, within_block):
+    tiny = tiny_base(tmp_path, architecture)
+    pack = pack_documents(random_documents(3), CPU)
+    blocks = draw_blocks(pack, 30, 4, 1024, np.random.default_rng(0))
+    assert (np.bincount(blocks.document) > 16).any()  # more than one chunk of blocks
+    clean = run_clean(tiny.base, pack)
+    found = []
+    for way in (run_masks, dense_mask_rows):
+        adapter = trainable(tiny.adapter)
+        hidden = way(tiny.base, adapter, clean, blocks, within_block)
+        hidden.square().sum().backward()
+        found.append((hidden.detach(), {name: tensor.grad for name, tensor in named_tensors(adapter)}))
+    (ours, our_slopes), (theirs, their_slopes) = found
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    for name, slope in their_slopes.items():
+        torch.testing.assert_close(our_slopes[name], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_flex_attention_is_the_same_attention(tmp_path, within_block):
+    tiny = tiny_base(tmp_path, "qwen3")
+    pack = pack_documents(random_documents(3, longest=200), CPU)
+    assert max(length for _, length in pack.spans) > 64  # more than one chunk of rows
+    blocks = draw_blocks(pack, 8, 3, 1024, np.random.default_rng(0))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a GPU, FlexAttention is its plain definition
+        (a, b), (c, d) = (
+            ((clean := run_clean(base, pack)).hidden, run_masks(base, tiny.adapter, clean, blocks, within_block))
+            for base in (tiny.base, replace(tiny.base, flex=True))
+        )
+    torch.testing.assert_close(a, c, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(b, d, rtol=1e-5, atol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(count=st.integers(1, 6), seed=st.integers(0, 99), block=st.integers(2, 8), causal=st.booleans())
+def test_flex_attentions_tiles_cover_what_is_seen(count, seed, block, causal):
+    pack = pack_documents(random_documents(count, seed, longest=400), CPU)
+    blocks = draw_blocks(pack, 40, block, 1024, np.random.default_rng(seed))
+    keys = len(pack.tokens) + len(blocks.positions)
+    seen = mask_rows_see(pack, blocks, "causal" if causal else "bidirectional")
+    some, every = tiles(seen, keys)
+    rows = len(blocks.positions)
+    none = torch.zeros((), dtype=torch.int64)
+    visible = seen.rule()(none, none, torch.arange(rows)[:, None], torch.arange(keys))
+    for i in range(some.shape[0]):
+        for j in range(some.shape[1]):
+            part = visible[i * TILE : (i + 1) * TILE, j * TILE : (j + 1) * TILE]
+            assert not part.any() or some[i, j]
+            assert not every[i, j] or (part.all() and part.shape[1] == TILE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient_of", ["normed", "total", "both"])
+def test_the_trainers_operations_are_the_references(dtype, gradient_of):
+    from tidar_core.convert.ops import training_ops
+
+    ops, draw = training_ops(CPU, print), torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype)
+
+    x, residual, weight, gate_up = random(9, 32), random(9, 32), random(32), random(9, 64)
+    results = []
+    for record in (ops, REFERENCE_OPS):
+        inputs = [each.clone().requires_grad_(True) for each in (x, residual, gate_up)]
+        normed, total = record.add_norm(inputs[0], inputs[1], weight, 1e-5)
+        mixed = record.silu_mul(inputs[2])
+        wanted = {"normed": normed, "total": total, "both": normed + total.sin()}[gradient_of]
+        (wanted.float().cos().sum() + mixed.float().sin().sum()).backward()
+        results.append([normed, total, mixed, *(each.grad for each in inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(
+            ours, theirs, rtol=3e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2 if dtype is torch.bfloat16 else 1e-5
+        )
+
+
+def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_block: str) -> dict[int, torch.Tensor]:
+    """Hidden states of the mask rows of a step over `tokens` with the last `drafts` verified, by context end: the
+    engine's own way from a plan over its batch and its pages."""
+    base, page = tiny.base, 16
+    pages = -(-len(tokens) // page) + 1
+    runner = Runner(
+        REFERENCE_OPS, base.config, base.weights, tiny.adapter,
+        empty_cache(base.config, pages + 1, page, torch.float32, CPU), base.rotary,
+    )  # fmt: skip
+    sequence = Sequence(Request("r", tuple(tokens), GREEDY), 0.0, tokens, pages=list(range(1, pages + 1)))
+    known = len(tokens) - drafts
+    shape = Shape(drafts, tuple(range(1, drafts + 2)), 4)
+    plan = SequencePlan(sequence, 0, tuple(tokens[:known]), tuple(tokens[known:]), shape, emits=True)
+    hidden = runner.forward(build_batch([plan], page, 4, within_block, CPU))
+    masks = hidden[-shape.mask_rows :].view(len(shape.proposals), shape.block, -1)
+    return {plan.position + outcome: masks[index] for index, outcome in enumerate(shape.proposals)}
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_training_sees_what_the_engine_runs(tmp_path, within_block):
+    tiny = tiny_base(tmp_path, within_block=within_block)
+    tokens = random_documents(1, longest=50)[0][0].tolist()
+    pack = pack_documents([(np.array(tokens), np.ones(len(tokens), bool))], CPU)
+    expected = engine_mask_rows(tiny, tokens, 3, within_block)
+    contexts = np.array(sorted(expected))
+    assert contexts.tolist() == list(range(len(tokens) - 3, len(tokens) + 1))
+    blocks = lay_blocks(pack, [contexts], 4)
+    with torch.no_grad():
+        hidden = run_masks(tiny.base, tiny.adapter, run_clean(tiny.base, pack), blocks, within_block)
+    for ours, context in zip(hidden.view(len(contexts), 4, -1), contexts, strict=True):
+        torch.testing.assert_close(ours, expected[context], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
+    engine = tiny_engine(tmp_path, within_block=within_block)
+    tiny = tiny_base(tmp_path, within_block=within_block)
+    prompts = [tuple(tokens[:12].tolist()) for tokens, _ in random_documents(8)]
+    answers = answer_all(engine, prompts, [GREEDY] * len(prompts))
+    documents, windows = [], []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = np.array([*prompt, *answer.tokens])
+        documents.append((tokens, np.arange(len(tokens)) >= len(prompt)))
+        windows.append(np.arange(len(prompt), len(tokens)))
+    held_out = HeldOut(tuple(documents), tuple(windows), ("chat",) * len(documents))
+    held = judge_windows(tiny.base, tiny.adapter, held_out, 4, within_block)
+    accepted = 0
+    for answer, holds in zip(answers, held, strict=True):
+        place = 0
+        for step in answer.steps[1:]:
+            if len(step.drafted) < 3:  # cut short by the end of the answer
+                break
+            right = int(np.logical_and.accumulate(holds[place, 1:]).sum())
+            assert step.accepted == right
+            accepted += right
+            place += right + 1
+    assert accepted > 10
+    result = measure_held_out(tiny.base, tiny.adapter, held_out, 4, within_block)
+    assert result.documents == 8
+    assert 1.0 < result.tokens_per_step < 4.0
+    assert result.by_kind == {"chat": result.tokens_per_step}

@@ -1,0 +1,66 @@
+"""What the conversion's tests train with: a tiny base as the trainer runs it, its engine's parts, made-up documents."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.tiny import tiny_adapter, tiny_checkpoint
+from tidar_core.config import Architecture
+from tidar_core.convert.forward import FrozenBase, frozen_base
+from tidar_core.convert.shards import Corpus, content_key
+from tidar_core.layout import WithinBlock
+from tidar_core.model.adapter import BaseIdentity, identify_base, load_adapter
+from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.weights import AdapterWeights
+
+
+@dataclass(frozen=True, slots=True)
+class TinyBase:
+    """A tiny checkpoint, loaded for training, and a random adapter for it with blocks of 4."""
+
+    directory: Path
+    base: FrozenBase
+    identity: BaseIdentity
+    adapter_directory: Path
+    adapter: AdapterWeights
+
+
+def tiny_base(
+    directory: Path, architecture: Architecture = "llama", within_block: WithinBlock = "bidirectional", **sizes: object
+) -> TinyBase:
+    """Everything in fp32, so that what should be equal is."""
+    model = tiny_checkpoint(directory / "model", architecture, **sizes)  # type: ignore[arg-type]
+    source = find_model(str(model))
+    config = load_config(source)
+    weights = load_weights(source, config, torch.float32, "cpu")
+    identity = identify_base(source.name, config, weights, load_tokenizer(source))
+    adapter = tiny_adapter(directory / "adapter", model, within_block=within_block)
+    loaded = load_adapter(adapter, identity, torch.float32, "cpu").weights
+    return TinyBase(model, frozen_base(config, weights), identity, adapter, loaded)
+
+
+def random_documents(count: int, seed: int = 0, longest: int = 60) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Documents (tokens, own) of random tokens, with a prompt in front and another given stretch in some."""
+    draw = np.random.default_rng(seed)
+    documents = []
+    for _ in range(count):
+        length = int(draw.integers(14, longest))
+        own = np.arange(length) >= int(draw.integers(1, 6))
+        if draw.random() < 0.5:
+            own[length // 2 : length // 2 + 3] = False
+        documents.append((draw.integers(3, 500, length).astype(np.int32), own))
+    return documents
+
+
+def corpus_of(documents: list[tuple[np.ndarray, np.ndarray]]) -> Corpus:
+    """The documents as a corpus of conversations."""
+    return Corpus(
+        tokens=np.concatenate([tokens for tokens, _ in documents]),
+        own=np.concatenate([own for _, own in documents]).astype(np.uint8),
+        ends=np.cumsum([len(tokens) for tokens, _ in documents]),
+        keys=np.array([content_key(tokens.tolist()) for tokens, _ in documents]),
+        kinds=np.zeros(len(documents), np.int64),
+        jobs=np.arange(len(documents)),
+    )

@@ -1,0 +1,26 @@
+"""How a model gets its drafter: `tidar convert`.
+
+The base stays as it is. A low-rank adapter and a mask embedding for each slot act on mask rows alone, and learn to say
+there what the base says a few tokens later. The data are the model's own words, so that nothing but the checkpoint is
+needed.
+
+    run.py            the whole way, resumable: gather, train, write (`command.py`, `screen.py`: the terminal's side)
+
+    seeds.py          first words that give the questions their variety
+    template.py       the chat template, cut open at the user's turn
+    conversations.py  jobs fixed by number and seed, each led to a finished document
+    sources.py        who generates: the engine, or transformers
+    own_words.py      drives jobs through a source into shards; the user's prompts and text
+    shards.py         documents on disk: append-only, whole or absent
+
+    blocks.py         anchors at random, mask blocks behind them
+    forward.py        the two passes of a step: clean rows once without gradient, mask rows behind them
+    attention.py      what they see (CPU), flex.py (GPU); ops.py: the decoder's operations with gradients written out
+    losses.py         KL and total variation, slot weights; loss and gradient a few rows at a time
+    drafter.py        the trained tensors; sampler.py: what a step sees; checkpoint.py: kill it any time
+    trainer.py        the loop; held_out.py: tokens per step, as decoding would go; speed.py: rows against the peak
+    card.py           the folder that comes out
+
+A block behind the context end c stands for a proposal of the engine (`tidar_core.layout`): slot s sits at position
+c + s, sees the positions below c and its own block, and should agree with the base's row c + s - 1.
+"""

@@ -1,0 +1,248 @@
+"""The trainer's attention: clean rows over their own document, mask rows over a prefix of it and their own block.
+
+It sees what the engine's paged attention sees, laid out for training: the clean rows' keys and values are computed
+once a step, without gradient, and serve every block behind them. On a CPU the mask rows of one document are taken in
+chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; on a GPU it is
+one FlexAttention call over all of them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.convert.blocks import Blocks, Pack
+from tidar_core.kernels.ops import QKNorm, Rotary
+from tidar_core.kernels.reference import rms_norm, rotate_qkv, split_heads
+from tidar_core.layout import WithinBlock
+from tidar_core.model.decoder import layer_qk_norm
+from tidar_core.model.weights import ModelWeights
+
+BLOCKS_AT_ONCE, ROWS_AT_ONCE = 16, 64
+LEAD = 16  # zero keys before each document's; a block has no more slots
+
+Attention = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CleanKV:
+    """Rotated keys and values of a pack's rows, layer by layer: [kv_heads, rows, head_dim] each."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+def clean_attention(config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, keep: CleanKV) -> Attention:
+    """Causal attention inside each document; every layer's keys and values are added to `keep`."""
+
+    def attention(layer: int, qkv: Tensor) -> Tensor:
+        norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
+        qkv = rotate_qkv(qkv, pack.positions, rotary, config.kv_heads, norms)
+        q, k, v = (each.transpose(0, 1) for each in split_heads(qkv, config.kv_heads, config.head_dim))
+        keep.keys.append(k)
+        keep.values.append(v)
+        spans = (slice(start, start + length) for start, length in pack.spans)
+        return torch.cat([_causal(q[:, rows], k[:, rows], v[:, rows]) for rows in spans])
+
+    return attention
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one document, some rows at a time over the keys up to the last of them: q
+    [heads, rows, head_dim] -> [rows, heads * head_dim]. Scores in fp32. On a CPU faster than torch's fused kernel."""
+    kv_heads, rows, size = k.shape
+    wide_q = q.reshape(kv_heads, -1, rows, size).transpose(1, 2).float().mul_(size**-0.5)
+    wide_k, out = k.float(), torch.empty(kv_heads, rows, wide_q.shape[2], size, dtype=q.dtype, device=q.device)
+    later = torch.ones(ROWS_AT_ONCE, ROWS_AT_ONCE, dtype=torch.bool, device=q.device).triu_(1)[:, None]
+    for first in range(0, rows, ROWS_AT_ONCE):
+        last = min(rows, first + ROWS_AT_ONCE)
+        count = last - first
+        some = wide_q[:, first:last].reshape(kv_heads, -1, size)
+        scores = (some @ wide_k[:, :last].transpose(1, 2)).view(kv_heads, count, -1, last)
+        scores[..., first:].masked_fill_(later[:count, :, :count], -torch.inf)
+        share = scores.softmax(-1).to(q.dtype).view(kv_heads, -1, last)
+        out[:, first:last] = (share @ v[:, :last]).view(kv_heads, count, -1, size)
+    return out.transpose(0, 1).reshape(rows, -1)
+
+
+def mask_attention(
+    config: ModelConfig,
+    weights: ModelWeights,
+    rotary: Rotary,
+    pack: Pack,
+    clean: CleanKV,
+    blocks: Blocks,
+    within_block: WithinBlock,
+) -> Attention:
+    """Attention of mask rows in plain torch with a gradient of its own; any device, made for a CPU."""
+    geometry = _Geometry(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
+    chunks, places = tuple(_chunks(pack, blocks)), _led_places(pack)
+    cos, sin = rotary.cos[blocks.positions][:, None], rotary.sin[blocks.positions][:, None]
+
+    def attention(layer: int, qkv: Tensor) -> Tensor:
+        norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
+        if norms is not None:
+            qkv = _norm_heads(qkv, config, norms)
+        keys, values = _led(clean.keys[layer], places), _led(clean.values[layer], places)
+        return _MaskAttention.apply(qkv, cos, sin, keys, values, chunks, geometry)
+
+    return attention
+
+
+def _norm_heads(qkv: Tensor, config: ModelConfig, norms: QKNorm) -> Tensor:
+    q, k, v = split_heads(qkv, config.kv_heads, config.head_dim)
+    q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
+    return torch.cat((q, k, v), dim=1).view(qkv.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    block: int
+    causal: bool
+
+    @property
+    def groups(self) -> int:
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Blocks first … last - 1 of one document, which see at most its first `longest` rows; `hidden`, bool
+    [blocks, 1, longest], has those that a block does not see. start: where its keys begin among the led ones."""
+
+    first: int
+    last: int
+    start: int
+    longest: int
+    hidden: Tensor
+
+
+def _chunks(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
+    device = blocks.positions.device
+    first = 0
+    while first < len(blocks):
+        document = blocks.document[first]
+        last = first + 1
+        while last < len(blocks) and last - first < BLOCKS_AT_ONCE and blocks.document[last] == document:
+            last += 1
+        ends = torch.from_numpy(blocks.context[first:last])
+        longest = int(ends.max())
+        hidden = torch.arange(longest) >= ends[:, None]
+        start = pack.spans[document][0] + (int(document) + 1) * LEAD
+        yield _Chunk(first, last, start, longest, hidden[:, None].to(device))
+        first = last
+
+
+def _led_places(pack: Pack) -> Tensor:
+    """Where each row goes when every document is led by `LEAD` more."""
+    shifts = torch.arange(1, len(pack.spans) + 1).repeat_interleave(torch.tensor([span[1] for span in pack.spans]))
+    return (torch.arange(len(shifts)) + shifts * LEAD).to(pack.tokens.device)
+
+
+def _led(rows: Tensor, places: Tensor) -> Tensor:
+    """rows [kv_heads, rows, head_dim] with zeros in the lead of every document, so that a product over some of them
+    leaves columns for the slots of the own block beside the document's."""
+    return rows.new_zeros(rows.shape[0], int(places[-1]) + 1, rows.shape[2]).index_copy_(1, places, rows)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp32 [rows, heads, head_dim], rotated by cos and sin [rows, 1, head_dim / 2]."""
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    left, right = out.chunk(2, dim=-1)
+    left.copy_((first * cos).sub_(second * sin))
+    right.copy_((second * cos).add_(first * sin))
+    return out
+
+
+def _seen(chunk: _Chunk, block: int) -> slice:
+    """The led keys of a chunk: one empty column for each slot, then the document's."""
+    return slice(chunk.start - block, chunk.start + chunk.longest)
+
+
+class _MaskAttention(torch.autograd.Function):
+    """Rotation and attention of mask rows [rows, (heads + 2 kv_heads) * head_dim] -> [rows, heads * head_dim].
+
+    In a chunk the scores lie side by side: first those of the own block's slots, then those of the clean rows. Query
+    heads of one group are rows beside each other, so that a chunk is one product for each key/value head.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        clean_k: Tensor,
+        clean_v: Tensor,
+        chunks: tuple[_Chunk, ...],
+        geometry: _Geometry,
+    ) -> Tensor:
+        rows, dtype = qkv.shape[0], qkv.dtype
+        kv_heads, groups, size, block = geometry.kv_heads, geometry.groups, geometry.head_dim, geometry.block
+        heads = qkv.view(rows, -1, size)
+        rotated = _rotate(heads[:, : geometry.heads + kv_heads].float(), cos, sin, dtype)
+        q = rotated[:, : geometry.heads].view(rows, kv_heads, groups, size).transpose(0, 1).reshape(kv_heads, -1, size)
+        k = rotated[:, geometry.heads :].transpose(0, 1).contiguous()
+        v = heads[:, geometry.heads + kv_heads :].transpose(0, 1).contiguous()
+        # The scores decide most, so they alone are computed in fp32, as the engine does.
+        wide_q, wide_k, wide_clean = q.float() * size**-0.5, k.float(), clean_k.float()
+        out = torch.empty_like(q)
+        shares = []
+        for chunk in chunks:
+            count = chunk.last - chunk.first
+            mine = slice(chunk.first * block * groups, chunk.last * block * groups)
+            slots, seen = slice(chunk.first * block, chunk.last * block), _seen(chunk, block)
+            blocked, keys = (kv_heads, count, block * groups), (kv_heads, count, block, size)
+            scores = (wide_q[:, mine] @ wide_clean[:, seen].transpose(1, 2)).view(*blocked, -1)
+            scores[..., block:].masked_fill_(chunk.hidden, -torch.inf)
+            own = wide_q[:, mine].view(*blocked, size) @ wide_k[:, slots].view(keys).transpose(2, 3)
+            if geometry.causal:
+                later = torch.ones(block, block, dtype=torch.bool, device=qkv.device).triu_(1)
+                own.masked_fill_(later.repeat_interleave(groups, 0), -torch.inf)
+            scores[..., :block] = own
+            share = scores.softmax(-1).to(dtype)
+            mixed = share.view(kv_heads, count * block * groups, -1) @ clean_v[:, seen]
+            mixed.view(*blocked, size).add_(share[..., :block] @ v[:, slots].view(keys))
+            out[:, mine] = mixed
+            shares.append(share)
+        ctx.save_for_backward(cos, sin, clean_k, clean_v, q, k, v, *shares)
+        ctx.chunks, ctx.geometry = chunks, geometry
+        return out.view(kv_heads, rows, groups, size).transpose(0, 1).reshape(rows, -1)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        cos, sin, clean_k, clean_v, q, k, v, *shares = ctx.saved_tensors
+        geometry: _Geometry = ctx.geometry
+        rows, dtype = d_out.shape[0], d_out.dtype
+        kv_heads, groups, size, block = geometry.kv_heads, geometry.groups, geometry.head_dim, geometry.block
+        d_out = d_out.view(rows, kv_heads, groups, size).transpose(0, 1).reshape(kv_heads, -1, size)
+        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for chunk, share in zip(ctx.chunks, shares, strict=True):
+            count = chunk.last - chunk.first
+            mine = slice(chunk.first * block * groups, chunk.last * block * groups)
+            slots, seen = slice(chunk.first * block, chunk.last * block), _seen(chunk, block)
+            blocked, keys = (kv_heads, count, block * groups, size), (kv_heads, count, block, size)
+            d_mixed = d_out[:, mine].view(blocked)
+            d_share = (d_out[:, mine] @ clean_v[:, seen].transpose(1, 2)).view(share.shape)
+            d_share[..., :block] = d_mixed @ v[:, slots].view(keys).transpose(2, 3)
+            d_scores = torch.ops.aten._softmax_backward_data(d_share, share, -1, dtype)
+            d_own = d_scores[..., :block]
+            d_queries = d_scores.view(kv_heads, count * block * groups, -1) @ clean_k[:, seen]
+            d_queries.view(blocked).add_(d_own @ k[:, slots].view(keys))
+            d_q[:, mine] = d_queries
+            d_k[:, slots] = (d_own.transpose(2, 3) @ q[:, mine].view(blocked)).view(kv_heads, -1, size)
+            d_v[:, slots] = (share[..., :block].transpose(2, 3) @ d_mixed).view(kv_heads, -1, size)
+        d_heads = torch.empty(rows, geometry.heads + 2 * kv_heads, size, dtype=dtype, device=d_out.device)
+        wide = torch.empty(rows, geometry.heads + kv_heads, size, device=d_out.device)
+        wide[:, : geometry.heads] = d_q.view(kv_heads, rows, groups, size).transpose(0, 1).reshape(rows, -1, size)
+        wide[:, geometry.heads :] = d_k.transpose(0, 1)
+        d_heads[:, : geometry.heads + kv_heads] = _rotate(wide.mul_(size**-0.5), cos, -sin, dtype)
+        d_heads[:, geometry.heads + kv_heads :] = d_v.transpose(0, 1)
+        return (d_heads.view(rows, -1), *[None] * 6)

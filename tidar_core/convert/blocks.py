@@ -1,0 +1,104 @@
+"""Which mask blocks are trained on: anchors drawn at random in packed documents.
+
+A block stands for a proposal of the engine (`tidar_core.layout`): its slot s sits at position c + s, sees the
+document's positions below its context end c, and the slots of its own block. It should say what the base says at
+position c + s when it has read everything before: the answer of the base's row c + s - 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Documents side by side, one row a token. tokens, positions: int64 [rows]; positions start anew with each
+    document. spans: first row and length of each. own: bool [rows] on the CPU, the tokens to learn from."""
+
+    tokens: Tensor
+    positions: Tensor
+    spans: tuple[tuple[int, int], ...]
+    own: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Mask blocks over a pack, sorted by document and context end. document, context: int64 [blocks] on the CPU.
+
+    positions: int64 [blocks * block], of the mask rows. target_rows: int64 [blocks, block], the pack's row whose
+    answer each slot should match. trained: bool [blocks, block], false behind the end of the own words.
+    """
+
+    block: int
+    document: np.ndarray
+    context: np.ndarray
+    positions: Tensor
+    target_rows: Tensor
+    trained: Tensor
+
+    def __len__(self) -> int:
+        return len(self.context)
+
+    def part(self, first: int, last: int) -> "Blocks":
+        """Blocks first … last - 1."""
+        rows = slice(first * self.block, last * self.block)
+        some = slice(first, last)
+        return Blocks(
+            self.block, self.document[some], self.context[some],
+            self.positions[rows], self.target_rows[some], self.trained[some],
+        )  # fmt: skip
+
+
+def pack_documents(documents: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> Pack:
+    """Lays documents (tokens, own) side by side."""
+    lengths = [len(tokens) for tokens, _ in documents]
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).tolist()
+    tokens = np.concatenate([tokens for tokens, _ in documents]).astype(np.int64)
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    own = np.concatenate([own for _, own in documents])
+    return Pack(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(positions).to(device),
+        tuple(zip(starts, lengths, strict=True)),
+        own,
+    )
+
+
+def anchor_places(own: np.ndarray, block: int, max_positions: int) -> np.ndarray:
+    """Context ends at which a block of one document learns something: slots 0 and 1 stand for own words."""
+    places = np.flatnonzero(own[:-1] & own[1:])
+    return places[(places >= 1) & (places + block <= max_positions)]
+
+
+def draw_blocks(pack: Pack, per_document: int, block: int, max_positions: int, draw: np.random.Generator) -> Blocks:
+    """Up to `per_document` anchors in each document, without repetition."""
+    chosen = []
+    for start, length in pack.spans:
+        places = anchor_places(pack.own[start : start + length], block, max_positions)
+        count = min(per_document, len(places))
+        chosen.append(np.sort(draw.choice(places, count, replace=False)) if count else places[:0])
+    return lay_blocks(pack, chosen, block)
+
+
+def lay_blocks(pack: Pack, contexts: Sequence[np.ndarray], block: int) -> Blocks:
+    """Blocks at given context ends (ascending) of each document of the pack."""
+    document = np.repeat(np.arange(len(contexts)), [len(each) for each in contexts])
+    context = np.concatenate(contexts).astype(np.int64)
+    starts, lengths = (np.array(column)[document] for column in zip(*pack.spans, strict=True))
+    slots = context[:, None] + np.arange(block)
+    inside = slots < lengths[:, None]
+    own = pack.own[starts[:, None] + np.minimum(slots, lengths[:, None] - 1)] & inside
+    trained = np.logical_and.accumulate(own, axis=1)
+    targets = starts[:, None] + np.minimum(slots, lengths[:, None]) - 1
+    device = pack.tokens.device
+    return Blocks(
+        block,
+        document,
+        context,
+        torch.from_numpy(slots.reshape(-1)).to(device),
+        torch.from_numpy(targets).to(device),
+        torch.from_numpy(trained).to(device),
+    )

@@ -1,0 +1,145 @@
+"""The folder that comes out: the adapter's two files and a model card written from what was measured."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.drafter import map_tensors, named_tensors
+from tidar_core.convert.held_out import HeldOutResult
+from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
+from tidar_core.convert.trainer import TrainConfig
+from tidar_core.model.adapter import Adapter, AdapterConfig, BaseIdentity, save_adapter
+from tidar_core.model.weights import AdapterWeights
+
+KIND_NAMES: dict[Kind, str] = {
+    "chat": "conversations that the model had with itself",
+    "code": "code that the model continued",
+    "text": "text that the model continued",
+    "prompt": "given prompts, answered by the model",
+    "file": "given text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a card tells: for which base, from which documents, how trained, how good."""
+
+    base: BaseIdentity
+    model: str
+    documents: dict[Kind, int]
+    own_tokens: int
+    config: TrainConfig
+    device: str
+
+
+def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str) -> Made:
+    """model: how the user called the base on the command line."""
+    documents = {kind: int((corpus.kinds == index).sum()) for index, kind in enumerate(KINDS)}
+    return Made(base, model, documents, corpus.own_tokens(), config, device)
+
+
+def write_folder(
+    directory: Path, made: Made, weights: AdapterWeights, progress: Progress, result: HeldOutResult
+) -> None:
+    """adapter.json, adapter.safetensors (bf16) and README.md, over those that are there.
+
+    Raises ConfigError on a full disk.
+    """
+    names = [name for name, _ in named_tensors(weights)]
+    first = next(tensor for name, tensor in named_tensors(weights) if name.endswith(".A"))
+    config = AdapterConfig(
+        base=made.base,
+        rank=first.shape[0],
+        projections=tuple(p for p in ("qkv", "o", "gate_up", "down") if any(f".{p}." in name for name in names)),
+        block_length=made.config.block,
+        within_block=made.config.within_block,
+        training=_training_record(made, progress, result),
+    )
+    adapter = Adapter(config, map_tensors(weights, lambda tensor: tensor.to(torch.bfloat16)), directory.name)
+    write_atomically(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
+    try:
+        save_adapter(adapter, directory)
+    except OSError as error:
+        raise cannot_write(directory, error) from None
+
+
+def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> dict[str, Any]:
+    return {
+        "data": {"documents": made.documents, "own_tokens": made.own_tokens},
+        "steps": progress.step,
+        "mask_rows": progress.rows,
+        "minutes": round(progress.seconds / 60, 1),
+        "device": made.device,
+        "settings": made.config.settings(),
+        "held_out": {
+            "documents": result.documents,
+            "tokens_per_step": round(result.tokens_per_step, 3),
+            "by_kind": {kind: round(value, 3) for kind, value in result.by_kind.items()},
+            "slot_0": round(result.slot_0, 3),
+            "all_right": [round(share, 3) for share in result.all_right],
+        },
+    }
+
+
+def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress, result: HeldOutResult) -> str:
+    """The README of a published adapter: a front matter that model hubs read, and what was measured."""
+    config, base = made.config, made.base
+    data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.documents.items() if count]
+    kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
+    slots = " ".join(f"{share:.3f}" for share in result.all_right)
+    inside = "both ways" if adapter.within_block == "bidirectional" else "only to earlier slots"
+    return f"""---
+base_model: {made.model}
+library_name: tidar
+tags:
+- tidar
+- speculative-decoding
+- adapter
+---
+
+# A TiDAR drafter for {base.name}
+
+With this adapter {base.name} drafts the tokens to come while it decides the next one, in the same forward pass. The
+adapter acts on mask rows alone: every token is still decided by the base's own weights, so it changes how fast text
+comes and never the text.
+
+    tidar up --model {made.model} --adapter {name}
+
+## Measured
+
+{result.documents} held-out documents, greedy, full pre-drafting, block {adapter.block_length}:
+**{result.tokens_per_step:.2f} tokens per step** (1.00 without drafts).
+
+| documents | tokens per step |
+|---|---|
+{chr(10).join(kinds)}
+
+Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_length - 1}, all right so far: {slots}.
+
+## Made from
+
+{chr(10).join(data)}
+
+{made.own_tokens:,} tokens to learn from; nothing else was used. Questions and answers are the base model's own, and
+its licence is what applies to them and to this adapter.
+
+## Trained
+
+- rank {adapter.rank} on {", ".join(adapter.projections)}; one mask embedding for each of {adapter.block_length} slots,
+  which see each other {inside}
+- {progress.rows:,} mask rows in {progress.step:,} steps, {progress.seconds / 60:.1f} minutes on {made.device}
+- loss {_loss_line(config)}; AdamW (0.9, 0.95), highest learning rate {config.learning_rate:g}, seed {config.seed}
+- base weights {base.fingerprint}, tokenizer {base.tokenizer}; {datetime.now(UTC):%Y-%m-%d}
+"""
+
+
+def _loss_line(config: TrainConfig) -> str:
+    loss = config.loss
+    parts = [f"{loss.kl_share:g} KL"] if loss.kl_share else []
+    parts += [f"{1 - loss.kl_share:g} total variation"] if loss.kl_share < 1 else []
+    slots = f"exp(-(s - 1) / {loss.decay:g})" if loss.weighting == "decay" else "the chance that the slots before hold"
+    return f"{' + '.join(parts)}, slot 0 weighed {loss.first_slot:g}, slot s by {slots}"

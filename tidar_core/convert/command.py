@@ -1,0 +1,108 @@
+"""The `tidar convert` command."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName
+from tidar_core.layout import WithinBlock
+
+if TYPE_CHECKING:  # it would import torch, and with it make every command slow to start
+    from tidar_core.model.adapter import Projection
+
+
+def convert_command(
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")
+    ] = DEFAULT_MODEL,
+    out: Annotated[Path, typer.Option(help="The folder that the adapter goes to; the work lies beside it.")] = Path(
+        "drafter"
+    ),
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything, earlier runs included.")] = 60.0,
+    own_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of its own words to gather; 0: what fits into 45 % of the time.")
+    ] = 0,
+    steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,
+    prompts: Annotated[
+        Path | None, typer.Option(help='Questions to answer besides its own: one a line, plain or {"prompt": …}.')
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text to learn from besides its own words.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Where the token shards are; later runs may use them too.")] = None,
+    start: Annotated[
+        str, typer.Option(help="Go on from an adapter (rank and projections are its own): its directory, or 'default'.")
+    ] = "none",
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
+    projections: Annotated[
+        str, typer.Option(help="What it adapts, some of qkv,o,gate_up,down.")
+    ] = "qkv,o,gate_up,down",
+    block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
+    within_block: Annotated[
+        WithinBlock, typer.Option(help="Whether slots see each other both ways or only the earlier ones.")
+    ] = "bidirectional",
+    anchors: Annotated[int, typer.Option(min=1, help="Mask blocks behind each document in a step, at most.")] = 64,
+    kl_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="KL's share of the loss; the rest is total variation.")
+    ] = 1.0,
+    slot_weights: Annotated[
+        Literal["decay", "product"],
+        typer.Option(help="How later slots count: falling by a fixed rate, or by how often they are reached."),
+    ] = "decay",
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1.5e-3,
+    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step; 0: what suits the device.")] = 0,
+    rows_at_once: Annotated[
+        int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")
+    ] = 0,
+    generator: Annotated[
+        Literal["engine", "transformers"], typer.Option(help="What generates the text; the engine is faster.")
+    ] = "engine",
+    seed: Annotated[int, typer.Option(min=0, help="Fixes the questions, the anchors and the start.")] = 0,
+    dtype: Annotated[DTypeName, typer.Option(help="The base's weights and arithmetic.")] = "bfloat16",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it runs; auto takes a GPU where there is one.")
+    ] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves it to torch.")] = 0,
+) -> None:
+    """Give a model its drafter: it writes its own questions and answers, and a small adapter learns to draft them.
+
+    No data set is needed, and no token of the model's text changes. Started again, it goes on where it was; the
+    folder always has the best adapter so far and a model card of what was measured.
+    """
+    console = Console(stderr=True)
+    try:
+        from tidar_core.convert.losses import LossConfig
+        from tidar_core.convert.run import ConvertOptions, convert
+        from tidar_core.convert.screen import TerminalScreen
+        from tidar_core.convert.trainer import TrainConfig
+
+        train = TrainConfig(
+            block=block_length, within_block=within_block, loss=LossConfig(kl_share, slot_weights), anchors=anchors,
+            rows_a_step=rows, rows_a_pass=rows_at_once, learning_rate=learning_rate, seed=seed,
+        )  # fmt: skip
+        options = ConvertOptions(
+            model=model, out=out.absolute(), data=data, minutes=minutes, own_tokens=own_tokens, steps=steps,
+            prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
+            generator=generator, device=device, dtype=dtype, threads=threads, train=train,
+        )  # fmt: skip
+        with TerminalScreen(console) as screen:
+            progress = convert(options, screen)
+    except ConfigError as error:
+        console.print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from here", highlight=False)
+        raise typer.Exit(130) from None
+    console.print(
+        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n"
+        f"    tidar up --model {model} --adapter {out}",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _projections(named: str) -> "tuple[Projection, ...]":
+    known: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    wanted = [name.strip() for name in named.split(",")]
+    if not set(wanted) <= set(known):
+        raise ConfigError(f"--projections {named}: choose some of {', '.join(known)}")
+    return tuple(name for name in known if name in wanted)

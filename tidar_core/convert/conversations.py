@@ -1,0 +1,212 @@
+"""A model's own words as data: planned jobs, each led from its first prompt to a finished document.
+
+A job is fixed by its number and the seed: its kind, its first words, its temperature. So a run that was interrupted
+goes on with the jobs that are not done, and nothing else needs to be kept.
+
+    chat    the model asks itself a question behind its template's open user turn, then answers, perhaps again
+    code    a code opening and a few sampled tokens, continued without a template; text: the same with prose
+    prompt  a question of the user's (--prompts), answered; file: the user's text (--text), as it stands
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.convert.seeds import CODE_OPENINGS, QUESTION_CODE_OPENINGS, QUESTION_OPENINGS, TEXT_OPENINGS
+from tidar_core.convert.shards import Document, Kind, content_key
+from tidar_core.convert.sources import Completion
+from tidar_core.convert.template import Turn, answer_prompt, decode, encode, has_special, open_user_turn, text_start
+from tidar_core.request import SamplingParams
+
+ANSWER_TEMPERATURES = (0.0, 0.0, 0.0, 0.8, 1.0)  # drawn from: most answers that are served are greedy or cool
+TOP_P, TOP_K = 0.95, 256  # what a small model keeps beyond is noise, and a whole sort of the vocabulary is slow
+STEM_TOKENS = (4, 24)  # sampled behind an opening, so that no two texts begin alike
+LEAST_OWN_TOKENS = 8
+LONGEST_LOOP, LOOP_REPEATS = 48, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the documents are to be. chat: the model has a chat template. question_tokens, answer_tokens: at most so
+    many each; longest: positions a document may have."""
+
+    seed: int
+    chat: bool
+    question_tokens: int = 128
+    answer_tokens: int = 320
+    longest: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """number: -1 for the user's own prompts. opening: the first words given. seed: of its sampling."""
+
+    number: int
+    kind: Kind
+    opening: str
+    temperature: float
+    turns: int
+    seed: int
+
+
+def plan_job(plan: Plan, number: int) -> Job:
+    """The job of this number: always the same one."""
+    draw = random.Random(f"{plan.seed}/{number}")
+    kind: Kind = draw.choices(("chat", "code", "text"), (0.8, 0.1, 0.1))[0]
+    if not plan.chat and kind == "chat":
+        kind = "text"
+    if kind == "code":
+        opening = draw.choice(CODE_OPENINGS)
+    elif kind == "text":
+        opening = draw.choice(("", *TEXT_OPENINGS))
+    else:
+        openings = draw.choices(((), QUESTION_OPENINGS, QUESTION_CODE_OPENINGS), (0.3, 0.5, 0.2))[0]
+        opening = draw.choice(openings) if openings else ""
+    turns = draw.choices((1, 2, 3), (0.75, 0.17, 0.08))[0] if kind == "chat" else 1
+    temperature = draw.choice(ANSWER_TEMPERATURES)
+    return Job(number, kind, opening, temperature, turns, draw.getrandbits(48))
+
+
+def prompt_job(plan: Plan, prompt: str) -> Job:
+    """The job of answering a question of the user's."""
+    return Job(-1, "prompt", prompt, 0.0, 1, random.Random(f"{plan.seed}/{prompt}").getrandbits(48))
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A completion that a conversation needs next."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One job on its way. `start` gives its first wish, `advance` the next one, or None when it is over: then
+    `document` is what came of it, None where that is worth nothing."""
+
+    job: Job
+    plan: Plan
+    tokenizer: PreTrainedTokenizerFast
+    seen: set[int]
+    turns: list[Turn] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+    own: list[bool] = field(default_factory=list)
+    key: int = 0
+    asking: bool = False
+
+    def start(self) -> Wish | None:
+        if self.job.kind in ("code", "text"):
+            self._give(text_start(self.tokenizer, self.job.opening))
+            return self._wish_stem()
+        if self.job.kind == "prompt":
+            return self._ask(self.job.opening)
+        return self._wish_question(self.job.opening)
+
+    def advance(self, completion: Completion) -> Wish | None:
+        """Takes what a wish brought."""
+        if self.asking:
+            self.asking = False
+            return self._take_question(completion) if self.job.kind == "chat" else self._take_stem(completion)
+        kept = completion.tokens[: loop_start(completion.tokens)]
+        self.tokens += kept
+        self.own += [True] * len(kept)
+        ended = completion.ended and len(kept) == len(completion.tokens)
+        if self.job.kind != "chat" or not ended or len(self.turns) >= 2 * self.job.turns - 1:
+            return None
+        answer = decode(self.tokenizer, completion.tokens, skip_special=True)
+        self.turns.append({"role": "assistant", "content": answer})
+        return self._wish_question("")
+
+    def document(self) -> Document | None:
+        if sum(self.own) < LEAST_OWN_TOKENS:
+            return None
+        return Document(self.tokens, tuple(self.own), self.key, self.job.kind, self.job.number)
+
+    def _wish_stem(self) -> Wish | None:
+        self.asking = True
+        count = random.Random(self.job.seed).randint(*STEM_TOKENS)
+        return self._fitting(self.tokens, SamplingParams(count, top_p=TOP_P, top_k=TOP_K, seed=self.job.seed))
+
+    def _take_stem(self, completion: Completion) -> Wish | None:
+        if completion.ended:
+            return None
+        self._give(self.tokens + completion.tokens)
+        return self._wish_answer() if self._is_new(self.tokens) else None
+
+    def _wish_question(self, opening: str) -> Wish | None:
+        turn = open_user_turn(self.tokenizer, self.turns, opening)
+        if turn is None or not self._extends(turn.tokens):
+            return None
+        self.asking = True
+        params = SamplingParams(
+            max_tokens=self.plan.question_tokens, top_p=TOP_P, top_k=TOP_K, seed=self.job.seed,
+            stop=turn.stop, stop_token_ids=turn.stop_ids,
+        )  # fmt: skip
+        return self._fitting(turn.tokens, params)
+
+    def _take_question(self, completion: Completion) -> Wish | None:
+        """A question counts where it ended by itself, says something and was not asked before."""
+        said = completion.tokens if completion.stop is not None else completion.tokens[:-1]
+        if not completion.ended or has_special(self.tokenizer, said):
+            return None
+        text = decode(self.tokenizer, said)
+        if completion.stop is not None:
+            text = text[: text.find(completion.stop)]
+        opening = self.job.opening if not self.turns else ""
+        return self._ask((opening + text).strip())
+
+    def _ask(self, question: str) -> Wish | None:
+        words = encode(self.tokenizer, question)
+        if len(words) < 3 and self.job.kind == "chat":
+            return None
+        if not self.turns and not self._is_new(words):
+            return None
+        self.turns.append({"role": "user", "content": question})
+        prompt = answer_prompt(self.tokenizer, self.turns) if self.plan.chat else text_start(self.tokenizer, question)
+        if not self._extends(prompt):
+            return None
+        self._give(prompt)
+        return self._wish_answer()
+
+    def _wish_answer(self) -> Wish | None:
+        params = SamplingParams(self.plan.answer_tokens, temperature=0.0)
+        if self.job.temperature:
+            params = replace(params, temperature=self.job.temperature, top_p=TOP_P, top_k=TOP_K, seed=self.job.seed + 1)
+        return self._fitting(self.tokens, params)
+
+    def _is_new(self, tokens: tuple[int, ...]) -> bool:
+        """Names the document after what it answers or continues; False where that was there before."""
+        self.key = content_key(tokens)
+        new = self.key not in self.seen
+        self.seen.add(self.key)
+        return new
+
+    def _fitting(self, prompt: tuple[int, ...], params: SamplingParams) -> Wish | None:
+        return Wish(prompt, params) if len(prompt) + params.max_tokens <= self.plan.longest else None
+
+    def _extends(self, tokens: tuple[int, ...]) -> bool:
+        """Whether the template reads back what was said as the very tokens that were said."""
+        return tokens[: len(self.tokens)] == self.tokens
+
+    def _give(self, tokens: tuple[int, ...]) -> None:
+        self.own += [False] * (len(tokens) - len(self.tokens))
+        self.tokens = tokens
+
+
+def loop_start(tokens: Sequence[int]) -> int:
+    """How many tokens to keep of a text that may end in a loop: all, or those up to the loop's second round.
+
+    A loop is a run of up to 48 tokens said at least four times up to the end (twice that for a single token, as in
+    a row of dashes).
+    """
+    length = len(tokens)
+    for period in range(1, min(LONGEST_LOOP, length // LOOP_REPEATS) + 1):
+        same = 0
+        while same < length - period and tokens[length - 1 - same] == tokens[length - 1 - same - period]:
+            same += 1
+        if same + period >= period * LOOP_REPEATS * (2 if period == 1 else 1):
+            return length - same + period
+    return length

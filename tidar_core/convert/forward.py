@@ -1,0 +1,76 @@
+"""The two passes of a training step: clean rows once, without gradient, and mask rows behind them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidar_core.config import ModelConfig
+from tidar_core.convert.attention import Attention, CleanKV, clean_attention, mask_attention
+from tidar_core.convert.blocks import Blocks, Pack
+from tidar_core.convert.flex import flex_clean_attention, flex_mask_attention, flex_runs
+from tidar_core.convert.ops import training_ops
+from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
+from tidar_core.layout import WithinBlock
+from tidar_core.model.decoder import run_layers
+from tidar_core.model.weights import AdapterWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBase:
+    """The base model as the trainer runs it: its weights never change. flex: attention by FlexAttention."""
+
+    config: ModelConfig
+    weights: ModelWeights
+    rotary: Rotary
+    ops: Ops
+    flex: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weights.embedding.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """What the clean pass leaves: keys and values of all layers, and the final hidden states [rows, hidden]."""
+
+    pack: Pack
+    kv: CleanKV
+    hidden: Tensor
+
+
+def frozen_base(
+    config: ModelConfig, weights: ModelWeights, report: Callable[[str], None] = lambda line: None
+) -> FrozenBase:
+    """The loaded model, ready to train a drafter for. report gets a line where something makes it slower."""
+    device = weights.embedding.device
+    flex = device.type == "cuda" and flex_runs(report)
+    return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report), flex)
+
+
+@torch.no_grad()
+def run_clean(base: FrozenBase, pack: Pack) -> Clean:
+    """Reads the documents as the engine reads them: causal, without the adapter."""
+    kv = CleanKV([], [])
+    attend = flex_clean_attention if base.flex else clean_attention
+    attention = attend(base.config, base.weights, base.rotary, pack, kv)
+    x = base.weights.embedding[pack.tokens]
+    return Clean(pack, kv, run_layers(base.ops, base.config, base.weights, None, x, len(x), attention))
+
+
+def run_masks(
+    base: FrozenBase, adapter: AdapterWeights, clean: Clean, blocks: Blocks, within_block: WithinBlock
+) -> Tensor:
+    """Final hidden states of the mask rows, [blocks * block, hidden], differentiable in `adapter` (of the base's
+    dtype)."""
+    attend = flex_mask_attention if base.flex else mask_attention
+    attention: Attention = attend(base.config, base.weights, base.rotary, clean.pack, clean.kv, blocks, within_block)
+    slots = adapter.slot_embeddings[: blocks.block]
+    x = slots.expand(len(blocks), -1, -1).reshape(-1, slots.shape[1])
+    return run_layers(base.ops, base.config, base.weights, adapter, x, 0, attention)

@@ -1,0 +1,149 @@
+"""What a drafter is worth: tokens per step on held-out documents, by simulated full pre-drafting.
+
+A greedy sequence under full pre-drafting moves from context end c to c + a, where a - 1 drafts behind slot 0 hold in
+a row. Whether the draft of slot s at c holds does not depend on what was drafted before, so all blocks of a window
+are judged at once, and then walked through as decoding would: every step lands on the next context end.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidar_core.convert.blocks import Blocks, anchor_places, lay_blocks, pack_documents
+from tidar_core.convert.forward import FrozenBase, run_clean, run_masks
+from tidar_core.convert.shards import KINDS, Corpus, Kind
+from tidar_core.layout import WithinBlock
+from tidar_core.model.weights import AdapterWeights
+
+WINDOW = 48  # context ends judged in each of so many documents; more in each where there are fewer
+DOCUMENTS = 64
+TOKENS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutResult:
+    """tokens_per_step: emitted tokens / decode steps, greedy, full pre-drafting. by_kind: the same for each kind of
+    document. slot_0: how often slot 0 says what the base says. all_right: how often slots 1 … s all hold."""
+
+    documents: int
+    tokens_per_step: float
+    by_kind: dict[Kind, float]
+    slot_0: float
+    all_right: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Windows of held-out documents: tokens and own flags, where each window's blocks begin, and what kind it is."""
+
+    documents: tuple[tuple[np.ndarray, np.ndarray], ...]
+    windows: tuple[np.ndarray, ...]
+    kinds: tuple[Kind, ...]
+
+
+def choose_windows(corpus: Corpus, held: Sequence[int], block: int, max_positions: int) -> HeldOut:
+    """A window in each of the first documents of `held` that has room for one; the same on every call."""
+    found = [(index, anchor_places(corpus.document(index)[1], block, max_positions)) for index in held]
+    found = [(index, places) for index, places in found if len(places)][:DOCUMENTS]
+    longest = max(WINDOW, DOCUMENTS * WINDOW // max(1, len(found)))
+    documents: list[tuple[np.ndarray, np.ndarray]] = []
+    windows: list[np.ndarray] = []
+    for index, places in found:
+        tokens, own = corpus.document(index)
+        draw = np.random.default_rng(int(corpus.keys[index]) & 0x7FFFFFFF)
+        first = int(draw.integers(max(1, len(places) - longest + 1)))
+        # A window is a run of context ends without a gap: turns of a conversation are not joined.
+        window = places[first : first + longest]
+        window = window[: int(np.argmax(np.diff(window, append=-1) != 1)) + 1]
+        end = int(window[-1]) + block
+        documents.append((tokens[:end], own[:end]))
+        windows.append(window)
+    kinds = tuple(KINDS[int(corpus.kinds[index])] for index, _ in found)
+    return HeldOut(tuple(documents), tuple(windows), kinds)
+
+
+def measure_held_out(
+    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
+) -> HeldOutResult:
+    """Tokens per step of `adapter` (of the base's dtype) with proposals of `block` slots."""
+    held = judge_windows(base, adapter, held_out, block, within_block)
+    steps, tokens = zip(*(_walk(holds[:, 1:]) for holds in held), strict=True)
+    by_kind: dict[Kind, float] = {}
+    for kind in dict.fromkeys(held_out.kinds):
+        mine = [index for index, each in enumerate(held_out.kinds) if each == kind]
+        by_kind[kind] = sum(tokens[index] for index in mine) / sum(steps[index] for index in mine)
+    rows = np.concatenate(held)
+    return HeldOutResult(
+        documents=len(held),
+        tokens_per_step=sum(tokens) / sum(steps),
+        by_kind=by_kind,
+        slot_0=float(rows[:, 0].mean()),
+        all_right=tuple(np.logical_and.accumulate(rows[:, 1:], axis=1).mean(0).tolist()),
+    )
+
+
+@torch.no_grad()
+def judge_windows(
+    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
+) -> list[np.ndarray]:
+    """For each window bool [context ends, block]: whether the slot says what the base says there; never where the
+    document's own words are over."""
+    return [
+        holds for group in _groups(held_out) for holds in _judge(base, adapter, held_out, group, block, within_block)
+    ]
+
+
+def _groups(held_out: HeldOut) -> Iterator[range]:
+    """Documents that are read together."""
+    first, tokens = 0, 0
+    for index, (document, _) in enumerate(held_out.documents):
+        if tokens and tokens + len(document) > TOKENS_AT_ONCE:
+            yield range(first, index)
+            first, tokens = index, 0
+        tokens += len(document)
+    yield range(first, len(held_out.documents))
+
+
+def _judge(
+    base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, group: range, block: int, within_block: WithinBlock
+) -> list[np.ndarray]:
+    pack = pack_documents([held_out.documents[index] for index in group], base.device)
+    clean = run_clean(base, pack)
+    blocks = lay_blocks(pack, [held_out.windows[index] for index in group], block)
+    holds = []
+    for first in range(0, len(blocks), 256):
+        part = blocks.part(first, min(first + 256, len(blocks)))
+        drafted = _best(base, run_masks(base, adapter, clean, part, within_block))
+        holds.append(_agree(base, clean.hidden, part, drafted))
+    together = torch.cat(holds).cpu().numpy()
+    return np.split(together, np.cumsum([len(held_out.windows[index]) for index in group])[:-1])
+
+
+def _agree(base: FrozenBase, clean: Tensor, blocks: Blocks, drafted: Tensor) -> Tensor:
+    rows, mine = blocks.target_rows.flatten().unique(return_inverse=True)
+    truths = _best(base, clean[rows])[mine]
+    return (drafted == truths).view(blocks.trained.shape) & blocks.trained
+
+
+def _best(base: FrozenBase, hidden: Tensor) -> Tensor:
+    """The best token of each row, without ever holding all logits."""
+    parts = hidden.split(max(16, (8 << 20) // base.weights.head.shape[0]))
+    return torch.cat([base.ops.head(part, base.weights.head).max(-1).indices for part in parts])
+
+
+def _walk(holds: np.ndarray) -> tuple[int, int]:
+    """Decode steps and tokens of walks through a window from each of its first context ends.
+
+    holds: bool [window, slots], without slot 0."""
+    moves = 1 + np.logical_and.accumulate(holds, axis=1).sum(1)
+    steps = tokens = 0
+    for start in range(min(holds.shape[1] + 1, len(moves))):
+        place = start
+        while place < len(moves):
+            steps += 1
+            tokens += int(moves[place])
+            place += int(moves[place])
+    return steps, tokens

@@ -1,0 +1,184 @@
+"""What a draft is judged by: its distance from the base's distribution, and how much each slot counts.
+
+For a mask row with the draft distribution q, where the base says p, the loss is a mixture of KL(p ‖ q) and the total
+variation ½ Σ |p − q|. Greedy drafts hold where the two agree on the best token, sampled ones at least as often as
+(1 − TV)/(1 + TV) (see `tidar_core.sampling`).
+
+Logits over a vocabulary are the largest tensors of training by far. So loss and gradient are computed together, some
+rows at a time: the gradient with respect to the logits is known in closed form, is carried through the head at once,
+and no more than those rows' logits is ever held. The head itself is frozen and gets no gradient.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+SlotWeighting = Literal["decay", "product"]
+NEGLIGIBLE = 1e-3  # slots that weigh less are not computed
+LOGITS_AT_ONCE = {"cpu": 6 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """kl_share: of KL in the mixture, the rest is total variation.
+
+    weighting: "decay" weighs slot s ≥ 1 by exp(-(s - 1) / decay), "product" by how likely it is to be reached: the
+    product of 1 - TV over the slots 1 … s-1 of its own block. Slot 0, which guesses what the base says at the same
+    time, weighs `first_slot` in either.
+    """
+
+    kl_share: float = 1.0
+    weighting: SlotWeighting = "decay"
+    decay: float = 4.0
+    first_slot: float = 0.3
+
+    def profile(self, block: int) -> Tensor:
+        """Weights of the slots, fp32 [block]; for "product" those of a block whose slots all hold."""
+        behind = torch.arange(block - 1, dtype=torch.float32)
+        weights = torch.exp(-behind / self.decay) if self.weighting == "decay" else torch.ones(block - 1)
+        return torch.cat((torch.tensor([self.first_slot]), weights))
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What came out, by row: [blocks, block], zero where a slot was not computed.
+
+    distance: the unweighted loss. overlap: 1 - TV. agrees: whether draft and base have the same best token, so that a
+    greedy draft holds. weights: what each row counted. loss: the weighted mean, the only one that has a gradient.
+    """
+
+    loss: Tensor
+    distance: Tensor
+    overlap: Tensor
+    agrees: Tensor
+    weights: Tensor
+
+
+def draft_loss(
+    drafted: Tensor,
+    head: Tensor,
+    clean: Tensor,
+    target_rows: Tensor,
+    trained: Tensor,
+    config: LossConfig,
+    normaliser: float,
+    rows_at_once: int = 0,
+) -> Judged:
+    """The loss of some blocks of mask rows, and its gradient with respect to `drafted`.
+
+    drafted: final hidden states of the mask rows [blocks * block, hidden], block by block. head: [vocab, hidden].
+    clean: final hidden states of the base's rows [rows, hidden], without gradient. target_rows: int64
+    [blocks, block], the row of `clean` that each slot should agree with. trained: bool [blocks, block], slots that
+    have a target. normaliser: what the weighted sum is divided by, the same for all parts of a step.
+    rows_at_once: rows whose logits are held at a time; 0 for what suits the device.
+    """
+    at_once = rows_at_once or max(16, LOGITS_AT_ONCE.get(drafted.device.type, 64 << 20) // head.shape[0])
+    loss, *rows = _DraftLoss.apply(drafted, head, clean, target_rows, trained, config, normaliser, at_once)
+    return Judged(loss, *rows)
+
+
+class _DraftLoss(torch.autograd.Function):
+    """Weighted distance in the forward pass, with the gradient kept for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        drafted: Tensor,
+        head: Tensor,
+        clean: Tensor,
+        target_rows: Tensor,
+        trained: Tensor,
+        config: LossConfig,
+        normaliser: float,
+        rows_at_once: int,
+    ) -> tuple[Tensor, ...]:
+        blocks, block = target_rows.shape
+        profile = config.profile(block).to(drafted.device)
+        wanted = trained & (profile >= NEGLIGIBLE)
+        gradient = torch.zeros_like(drafted)
+        distance, overlap, agrees, weights = drafted.new_zeros((4, blocks, block), dtype=torch.float32)
+        buffers = _Buffers(drafted, head, rows_at_once + block)
+        step = max(1, rows_at_once // block)
+        for first in range(0, blocks, step):
+            part = slice(first, first + step)
+            rows = wanted[part].flatten().nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            found = _judge_rows(drafted, head, clean, rows + first * block, target_rows, config.kl_share, buffers)
+            for whole, values in ((distance, found.distance), (overlap, found.overlap), (agrees, found.agrees)):
+                whole[part].view(-1).index_copy_(0, rows, values)
+            weights[part] = _weights(overlap[part], wanted[part], profile, config.weighting)
+            scale = weights[part].flatten()[rows] / normaliser
+            gradient.index_copy_(0, rows + first * block, found.gradient * scale.to(drafted.dtype)[:, None])
+        ctx.save_for_backward(gradient)
+        loss = (distance * weights).sum() / normaliser
+        ctx.mark_non_differentiable(distance, overlap, agrees, weights)
+        return loss, distance, overlap, agrees, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0].to(gradient.dtype), *[None] * 7)
+
+
+def _weights(overlap: Tensor, wanted: Tensor, profile: Tensor, weighting: SlotWeighting) -> Tensor:
+    """[blocks, block]: the profile, for "product" times the overlaps of the slots 1 … s-1 before."""
+    weights = profile.expand_as(overlap).clone()
+    if weighting == "product" and overlap.shape[1] > 2:
+        weights[:, 2:] *= overlap[:, 1:-1].cumprod(dim=1)
+    return weights.masked_fill_(~wanted, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    distance: Tensor
+    overlap: Tensor
+    agrees: Tensor
+    gradient: Tensor
+
+
+class _Buffers:
+    """Four [rows, vocab] tensors that all parts of a step share."""
+
+    def __init__(self, drafted: Tensor, head: Tensor, rows: int):
+        self._held = [drafted.new_empty(rows, head.shape[0]) for _ in range(4)]
+
+    def __call__(self, index: int, rows: int) -> Tensor:
+        return self._held[index][:rows]
+
+
+def _judge_rows(
+    drafted: Tensor, head: Tensor, clean: Tensor, rows: Tensor, target_rows: Tensor, kl_share: float, buffers: _Buffers
+) -> _Rows:
+    """The unweighted distance of `rows`, and its gradient with respect to their hidden states."""
+    targets, mine = target_rows.flatten()[rows].unique(return_inverse=True)
+    count = len(rows)
+    log_q, log_p = buffers(0, count), buffers(1, len(targets))
+    p, spare = buffers(2, count), buffers(3, count)
+    torch.mm(drafted[rows], head.t(), out=spare)
+    best_q = spare.max(-1).indices
+    torch.log_softmax(spare, -1, out=log_q)
+    torch.mm(clean[targets], head.t(), out=spare[: len(targets)])
+    best_p = spare[: len(targets)].max(-1).indices
+    torch.log_softmax(spare[: len(targets)], -1, out=log_p)
+    p_once = torch.exp(log_p, out=spare[: len(targets)])
+    torch.index_select(p_once, 0, mine, out=p)
+    agrees = (best_q == best_p[mine]).float()
+
+    distance = torch.zeros(count, dtype=torch.float32, device=rows.device)
+    if kl_share > 0:
+        entropy = log_p.mul_(p_once).sum(-1, dtype=torch.float32)
+        distance += kl_share * (entropy[mine] - torch.mul(p, log_q, out=spare).sum(-1, dtype=torch.float32))
+    q = log_q.exp_()
+    difference = torch.sub(q, p, out=p)
+    variation = 0.5 * torch.abs(difference, out=spare).sum(-1, dtype=torch.float32)
+    if kl_share < 1:
+        distance += (1 - kl_share) * variation
+        # d TV / d logits = q (g - Σ q g) with g = ½ sign(q - p)
+        signs = torch.sign(difference, out=spare).mul_(0.5 * (1 - kl_share))
+        mean = torch.mul(q, signs, out=buffers(1, count)).sum(-1, keepdim=True, dtype=torch.float32)
+        slope = signs.sub_(mean.to(signs.dtype)).mul_(q)
+        difference = slope.add_(difference, alpha=kl_share)
+    return _Rows(distance, 1 - variation, agrees, difference @ head)

@@ -1,0 +1,131 @@
+"""The decoder's operations for training: the reference's values, with gradients written out.
+
+Only the adapter learns, so the base's weights get no gradient, and what autograd would keep or compute for them is
+left out. `rotate_and_store` and `attend` are absent: the trainer attends in `attention.py`, without pages.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidar_core.kernels.ops import Ops
+from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.model.weights import LowRank
+
+
+class _Linear(torch.autograd.Function):
+    """x weightᵀ + bias + (x aᵀ) bᵀ with gradients for x, a and b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        narrow = F.linear(x, a)
+        ctx.save_for_backward(x, weight, a, b, narrow)
+        return F.linear(x, weight, bias).addmm_(narrow, b.t())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, a, b, narrow = ctx.saved_tensors
+        d_narrow = dy @ b
+        return (dy @ weight).addmm_(d_narrow, a), None, None, d_narrow.t() @ x, dy.t() @ narrow
+
+
+class _AddNorm(torch.autograd.Function):
+    """RMSNorm of residual + x, and the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        total = x.clone() if residual is None else residual + x
+        wide = total.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(total, inverse, weight)
+        ctx.has_residual = residual is not None
+        return weight * (wide * inverse).to(x.dtype), total
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, d_normed: Tensor | None, d_total: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        total, inverse, weight = ctx.saved_tensors
+        out = d_total
+        if d_normed is not None:
+            unit = total.float() * inverse
+            slope = (d_normed * weight).float()
+            along = (slope * unit).mean(-1, keepdim=True)
+            slope.sub_(unit.mul_(along)).mul_(inverse)
+            out = (slope if d_total is None else slope.add_(d_total)).to(total.dtype)
+        return out, out if ctx.has_residual else None, None, None
+
+
+class _SiluMul(torch.autograd.Function):
+    """silu(gate) * up."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        d_gate, d_up = out.chunk(2, dim=-1)
+        torch.mul(dy, F.silu(gate), out=d_up)
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
+        return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    """As in `Ops`; with an adapter, all rows must be mask rows."""
+    if low_rank is None:
+        return F.linear(x, weight, bias)
+    if first_mask_row:
+        raise ValueError("the trainer's adapter runs on mask rows alone")
+    return _Linear.apply(x, weight, bias, low_rank.a, low_rank.b)
+
+
+def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _AddNorm.apply(x, residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return _SiluMul.apply(gate_up)
+
+
+def _not_here(*arguments: Any) -> Tensor:
+    raise NotImplementedError("the trainer has an attention of its own and no pages")
+
+
+def training_ops(device: torch.device, report: Callable[[str], None]) -> Ops:
+    """The operations that mask rows are trained with; on a GPU the elementwise ones are compiled."""
+    norm, silu = add_norm, silu_mul
+    if device.type == "cuda":
+        norm = compiled(REFERENCE_OPS.add_norm, report)
+        silu = compiled(REFERENCE_OPS.silu_mul, report)
+    return replace(
+        REFERENCE_OPS, name="training", linear=linear, add_norm=norm, silu_mul=silu,
+        rotate_and_store=_not_here, attend=_not_here,
+    )  # fmt: skip
+
+
+def compiled(function: Callable[..., Any], report: Callable[[str], None]) -> Callable[..., Any]:
+    """torch.compile of `function`; where the compiler fails here, one line to `report` and the function as it is."""
+    chosen: list[Callable[..., Any]] = [torch.compile(function, dynamic=True)]
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return chosen[0](*arguments)
+        except Exception as error:  # a missing or broken compiler shows itself in many ways
+            if chosen[0] is function:
+                raise
+            chosen[0] = function
+            report(f"running without torch.compile, which is slower: {type(error).__name__}")
+            return function(*arguments)
+
+    return run

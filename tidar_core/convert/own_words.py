@@ -1,0 +1,204 @@
+"""Fills a data directory: the user's text as it stands, the user's prompts answered, then the model's own words."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.config import ConfigError
+from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Conversation, Job, Plan, Wish, plan_job, prompt_job
+from tidar_core.convert.shards import Document, ShardStore, Stored, content_key
+from tidar_core.convert.sources import TextSource
+from tidar_core.convert.template import encode
+
+FLUSH_SECONDS = 30.0
+FLUSH_TOKENS = 1_000_000
+HOPELESS = 500  # jobs without a single document
+DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that are on their way
+TEXT_PIECE = 1 << 16  # characters tokenized at once
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When to stop: as soon as there are `own_tokens` (0: no such limit) or `seconds` were spent (0: no limit)."""
+
+    own_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
+    way. dropped: jobs of this run that gave no document."""
+
+    documents: int
+    own_tokens: int
+    growing: int
+    dropped: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run's books."""
+
+    store: ShardStore
+    documents: int
+    own_tokens: int
+    seconds_before: float
+    began: float = field(default_factory=time.monotonic)
+    flushed: float = field(default_factory=time.monotonic)
+    fresh: list[Document] = field(default_factory=list)
+    fresh_done: list[int] = field(default_factory=list)
+    dropped: int = 0
+    made: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.began
+
+    def finish(self, conversation: Conversation) -> None:
+        document = conversation.document()
+        if document is None:
+            self.dropped += 1
+        else:
+            self.made += 1
+            self.documents += 1
+            self.own_tokens += document.own_tokens
+            self.fresh.append(document)
+        if conversation.job.number >= 0:
+            self.fresh_done.append(conversation.job.number)
+        if self.dropped >= HOPELESS and not self.made:
+            raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
+
+    def flush(self, now_and_then: bool) -> None:
+        """Writes what is fresh; with `now_and_then` only when it is time."""
+        waited = time.monotonic() - self.flushed
+        due = waited > FLUSH_SECONDS or sum(len(document.tokens) for document in self.fresh) > FLUSH_TOKENS
+        if (self.fresh or self.fresh_done) and (due or not now_and_then):
+            self.store.append(self.fresh, self.fresh_done, waited)
+            self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
+
+
+def gather_own_words(
+    source: TextSource,
+    tokenizer: PreTrainedTokenizerFast,
+    plan: Plan,
+    store: ShardStore,
+    goal: Goal,
+    prompts: Sequence[str] = (),
+    progress: Callable[[Gathered], None] = lambda gathered: None,
+) -> Gathered:
+    """Generates documents into `store` until the goal is reached, behind those that are there.
+
+    Prompts come first; they are answered once. Finished documents are on disk half a minute later at most. Raises
+    ConfigError where the disk is full or the model says nothing that can be used.
+    """
+    stored = store.read()
+    seen = set(stored.corpus.keys.tolist())
+    run = _Run(store, len(stored.corpus), stored.corpus.own_tokens(), stored.seconds)
+    jobs = _jobs(plan, [prompt for prompt in prompts if question_key(tokenizer, prompt) not in seen], stored)
+    open_ones: dict[int, Conversation] = {}
+    first_emitted, landed, number = source.emitted, 0, 0
+
+    def go_on(key: int, conversation: Conversation, wish: Wish | None) -> None:
+        if wish is not None and source.submit(key, wish.prompt, wish.params):
+            open_ones[key] = conversation
+        else:
+            run.finish(conversation)
+
+    while True:
+        growing = max(0, source.emitted - first_emitted - landed)
+        progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds))
+        late = bool(goal.seconds) and run.seconds >= goal.seconds
+        enough = bool(goal.own_tokens) and run.own_tokens + growing >= goal.own_tokens
+        enough |= bool(goal.seconds) and run.seconds >= goal.seconds - min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
+        while not enough and source.in_flight < source.capacity + source.capacity // 4:
+            conversation = Conversation(next(jobs), plan, tokenizer, seen)
+            go_on(number, conversation, conversation.start())
+            number += 1
+        if late or not open_ones:
+            break
+        for completion in source.step():
+            landed += len(completion.tokens)
+            conversation = open_ones.pop(completion.key)
+            go_on(completion.key, conversation, conversation.advance(completion))
+        run.flush(now_and_then=True)
+    run.flush(now_and_then=False)
+    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds)
+
+
+def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:
+    """The key of the document that answers a question."""
+    return content_key(encode(tokenizer, question))
+
+
+def _jobs(plan: Plan, prompts: list[str], stored: Stored) -> Iterator[Job]:
+    for prompt in dict.fromkeys(prompts):
+        yield prompt_job(plan, prompt)
+    number = 0
+    while True:
+        if number not in stored.done:
+            yield plan_job(plan, number)
+        number += 1
+
+
+def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int) -> int:
+    """Cuts the text of a file into documents of at most `longest` tokens; those that are stored already are left
+    out. Gives how many were added. Raises ConfigError where the file cannot be read or the disk is full."""
+    seen = set(store.read().corpus.keys.tolist())
+    fresh: list[Document] = []
+    added = 0
+    for tokens in _windows(tokenizer, path, longest):
+        key = content_key(tokens)
+        if key in seen or len(tokens) <= LEAST_OWN_TOKENS:
+            continue
+        seen.add(key)
+        fresh.append(Document(tokens, (False, *[True] * (len(tokens) - 1)), key, "file", -1))
+        added += 1
+        if len(fresh) * longest >= FLUSH_TOKENS:
+            store.append(fresh, [], 0.0)
+            fresh = []
+    if fresh:
+        store.append(fresh, [], 0.0)
+    return added
+
+
+def _windows(tokenizer: PreTrainedTokenizerFast, path: Path, longest: int) -> Iterator[tuple[int, ...]]:
+    """The file's tokens in runs of `longest`, tokenized a piece of whole lines at a time."""
+    rest: tuple[int, ...] = ()
+    try:
+        with open(path, encoding="utf-8") as file:
+            while lines := file.readlines(TEXT_PIECE):
+                rest += encode(tokenizer, "".join(lines))
+                while len(rest) >= longest:
+                    yield rest[:longest]
+                    rest = rest[longest:]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the text {path} cannot be read ({error})") from None
+    if rest:
+        yield rest
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line: plain text, or JSON with a "prompt". Raises ConfigError, naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prompts {path} cannot be read ({error})") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        prompt = line.strip()
+        if prompt.startswith("{"):
+            try:
+                prompt = json.loads(prompt)["prompt"].strip()
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise ConfigError(f'{path}, line {number}: no JSON object with a string "prompt"') from None
+        if prompt:
+            prompts.append(prompt)
+    if not prompts:
+        raise ConfigError(f'{path} holds no prompts: one a line, plain or as JSON with a "prompt"')
+    return prompts

@@ -1,0 +1,296 @@
+"""`tidar convert`, from a checkpoint to a folder: gather its own words, train a drafter, write what came out.
+
+Beside the folder that comes out lies `<out>.work`: `data` has the token shards, `training` the trainer's checkpoints.
+The same command started again goes on from there.
+"""
+
+import gc
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
+from tidar_core.convert.card import made_from, write_folder
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.conversations import Plan
+from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter
+from tidar_core.convert.forward import frozen_base
+from tidar_core.convert.held_out import HeldOutResult, choose_windows
+from tidar_core.convert.own_words import (
+    DRAIN_SHARE,
+    Gathered,
+    Goal,
+    add_text,
+    gather_own_words,
+    question_key,
+    read_prompts,
+)
+from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStore, Stored, open_store, read_header
+from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
+from tidar_core.convert.speed import measure_peak, work_per_row
+from tidar_core.convert.template import open_user_turn
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.engine import load_engine
+from tidar_core.model.adapter import (
+    WEIGHTS_FILE,
+    BaseIdentity,
+    Projection,
+    default_adapter_for,
+    identify_base,
+    load_adapter,
+    read_adapter_config,
+    tokenizer_fingerprint,
+)
+from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.weights import AdapterWeights, ModelWeights
+
+TEXT_LONGEST = 512  # tokens of a document from a file
+GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
+LEAST_TRAINING = 0.1
+CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
+STEP_ROWS = {"cpu": 512, "cuda": 8192}
+
+Generator = Literal["engine", "transformers"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
+    fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
+    from, "default" for the shipped one, "none" for a new one."""
+
+    model: str
+    out: Path
+    data: Path | None = None
+    minutes: float = 60.0
+    own_tokens: int = 0
+    steps: int = 0
+    prompts: Path | None = None
+    text: Path | None = None
+    start: str = "none"
+    rank: int = 32
+    projections: tuple[Projection, ...] = PROJECTIONS
+    generator: Generator = "engine"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: DTypeName = "bfloat16"
+    threads: int = 0
+    answer_tokens: int = 320
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(self.out.name + ".work")
+
+
+class Screen(Protocol):
+    """Who is told how it goes. used: the share of the budget; fraction: of what the device can compute."""
+
+    def line(self, text: str) -> None: ...
+
+    def loading(self, done: int, total: int) -> None: ...
+
+    def gathered(self, gathered: Gathered, goal: Goal) -> None: ...
+
+    def trained(self, report: StepReport, used: float, fraction: float) -> None: ...
+
+    def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
+
+
+def convert(options: ConvertOptions, screen: Screen) -> Progress:
+    """Makes the drafter. Raises ConfigError, in one line, for what the user can mend."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = _device(options.device)
+    source = find_model(options.model)
+    tokenizer = load_tokenizer(source)
+    _check_drafter(options, _shape(source, load_config(source), tokenizer))
+    stored, spent = _gather(options, device, source, tokenizer, screen)
+    gc.collect()
+    screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
+    return _train(options, device, source, tokenizer, stored, spent, screen)
+
+
+def _gather(
+    options: ConvertOptions,
+    device: torch.device,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    screen: Screen,
+) -> tuple[Corpus, float]:
+    """The documents, and the seconds spent on generating them."""
+    directory = options.data or options.work / "data"
+    goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
+    prompts = read_prompts(options.prompts) if options.prompts else []
+    if (directory / HEADER_FILE).exists():
+        known = read_header(directory)
+        if known.tokenizer == tokenizer_fingerprint(tokenizer):
+            store = open_store(directory, known)
+            _add_text(options, tokenizer, store, screen)
+            stored = store.read()
+            answered = set(stored.corpus.keys.tolist())
+            if _reached(goal, stored) and all(question_key(tokenizer, prompt) in answered for prompt in prompts):
+                return stored.corpus, stored.seconds
+    plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
+    generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
+    header = DataHeader(
+        model=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer), seed=plan.seed
+    )
+    store = open_store(directory, header)
+    for note in store.notes:
+        screen.line(note)
+    _add_text(options, tokenizer, store, screen)
+    gathered = gather_own_words(
+        generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
+    )
+    return store.read().corpus, gathered.seconds
+
+
+def _add_text(options: ConvertOptions, tokenizer: PreTrainedTokenizerFast, store: ShardStore, screen: Screen) -> None:
+    if options.text is not None and (added := add_text(tokenizer, options.text, store, TEXT_LONGEST)):
+        screen.line(f"{added:,} documents from {options.text.name}")
+
+
+def _reached(goal: Goal, stored: Stored) -> bool:
+    enough = bool(goal.own_tokens) and stored.corpus.own_tokens() >= goal.own_tokens
+    return enough or (bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds)
+
+
+def _source(
+    options: ConvertOptions,
+    device: torch.device,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    plan: Plan,
+    screen: Screen,
+) -> tuple[TextSource, str]:
+    """What generates the text, and the fingerprint of its weights."""
+    capacity = CAPACITY.get(device.type, 64)
+    if options.generator == "engine":
+        adapter = "default" if options.start == "none" else options.start
+        engine = load_engine(
+            EngineConfig(
+                options.model, adapter, options.dtype, options.device, options.threads,
+                max_model_len=plan.longest, max_running=capacity, step_rows=STEP_ROWS.get(device.type, 512),
+            ),
+            screen.line,
+            screen.loading,
+        )  # fmt: skip
+        return EngineSource(engine, capacity), engine.info.fingerprint
+    identity, model_config, _ = _load_base(options, device, source, tokenizer, screen)
+    screen.line("generating with transformers")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.directory, gguf_file=source.gguf_file, dtype=getattr(torch, options.dtype)
+    )
+    longest = min(plan.longest, model_config.max_positions)
+    generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, longest)
+    return generator, identity.fingerprint
+
+
+def _load_base(
+    options: ConvertOptions,
+    device: torch.device,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    screen: Screen,
+) -> tuple[BaseIdentity, ModelConfig, ModelWeights]:
+    config = load_config(source)
+    weights = load_weights(source, config, getattr(torch, options.dtype), device, screen.loading)
+    return identify_base(source.name, config, weights, tokenizer), config, weights
+
+
+def _train(
+    options: ConvertOptions,
+    device: torch.device,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    spent: float,
+    screen: Screen,
+) -> Progress:
+    identity, model_config, weights = _load_base(options, device, source, tokenizer, screen)
+    base = frozen_base(model_config, weights, screen.line)
+    config = options.train
+    start = _start(options, identity, weights, screen)
+    learnt, held = corpus.split()
+    sampler = Sampler(corpus, learnt.tolist(), config.block, model_config.max_positions, config.seed)
+    held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
+    seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
+    budget = Budget(options.steps, 0.0 if options.steps else seconds)
+    work, peak = work_per_row(base, start), measure_peak(device, base.dtype)
+    made = made_from(identity, options.model, corpus, config, _device_name(device))
+
+    def stepped(report: StepReport) -> None:
+        fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
+        screen.trained(report, budget.used(report.progress), fraction)
+
+    def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
+        screen.measured(result, progress, best)
+        if best or not (options.out / WEIGHTS_FILE).exists():
+            options.out.mkdir(parents=True, exist_ok=True)
+            write_folder(options.out, made, adapter, progress, result)
+
+    watch = Watch(stepped, measured, screen.line)
+    return train_drafter(base, start, sampler, held_out, config, budget, options.work / "training", watch)
+
+
+def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:
+    """What a drafter must fit, known before the weights are read (so without their fingerprint)."""
+    return BaseIdentity(
+        name=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer),
+        architecture=config.architecture, hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size, layers=config.layers, heads=config.heads,
+        kv_heads=config.kv_heads, head_dim=config.head_dim,
+    )  # fmt: skip
+
+
+def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
+    """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError."""
+    path = _start_path(options, identity)
+    if path is None:
+        check_rank(identity, options.rank, options.projections)
+        return
+    known, train = read_adapter_config(path), options.train
+    for name, theirs, ours in (
+        ("--block-length", known.block_length, train.block),
+        ("--within-block", known.within_block, train.within_block),
+    ):
+        if theirs != ours:
+            raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
+
+
+def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
+    """Where the adapter lies that training begins from; None for a new one."""
+    if options.start == "none":
+        return None
+    path = default_adapter_for(identity) if options.start == "default" else Path(options.start)
+    if path is None:
+        raise ConfigError(f"no drafter is shipped for {identity.name}: leave --start out")
+    return path
+
+
+def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen) -> AdapterWeights:
+    """A new drafter, or one to go on from. Raises ConfigError where it does not fit."""
+    path = _start_path(options, identity)
+    if path is None:
+        block, seed = options.train.block, options.train.seed
+        return new_drafter(identity, weights.embedding, options.rank, options.projections, block, seed)
+    return load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{threads} CPU thread{'s' if threads > 1 else ''}"

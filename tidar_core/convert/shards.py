@@ -1,0 +1,252 @@
+"""Token shards: documents as token ids on disk, append-only, each file whole or absent.
+
+A data directory holds `data.json` (for whom the tokens were made) and `shard-000000.safetensors`, …, each with
+
+    tokens  int32 [tokens]     all documents, one behind the other
+    own     uint8 [tokens]     1 where the token is the model's own (or text to learn from), 0 where it was given
+    ends    int64 [documents]  where each document ends in `tokens`
+    keys    int64 [documents]  hash of what the document answers: for telling duplicates and the held-out split
+    kinds   int64 [documents]  index into `KINDS`
+    jobs    int64 [documents]  which planned job the document came from
+    done    int64 [any]        jobs that are finished with this shard, those that gave no document among them
+    seconds float64 [1]        time spent on generating it
+"""
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from tidar_core.config import ConfigError
+
+Kind = Literal["chat", "code", "text", "prompt", "file"]
+KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")
+
+HEADER_FILE = "data.json"
+HELD_OUT_SHARE = 0.04
+_COLUMNS = {
+    "tokens": np.int32, "own": np.uint8, "ends": np.int64, "keys": np.int64,
+    "kinds": np.int64, "jobs": np.int64, "done": np.int64, "seconds": np.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text: token ids, which of them are the model's own, and where it came from."""
+
+    tokens: tuple[int, ...]
+    own: tuple[bool, ...]
+    key: int
+    kind: Kind
+    job: int
+
+    @property
+    def own_tokens(self) -> int:
+        return sum(self.own)
+
+
+class DataHeader(BaseModel):
+    """`data.json`: the model whose words these are, and the seed that fixes the planned jobs."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    model: str
+    fingerprint: str
+    tokenizer: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Documents in memory, column by column (see the module). Document i is tokens[ends[i-1] : ends[i]]."""
+
+    tokens: np.ndarray
+    own: np.ndarray
+    ends: np.ndarray
+    keys: np.ndarray
+    kinds: np.ndarray
+    jobs: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens (int32) and own (bool) of one document."""
+        span = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        return self.tokens[span], self.own[span].astype(bool)
+
+    def own_tokens(self) -> int:
+        return int(self.own.sum(dtype=np.int64))
+
+    def split(self) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the documents to train on and of those held out, told apart by hash: a document stays on
+        its side however many others join. Of very few documents the two with the lowest hashes are held out."""
+        shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
+        order = np.argsort(shares, kind="stable")
+        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self) // 2))
+        return np.sort(order[held:]), order[:held]
+
+
+def content_key(tokens: Sequence[int]) -> int:
+    """A 64-bit hash of token ids, as a signed integer."""
+    digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The file appears whole or not at all, also where the process is killed. Raises ConfigError on a full disk."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise cannot_write(path, error) from None
+
+
+def cannot_write(path: Path, error: OSError) -> ConfigError:
+    """What to tell the user where a file cannot be written."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    why = "the disk is full: free some space" if full else f"it cannot be written ({error.strerror})"
+    return ConfigError(f"{path}: {why}; what was written before is kept, and the same command goes on from there")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a data directory holds: the documents, the jobs that are done, the seconds spent on them."""
+
+    corpus: Corpus
+    done: set[int]
+    seconds: float
+
+
+class ShardStore:
+    """A data directory: what is in it, and the place where new documents go."""
+
+    def __init__(self, directory: Path, header: DataHeader, notes: Sequence[str] = ()):
+        self.directory = directory
+        self.header = header
+        self.notes = tuple(notes)
+        self._next = 1 + max((_number(path) for path in _shard_paths(directory)), default=-1)
+
+    def read(self) -> Stored:
+        """All that is stored. Raises ConfigError for a shard that cannot be read."""
+        shards = [_read_shard(path) for path in _shard_paths(self.directory)]
+        joined = {name: _join(shards, name, kind) for name, kind in _COLUMNS.items()}
+        lengths = np.cumsum([0, *(len(shard["tokens"]) for shard in shards)])
+        if shards:
+            ends = [shard["ends"] + before for shard, before in zip(shards, lengths, strict=False)]
+            joined["ends"] = np.concatenate(ends)
+        done, seconds = set(joined.pop("done").tolist()), float(joined.pop("seconds").sum())
+        return Stored(Corpus(**joined), done, seconds)
+
+    def append(self, documents: Sequence[Document], done: Sequence[int], seconds: float) -> None:
+        """Writes one more shard. Raises ConfigError on a full disk; what was there before is untouched."""
+        columns = {
+            "tokens": [token for document in documents for token in document.tokens],
+            "own": [own for document in documents for own in document.own],
+            "ends": np.cumsum([len(document.tokens) for document in documents]),
+            "keys": [document.key for document in documents],
+            "kinds": [KINDS.index(document.kind) for document in documents],
+            "jobs": [document.job for document in documents],
+            "done": sorted(done),
+            "seconds": [seconds],
+        }
+        content = save({name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()})
+        write_atomically(self.directory / f"shard-{self._next:06d}.safetensors", content)
+        self._next += 1
+
+
+def open_store(directory: Path, header: DataHeader) -> ShardStore:
+    """The data directory, created or continued. `notes` of the result has lines worth telling.
+
+    A torn last shard is removed: its jobs run again. Raises ConfigError where the directory's tokens are another
+    model's, were planned with another seed, or cannot be read.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the data directory {directory} cannot be made ({error.strerror})") from None
+    path, notes = directory / HEADER_FILE, list[str]()
+    if path.exists():
+        known = read_header(directory)
+        if known.tokenizer != header.tokenizer:
+            raise ConfigError(f"{directory} holds tokens of {known.model}, another tokenizer than {header.model}'s")
+        if known.seed != header.seed:
+            raise ConfigError(f"{directory} was begun with --seed {known.seed}: use it, or another directory")
+        if known.fingerprint != header.fingerprint:
+            notes.append(
+                f"{directory} holds the words of other weights ({known.model}): they are trained on as they are"
+            )
+    else:
+        write_atomically(path, (header.model_dump_json(indent=2) + "\n").encode())
+    for left in directory.glob("*.part"):
+        left.unlink()
+    shards = _shard_paths(directory)
+    if shards:
+        try:
+            _read_shard(shards[-1])
+        except ConfigError:
+            shards[-1].unlink()
+            notes.append(f"dropped {shards[-1].name}, which was not written to its end: its jobs run again")
+    return ShardStore(directory, header, notes)
+
+
+def read_header(directory: Path) -> DataHeader:
+    """`data.json` of a data directory. Raises ConfigError."""
+    path = directory / HEADER_FILE
+    try:
+        return DataHeader.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no token shards at {directory}: there is no {HEADER_FILE}") from None
+    except (OSError, UnicodeDecodeError, ValidationError):
+        raise ConfigError(f"{path} is not a readable header of token shards") from None
+
+
+def _shard_paths(directory: Path) -> list[Path]:
+    return sorted(directory.glob("shard-[0-9]*.safetensors"), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("shard-"))
+
+
+def _join(shards: list[dict[str, np.ndarray]], name: str, kind: type) -> np.ndarray:
+    return np.concatenate([shard[name] for shard in shards]) if shards else np.zeros(0, kind)
+
+
+def _read_shard(path: Path) -> dict[str, np.ndarray]:
+    try:
+        columns = load_file(path)
+        problem = next(_problems(columns), None)
+    except (OSError, SafetensorError, ValueError) as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if problem is not None:
+        raise ConfigError(f"the shard {path} cannot be read ({problem}): delete it, and its part is made anew")
+    return columns
+
+
+def _problems(columns: dict[str, np.ndarray]) -> Iterator[str]:
+    for name, kind in _COLUMNS.items():
+        if name not in columns or columns[name].dtype != kind or columns[name].ndim != 1:
+            yield f"it has no column {name}"
+            return
+    ends, documents = columns["ends"], len(columns["ends"])
+    if any(len(columns[name]) != documents for name in ("keys", "kinds", "jobs")):
+        yield "its columns do not fit each other"
+    elif len(columns["own"]) != len(columns["tokens"]) or (ends[-1] if documents else 0) != len(columns["tokens"]):
+        yield "its documents do not end where its tokens do"
+    elif np.any(np.diff(ends, prepend=0) <= 0):
+        yield "its documents are out of order"

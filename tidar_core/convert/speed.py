@@ -1,0 +1,56 @@
+"""How much of the device training uses: what a step computes, against what a large matrix product reaches here."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from tidar_core.convert.drafter import named_tensors
+from tidar_core.convert.forward import FrozenBase
+from tidar_core.model.weights import AdapterWeights
+
+PROBE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPerRow:
+    """Floating-point operations of one clean row and of one mask row, attention left out.
+
+    A mask row goes forward through base and adapter, back through both for its input, back once more for the
+    adapter's tensors, and through the head both ways, with its target's scores beside.
+    """
+
+    clean: float
+    mask: float
+
+    def fraction(self, clean_rows: int, mask_rows: int, seconds: float, peak: float) -> float:
+        return (clean_rows * self.clean + mask_rows * self.mask) / seconds / peak
+
+
+def work_per_row(base: FrozenBase, adapter: AdapterWeights) -> WorkPerRow:
+    """Counted from the shapes of the matrices."""
+    weights = base.weights
+    trunk = sum(
+        matrix.numel() for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    )
+    extra = sum(tensor.numel() for name, tensor in named_tensors(adapter) if name.endswith((".A", ".B")))
+    return WorkPerRow(clean=2.0 * trunk, mask=4.0 * trunk + 6.0 * extra + 5.0 * weights.head.numel())
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large matrix product on this device."""
+    size = 8192 if device.type == "cuda" else 1024
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    best, until = float("inf"), time.perf_counter() + PROBE_SECONDS
+    while time.perf_counter() < until or best == float("inf"):
+        _wait(device)
+        began = time.perf_counter()
+        torch.mm(x, x)
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return 2.0 * size**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

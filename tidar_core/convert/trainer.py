@@ -1,0 +1,240 @@
+"""Trains a drafter until time or steps are over, or nothing is gained any more; can be killed and started again."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidar_core.config import ConfigError
+from tidar_core.convert.blocks import draw_blocks, pack_documents
+from tidar_core.convert.checkpoint import (
+    Progress,
+    load_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from tidar_core.convert.drafter import map_tensors, named_tensors, trainable
+from tidar_core.convert.forward import FrozenBase, run_clean, run_masks
+from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
+from tidar_core.convert.losses import LossConfig, draft_loss
+from tidar_core.convert.sampler import Sampler
+from tidar_core.layout import WithinBlock
+from tidar_core.model.weights import AdapterWeights
+
+CHECKPOINT_SECONDS = 45.0
+MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
+LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
+ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
+ROWS_A_PASS = {"cpu": 2048, "cuda": 32768}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    """How a drafter is trained. block: slots a proposal. anchors: blocks behind each document, at most.
+
+    rows_a_step: mask rows of an optimizer step, about; rows_a_pass: mask rows whose activations are held at once
+    (a step of more is gone through in parts); 0 for what suits the device. learning_rate rises over `warmup` steps
+    and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends.
+    measure_every: steps between measurements, 0 for what time allows.
+    """
+
+    block: int = 8
+    within_block: WithinBlock = "bidirectional"
+    loss: LossConfig = field(default_factory=LossConfig)
+    anchors: int = 64
+    rows_a_step: int = 0
+    rows_a_pass: int = 0
+    learning_rate: float = 1.5e-3
+    warmup: int = 30
+    final_rate: float = 0.03
+    clip: float = 1.0
+    patience: int = 8
+    measure_every: int = 0
+    seed: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a training goes on."""
+        fixed = asdict(self)
+        for free in ("patience", "measure_every", "rows_a_pass"):
+            del fixed[free]
+        return fixed
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """When training ends: after so many steps, or seconds (0: no such limit), runs before this one counted."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    def used(self, progress: Progress) -> float:
+        """The share of the budget that is used up, 0 to 1."""
+        shares = [progress.step / self.steps] if self.steps else []
+        if self.seconds:
+            shares.append(progress.seconds / self.seconds)
+        return min(1.0, max(shares, default=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step: its loss, the gradient's norm before clipping, its rows and seconds."""
+
+    progress: Progress
+    loss: float
+    norm: float
+    mask_rows: int
+    clean_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What the caller is told: each step, each measurement with whether it is the best so far (the adapter is then
+    worth keeping), and lines for the log."""
+
+    step: Callable[[StepReport], None] = lambda report: None
+    measured: Callable[[HeldOutResult, AdapterWeights, Progress, bool], None] = lambda *found: None
+    line: Callable[[str], None] = lambda line: None
+
+
+def train_drafter(
+    base: FrozenBase,
+    start: AdapterWeights,
+    sampler: Sampler,
+    held_out: HeldOut,
+    config: TrainConfig,
+    budget: Budget,
+    directory: Path,
+    watch: Watch,
+) -> Progress:
+    """Trains from `start`, or from the last checkpoint in `directory` where there is one.
+
+    Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
+    where the disk is full, and where the checkpoint was made with other settings.
+    """
+    if not len(sampler) or not held_out.documents:
+        raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
+    training = _Training(base, start, config, directory, watch)
+    progress = training.progress
+    last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
+    while True:
+        over = budget.used(progress) >= 1.0
+        now = progress.seconds
+        due = max(MEASURE_SECONDS, measuring / MEASURE_SHARE) if not config.measure_every else math.inf
+        by_step = config.measure_every and progress.step % config.measure_every == 0
+        if over or by_step or not progress.step or now - last_measured >= due:
+            began = time.monotonic()
+            training.measure(held_out)
+            measuring = time.monotonic() - began
+            progress.seconds += measuring
+            last_measured = progress.seconds
+        if over or progress.stale >= config.patience:
+            break
+        training.step(sampler, budget.used(progress))
+        if time.monotonic() - last_saved >= CHECKPOINT_SECONDS:
+            training.save()
+            last_saved = time.monotonic()
+    training.save()
+    return progress
+
+
+class _Training:
+    """The drafter, its optimizer and where they are."""
+
+    def __init__(self, base: FrozenBase, start: AdapterWeights, config: TrainConfig, directory: Path, watch: Watch):
+        self.base, self.config, self.directory, self.watch = base, config, directory, watch
+        self.adapter, self.progress = trainable(start), Progress()
+        names, tensors = zip(*named_tensors(self.adapter), strict=True)
+        self.names: list[str] = list(names)
+        self.tensors: list[Tensor] = list(tensors)
+        self.optimizer = torch.optim.AdamW(
+            self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        self.settings = config.settings() | {"rank": _rank(self.adapter), "tensors": len(self.tensors)}
+        device = base.device.type
+        self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
+        self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
+        self._resume()
+
+    def _resume(self) -> None:
+        found = load_checkpoint(self.directory, self.settings)
+        if found is None:
+            return
+        self.progress, saved, notes = found
+        for note in notes:
+            self.watch.line(note)
+        with torch.no_grad():
+            for name, tensor in zip(self.names, self.tensors, strict=True):
+                tensor.copy_(saved[f"parameter/{name}"])
+        restore_optimizer(self.optimizer, self.names, saved)
+        self.watch.line(f"going on from step {self.progress.step}")
+
+    def save(self) -> None:
+        parameters = {f"parameter/{name}": tensor for name, tensor in zip(self.names, self.tensors, strict=True)}
+        tensors = parameters | optimizer_tensors(self.optimizer, self.names)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(self.directory, self.settings, self.progress, tensors)
+
+    def measure(self, held_out: HeldOut) -> None:
+        """Tokens per step on held-out documents; the best drafter so far is handed to the caller."""
+        drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
+        result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
+        progress = self.progress
+        gained = result.tokens_per_step > progress.best * (1 + LEAST_GAIN)
+        progress.stale = 0 if gained else progress.stale + 1
+        best = result.tokens_per_step > progress.best
+        progress.best = max(progress.best, result.tokens_per_step)
+        self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
+
+    def step(self, sampler: Sampler, used: float) -> None:
+        """One optimizer step. Raises ConfigError where the loss or its gradient is not a number."""
+        began, config, base, progress = time.monotonic(), self.config, self.base, self.progress
+        documents = sampler.next_documents(progress, self.rows_a_step // config.block, config.anchors)
+        pack = pack_documents(documents, base.device)
+        blocks = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, sampler.draw(progress))
+        clean = run_clean(base, pack)
+        normaliser = len(blocks) * float(config.loss.profile(config.block).sum())
+        loss = torch.zeros((), device=base.device)
+        at_once = max(1, self.rows_a_pass // config.block)
+        for first in range(0, len(blocks), at_once):
+            part = blocks.part(first, min(first + at_once, len(blocks)))
+            drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
+            drafted = run_masks(base, drafter, clean, part, config.within_block)
+            judged = draft_loss(
+                drafted, base.weights.head, clean.hidden, part.target_rows, part.trained, config.loss, normaliser
+            )
+            judged.loss.backward()  # type: ignore[no-untyped-call]
+            loss += judged.loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
+        if not math.isfinite(float(norm)) or not math.isfinite(float(loss)):
+            raise ConfigError(
+                f"the loss is not a number at step {progress.step}: training stopped, the last good checkpoint and "
+                "adapter are kept; start again with a lower --learning-rate"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, progress.step, used)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.monotonic() - began
+        progress.step += 1
+        progress.seconds += seconds
+        progress.rows += len(blocks.positions)
+        self.watch.step(
+            StepReport(progress, float(loss), float(norm), len(blocks.positions), len(pack.tokens), seconds)
+        )
+
+
+def learning_rate(config: TrainConfig, step: int, used: float) -> float:
+    """Linear warm-up, then a cosine over the budget down to `final_rate` of the highest."""
+    cosine = config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * used))
+    return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup)) * cosine
+
+
+def _rank(adapter: AdapterWeights) -> int:
+    return next(tensor.shape[0] for name, tensor in named_tensors(adapter) if name.endswith(".A"))
