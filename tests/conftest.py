@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.servers import Server, tiny_server
 
@@ -12,3 +13,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One real server for all tests that only talk to it: a tiny checkpoint, its API and its playground."""
     with tiny_server(tmp_path_factory.mktemp("server")) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """What a test sets for its own engine must not slow those behind it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
