@@ -29,11 +29,14 @@ from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, learning_rate, train_drafter
+from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import read_adapter_config
 from tidar_core.request import SamplingParams
 
-CONFIG = TrainConfig(block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10)
+CONFIG = TrainConfig(
+    block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
+)
 
 
 SIMPLE = {"layers": 1, "hidden": 48}  # a model whose words a small drafter can learn to foresee in seconds
@@ -77,7 +80,9 @@ def train(
     windows = choose_windows(corpus, held.tolist(), config.block, tiny.base.config.max_positions)
     seen: list[StepReport] = []
     told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
-    return seen, train_drafter(tiny.base, start, sampler, windows, config, Budget(steps=steps), directory, told)
+    vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
+    budget = Budget(steps=steps)
+    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, told)
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])

@@ -17,6 +17,7 @@ needed.
     forward.py        the two passes of a step: clean rows once without gradient, mask rows behind them
     attention.py      what they see (CPU), flex.py (GPU); ops.py: the decoder's operations with gradients written out
     losses.py         KL and total variation, slot weights; loss and gradient a few rows at a time
+    vocabulary.py     the part of the vocabulary that a step's loss is computed over
     drafter.py        the trained tensors; sampler.py: what a step sees; checkpoint.py: kill it any time
     trainer.py        the loop; held_out.py: tokens per step, as decoding would go; speed.py: rows against the peak
     card.py           the folder that comes out

@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tidar_core.convert.vocabulary import Columns
+
 SlotWeighting = Literal["decay", "product"]
 NEGLIGIBLE = 1e-3  # slots that weigh less are not computed
 LOGITS_AT_ONCE = {"cpu": 6 << 20, "cuda": 256 << 20}
@@ -45,20 +47,19 @@ class LossConfig:
 class Judged:
     """What came out, by row: [blocks, block], zero where a slot was not computed.
 
-    distance: the unweighted loss. overlap: 1 - TV. agrees: whether draft and base have the same best token, so that a
-    greedy draft holds. weights: what each row counted. loss: the weighted mean, the only one that has a gradient.
+    distance: the unweighted loss. overlap: 1 - TV. weights: what each row counted. loss: the weighted sum over the
+    normaliser, the only one that has a gradient.
     """
 
     loss: Tensor
     distance: Tensor
     overlap: Tensor
-    agrees: Tensor
     weights: Tensor
 
 
 def draft_loss(
     drafted: Tensor,
-    head: Tensor,
+    columns: Columns,
     clean: Tensor,
     target_rows: Tensor,
     trained: Tensor,
@@ -68,14 +69,15 @@ def draft_loss(
 ) -> Judged:
     """The loss of some blocks of mask rows, and its gradient with respect to `drafted`.
 
-    drafted: final hidden states of the mask rows [blocks * block, hidden], block by block. head: [vocab, hidden].
-    clean: final hidden states of the base's rows [rows, hidden], without gradient. target_rows: int64
-    [blocks, block], the row of `clean` that each slot should agree with. trained: bool [blocks, block], slots that
-    have a target. normaliser: what the weighted sum is divided by, the same for all parts of a step.
+    drafted: final hidden states of the mask rows [blocks * block, hidden], block by block. columns: the part of the
+    vocabulary that counts. clean: final hidden states of the base's rows [rows, hidden], without gradient.
+    target_rows: int64 [blocks, block], the row of `clean` that each slot should agree with. trained: bool
+    [blocks, block], slots that have a target. normaliser: what the weighted sum is divided by, the same for all parts
+    of a step.
     rows_at_once: rows whose logits are held at a time; 0 for what suits the device.
     """
-    at_once = rows_at_once or max(16, LOGITS_AT_ONCE.get(drafted.device.type, 64 << 20) // head.shape[0])
-    loss, *rows = _DraftLoss.apply(drafted, head, clean, target_rows, trained, config, normaliser, at_once)
+    at_once = rows_at_once or max(16, LOGITS_AT_ONCE.get(drafted.device.type, 64 << 20) // len(columns.head))
+    loss, *rows = _DraftLoss.apply(drafted, columns, clean, target_rows, trained, config, normaliser, at_once)
     return Judged(loss, *rows)
 
 
@@ -86,7 +88,7 @@ class _DraftLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         drafted: Tensor,
-        head: Tensor,
+        columns: Columns,
         clean: Tensor,
         target_rows: Tensor,
         trained: Tensor,
@@ -98,24 +100,24 @@ class _DraftLoss(torch.autograd.Function):
         profile = config.profile(block).to(drafted.device)
         wanted = trained & (profile >= NEGLIGIBLE)
         gradient = torch.zeros_like(drafted)
-        distance, overlap, agrees, weights = drafted.new_zeros((4, blocks, block), dtype=torch.float32)
-        buffers = _Buffers(drafted, head, rows_at_once + block)
+        distance, overlap, weights = drafted.new_zeros((3, blocks, block), dtype=torch.float32)
+        buffers = _Buffers(drafted, columns, rows_at_once + block)
         step = max(1, rows_at_once // block)
         for first in range(0, blocks, step):
             part = slice(first, first + step)
             rows = wanted[part].flatten().nonzero().squeeze(1)
             if not len(rows):
                 continue
-            found = _judge_rows(drafted, head, clean, rows + first * block, target_rows, config.kl_share, buffers)
-            for whole, values in ((distance, found.distance), (overlap, found.overlap), (agrees, found.agrees)):
-                whole[part].view(-1).index_copy_(0, rows, values)
+            found = _judge_rows(drafted, columns, clean, rows + first * block, target_rows, config.kl_share, buffers)
+            distance[part].view(-1).index_copy_(0, rows, found.distance)
+            overlap[part].view(-1).index_copy_(0, rows, found.overlap)
             weights[part] = _weights(overlap[part], wanted[part], profile, config.weighting)
             scale = weights[part].flatten()[rows] / normaliser
             gradient.index_copy_(0, rows + first * block, found.gradient * scale.to(drafted.dtype)[:, None])
         ctx.save_for_backward(gradient)
         loss = (distance * weights).sum() / normaliser
-        ctx.mark_non_differentiable(distance, overlap, agrees, weights)
-        return loss, distance, overlap, agrees, weights
+        ctx.mark_non_differentiable(distance, overlap, weights)
+        return loss, distance, overlap, weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,37 +137,37 @@ def _weights(overlap: Tensor, wanted: Tensor, profile: Tensor, weighting: SlotWe
 class _Rows:
     distance: Tensor
     overlap: Tensor
-    agrees: Tensor
     gradient: Tensor
 
 
 class _Buffers:
-    """Four [rows, vocab] tensors that all parts of a step share."""
+    """Four [rows, columns] tensors that all parts of a step share."""
 
-    def __init__(self, drafted: Tensor, head: Tensor, rows: int):
-        self._held = [drafted.new_empty(rows, head.shape[0]) for _ in range(4)]
+    def __init__(self, drafted: Tensor, columns: Columns, rows: int):
+        self._held = [drafted.new_empty(rows, len(columns.head)) for _ in range(4)]
 
     def __call__(self, index: int, rows: int) -> Tensor:
         return self._held[index][:rows]
 
 
 def _judge_rows(
-    drafted: Tensor, head: Tensor, clean: Tensor, rows: Tensor, target_rows: Tensor, kl_share: float, buffers: _Buffers
+    drafted: Tensor,
+    columns: Columns,
+    clean: Tensor,
+    rows: Tensor,
+    target_rows: Tensor,
+    kl_share: float,
+    buffers: _Buffers,
 ) -> _Rows:
     """The unweighted distance of `rows`, and its gradient with respect to their hidden states."""
     targets, mine = target_rows.flatten()[rows].unique(return_inverse=True)
     count = len(rows)
     log_q, log_p = buffers(0, count), buffers(1, len(targets))
     p, spare = buffers(2, count), buffers(3, count)
-    torch.mm(drafted[rows], head.t(), out=spare)
-    best_q = spare.max(-1).indices
-    torch.log_softmax(spare, -1, out=log_q)
-    torch.mm(clean[targets], head.t(), out=spare[: len(targets)])
-    best_p = spare[: len(targets)].max(-1).indices
-    torch.log_softmax(spare[: len(targets)], -1, out=log_p)
+    torch.log_softmax(_logits(drafted[rows], columns, spare), -1, out=log_q)
+    torch.log_softmax(_logits(clean[targets], columns, spare[: len(targets)]), -1, out=log_p)
     p_once = torch.exp(log_p, out=spare[: len(targets)])
     torch.index_select(p_once, 0, mine, out=p)
-    agrees = (best_q == best_p[mine]).float()
 
     distance = torch.zeros(count, dtype=torch.float32, device=rows.device)
     if kl_share > 0:
@@ -181,4 +183,10 @@ def _judge_rows(
         mean = torch.mul(q, signs, out=buffers(1, count)).sum(-1, keepdim=True, dtype=torch.float32)
         slope = signs.sub_(mean.to(signs.dtype)).mul_(q)
         difference = slope.add_(difference, alpha=kl_share)
-    return _Rows(distance, 1 - variation, agrees, difference @ head)
+    return _Rows(distance, 1 - variation, difference @ columns.head)
+
+
+def _logits(hidden: Tensor, columns: Columns, out: Tensor) -> Tensor:
+    if columns.raised is None:
+        return torch.mm(hidden, columns.head.t(), out=out)
+    return torch.addmm(columns.raised, hidden, columns.head.t(), out=out)

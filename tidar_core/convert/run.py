@@ -34,6 +34,7 @@ from tidar_core.convert.sources import EngineSource, TextSource, TransformersSou
 from tidar_core.convert.speed import measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
     WEIGHTS_FILE,
@@ -217,10 +218,11 @@ def _train(
     start = _start(options, identity, weights, screen)
     learnt, held = corpus.split()
     sampler = Sampler(corpus, learnt.tolist(), config.block, model_config.max_positions, config.seed)
+    vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
     held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
     seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
     budget = Budget(options.steps, 0.0 if options.steps else seconds)
-    work, peak = work_per_row(base, start), measure_peak(device, base.dtype)
+    work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
     made = made_from(identity, options.model, corpus, config, _device_name(device))
 
     def stepped(report: StepReport) -> None:
@@ -234,7 +236,7 @@ def _train(
             write_folder(options.out, made, adapter, progress, result)
 
     watch = Watch(stepped, measured, screen.line)
-    return train_drafter(base, start, sampler, held_out, config, budget, options.work / "training", watch)
+    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, options.work / "training", watch)
 
 
 def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:

@@ -27,14 +27,16 @@ class WorkPerRow:
         return (clean_rows * self.clean + mask_rows * self.mask) / seconds / peak
 
 
-def work_per_row(base: FrozenBase, adapter: AdapterWeights) -> WorkPerRow:
-    """Counted from the shapes of the matrices."""
+def work_per_row(base: FrozenBase, adapter: AdapterWeights, columns: int = 0) -> WorkPerRow:
+    """Counted from the shapes of the matrices. columns: of the head that are computed, 0 for all."""
     weights = base.weights
     trunk = sum(
         matrix.numel() for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
     )
     extra = sum(tensor.numel() for name, tensor in named_tensors(adapter) if name.endswith((".A", ".B")))
-    return WorkPerRow(clean=2.0 * trunk, mask=4.0 * trunk + 6.0 * extra + 5.0 * weights.head.numel())
+    vocab, hidden = weights.head.shape
+    head = min(columns or vocab, vocab) * hidden
+    return WorkPerRow(clean=2.0 * trunk, mask=4.0 * trunk + 6.0 * extra + 5.0 * head)
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:

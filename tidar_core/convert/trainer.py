@@ -24,6 +24,7 @@ from tidar_core.convert.forward import FrozenBase, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
 from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.layout import WithinBlock
 from tidar_core.model.weights import AdapterWeights
 
@@ -41,7 +42,8 @@ class TrainConfig:
     rows_a_step: mask rows of an optimizer step, about; rows_a_pass: mask rows whose activations are held at once
     (a step of more is gone through in parts); 0 for what suits the device. learning_rate rises over `warmup` steps
     and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends.
-    measure_every: steps between measurements, 0 for what time allows.
+    vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
+    measurements, 0 for what time allows.
     """
 
     block: int = 8
@@ -54,6 +56,7 @@ class TrainConfig:
     warmup: int = 30
     final_rate: float = 0.03
     clip: float = 1.0
+    vocabulary: int = 8192
     patience: int = 8
     measure_every: int = 0
     seed: int = 0
@@ -107,6 +110,7 @@ def train_drafter(
     base: FrozenBase,
     start: AdapterWeights,
     sampler: Sampler,
+    vocabulary: Vocabulary,
     held_out: HeldOut,
     config: TrainConfig,
     budget: Budget,
@@ -136,7 +140,7 @@ def train_drafter(
             last_measured = progress.seconds
         if over or progress.stale >= config.patience:
             break
-        training.step(sampler, budget.used(progress))
+        training.step(sampler, vocabulary, budget.used(progress))
         if time.monotonic() - last_saved >= CHECKPOINT_SECONDS:
             training.save()
             last_saved = time.monotonic()
@@ -192,12 +196,14 @@ class _Training:
         progress.best = max(progress.best, result.tokens_per_step)
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
 
-    def step(self, sampler: Sampler, used: float) -> None:
+    def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
         """One optimizer step. Raises ConfigError where the loss or its gradient is not a number."""
         began, config, base, progress = time.monotonic(), self.config, self.base, self.progress
         documents = sampler.next_documents(progress, self.rows_a_step // config.block, config.anchors)
         pack = pack_documents(documents, base.device)
-        blocks = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, sampler.draw(progress))
+        draw = sampler.draw(progress)
+        blocks = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, draw)
+        columns = vocabulary.draw(pack.tokens, draw)
         clean = run_clean(base, pack)
         normaliser = len(blocks) * float(config.loss.profile(config.block).sum())
         loss = torch.zeros((), device=base.device)
@@ -206,9 +212,7 @@ class _Training:
             part = blocks.part(first, min(first + at_once, len(blocks)))
             drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
             drafted = run_masks(base, drafter, clean, part, config.within_block)
-            judged = draft_loss(
-                drafted, base.weights.head, clean.hidden, part.target_rows, part.trained, config.loss, normaliser
-            )
+            judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
             judged.loss.backward()  # type: ignore[no-untyped-call]
             loss += judged.loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
