@@ -214,7 +214,7 @@ def _products(library: ctypes.CDLL, suffix: str) -> tuple[Callable[..., Tensor],
         if low_rank is not None and fused:
             rank = low_rank.a.shape[0] * LANES
             down, up = low_rank.a.data_ptr(), low_rank.b.data_ptr()
-            scratch = x.new_empty(threads, rows - first_mask_row, rank)
+            scratch = x.new_empty(threads, rows, rank)
         run_linear(
             x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),
             first_mask_row, down, up, rank, _address(scratch), threads,

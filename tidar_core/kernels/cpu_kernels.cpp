@@ -121,37 +121,55 @@ void rotate_and_store(T* qkv, Shape s, int verify, const int32_t* positions, con
     }
 }
 
-// H query heads of one row against everything it sees of one K/V head.
-template <typename T, int H>
-void attend_heads(const T* q, const T* keys, const T* values, const int32_t* table, int context, const T* tail_k,
-                  const T* tail_v, int tail, int64_t tail_stride, Shape s, int kv_head, float scale, T* out,
-                  std::vector<float>& scratch) {
-    const int D = s.head_dim, pages = (context + LANES - 1) / LANES;
-    const int tail_at = pages * LANES, width = tail_at + (tail + LANES - 1) / LANES * LANES;
-    scratch.resize(size_t(H) * width + size_t(H) * D);
-    float *scores = scratch.data(), *query = scores + size_t(H) * width;
-    for (int i = 0; i < H * D; i++) query[i] = widen(q[i]);
+// Calls run with a count, at most MOST, as a constant.
+template <int MOST, typename Run> inline void with_count(int count, Run run) {
+    if constexpr (MOST > 1) {
+        if (count < MOST) return with_count<MOST - 1>(count, run);
+    }
+    run(std::integral_constant<int, MOST>{});
+}
+
+// One query head of one row, and what it sees beside the context.
+template <typename T> struct Query { const T* q; const T* tail_k; const T* tail_v; int context, tail; T* out; };
+
+// M queries of one sequence and one K/V head, which share its pages. Every score and every sum over keys is a chain of
+// its own in the order of the keys, so that a query's bits do not depend on the others.
+template <typename T, int M>
+void attend_together(const Query<T>* queries, const T* keys, const T* values, const int32_t* table, int64_t tail_stride,
+                     Shape s, int kv_head, float scale, std::vector<float>& scratch) {
+    const int D = s.head_dim;
+    int longest = 0, tail = 0;
+    for (int m = 0; m < M; m++) {
+        longest = queries[m].context > longest ? queries[m].context : longest;
+        tail = queries[m].tail > tail ? queries[m].tail : tail;
+    }
+    const int pages = (longest + LANES - 1) / LANES, tail_at = pages * LANES;
+    const int width = tail_at + (tail + LANES - 1) / LANES * LANES;
+    scratch.resize(size_t(M) * (width + D));
+    float *scores = scratch.data(), *query = scores + size_t(M) * width;
+    for (int m = 0; m < M; m++)
+        for (int d = 0; d < D; d++) query[d * M + m] = widen(queries[m].q[d]);
     const float lowest = -std::numeric_limits<float>::infinity();
     for (int p = 0; p < pages; p++) {
         const T* page = keys + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES;
-        f16v acc[H] = {};
+        f16v acc[M] = {};
         for (int d = 0; d < D; d++) {
             f16v k = load(page + d * LANES);
-            for (int h = 0; h < H; h++) acc[h] += k * query[h * D + d];
+            for (int m = 0; m < M; m++) acc[m] += k * query[d * M + m];
         }
-        for (int h = 0; h < H; h++) store(scores + h * width + p * LANES, acc[h] * scale);
+        for (int m = 0; m < M; m++) store(scores + m * width + p * LANES, acc[m] * scale);
     }
-    for (int t = 0; t < tail; t++)
-        for (int h = 0; h < H; h++) {
+    float inverse[M];
+    for (int m = 0; m < M; m++) {
+        const Query<T>& mine = queries[m];
+        float* row = scores + m * width;
+        for (int t = 0; t < mine.tail; t++) {
             f16v acc{};
-            for (int d = 0; d < D; d += LANES) acc += load(tail_k + t * tail_stride + d) * load(query + h * D + d);
-            scores[h * width + tail_at + t] = sum(acc) * scale;
+            for (int d = 0; d < D; d += LANES) acc += load(mine.tail_k + t * tail_stride + d) * load(mine.q + d);
+            row[tail_at + t] = sum(acc) * scale;
         }
-    float inverse[H];
-    for (int h = 0; h < H; h++) {
-        float* row = scores + h * width;
-        for (int i = context; i < tail_at; i++) row[i] = lowest;
-        for (int i = tail_at + tail; i < width; i++) row[i] = lowest;
+        for (int i = mine.context; i < tail_at; i++) row[i] = lowest;
+        for (int i = tail_at + mine.tail; i < width; i++) row[i] = lowest;
         f16v top = splat(lowest);
         for (int i = 0; i < width; i += LANES) top = max_of(top, load(row + i));
         float best = lowest;
@@ -163,25 +181,37 @@ void attend_heads(const T* q, const T* keys, const T* values, const int32_t* tab
             store(row + i, e);
             total += e;
         }
-        inverse[h] = 1.0f / sum(total);
+        inverse[m] = 1.0f / sum(total);
     }
-    for (int d = 0; d < D; d += LANES) {
-        f16v acc[H] = {};
-        for (int p = 0; p < pages; p++) {
-            const T* page = values + (int64_t(table[p]) * s.kv_heads + kv_head) * LANES * D + d;
-            int keys_here = context - p * LANES < LANES ? context - p * LANES : LANES;
-            for (int i = 0; i < keys_here; i++) {
-                f16v v = load(page + i * D);
-                for (int h = 0; h < H; h++) acc[h] += v * scores[h * width + p * LANES + i];
+    constexpr int WIDE = M > 6 ? 2 : 4;  // vectors of values a pass: M * WIDE sums fit the registers
+    for (int d = 0; d < D; d += WIDE * LANES) {
+        f16v acc[M][WIDE] = {};
+        const int wide = (D - d) / LANES < WIDE ? (D - d) / LANES : WIDE;
+        auto add = [&](auto count) {
+            constexpr int W = decltype(count)::value;
+            for (int p = 0; p < pages; p++) {
+                const T* page = values + (int64_t(table[p]) * s.kv_heads + kv_head) * LANES * D + d;
+                const int keys_here = longest - p * LANES < LANES ? longest - p * LANES : LANES;
+                for (int i = 0; i < keys_here; i++) {
+                    f16v v[W];
+                    for (int w = 0; w < W; w++) v[w] = load(page + i * D + w * LANES);
+                    for (int m = 0; m < M; m++)
+                        for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + p * LANES + i];
+                }
             }
-        }
-        for (int t = 0; t < tail; t++) {
-            f16v v = load(tail_v + t * tail_stride + d);
-            for (int h = 0; h < H; h++) acc[h] += v * scores[h * width + tail_at + t];
-        }
-        for (int h = 0; h < H; h++) store(out + h * D + d, acc[h] * inverse[h]);
+            for (int m = 0; m < M; m++)
+                for (int t = 0; t < queries[m].tail; t++)
+                    for (int w = 0; w < W; w++)
+                        acc[m][w] += load(queries[m].tail_v + t * tail_stride + d + w * LANES) *
+                                     scores[m * width + tail_at + t];
+        };
+        with_count<WIDE>(wide, add);
+        for (int m = 0; m < M; m++)
+            for (int w = 0; w < wide; w++) store(queries[m].out + d + w * LANES, acc[m][w] * inverse[m]);
     }
 }
+
+constexpr int TOGETHER = 12;  // queries whose sums fit the registers
 
 template <typename T>
 void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const int32_t* context_end,
@@ -189,28 +219,35 @@ void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const in
             const T* keys, const T* values, float scale, T* out, int threads) {
     const int64_t width = int64_t(s.heads + 2 * s.kv_heads) * s.head_dim;
     const int group = s.heads / s.kv_heads;
+    // Neighbouring rows of one sequence go together, as many as the registers take; [first row, first row of the next).
+    const int most = group < TOGETHER ? TOGETHER / group : 1;
+    std::vector<int> starts;
+    for (int r = 0; r < s.rows; r++)
+        if (starts.empty() || r - starts.back() >= most || sequence[r] != sequence[r - 1]) starts.push_back(r);
+    const int spans = int(starts.size());
+    starts.push_back(s.rows);
 #pragma omp parallel num_threads(threads)
     {
         std::vector<float> scratch;
-#pragma omp for schedule(dynamic, 4)
-        for (int item = 0; item < s.rows * s.kv_heads; item++) {
-            int r = item / s.kv_heads, kv = item % s.kv_heads;
-            const T* tail_k = qkv + (verify + tail_start[r]) * width + (s.heads + kv) * s.head_dim;
-            const T* tail_v = tail_k + s.kv_heads * s.head_dim;
-            const int32_t* table = page_table + int64_t(sequence[r]) * table_width;
-            for (int g = 0; g < group;) {
-                int take = group - g < 4 ? group - g : 4, h = kv * group + g;
-                auto run = [&](auto heads) {
-                    attend_heads<T, decltype(heads)::value>(
-                        qkv + r * width + h * s.head_dim, keys, values, table, context_end[r], tail_k, tail_v,
-                        tail_end[r] - tail_start[r], width, s, kv, scale,
-                        out + (int64_t(r) * s.heads + h) * s.head_dim, scratch);
-                };
-                if (take == 4) run(std::integral_constant<int, 4>{});
-                else if (take == 3) run(std::integral_constant<int, 3>{});
-                else if (take == 2) run(std::integral_constant<int, 2>{});
-                else run(std::integral_constant<int, 1>{});
-                g += take;
+        std::vector<Query<T>> queries;
+#pragma omp for schedule(dynamic)
+        for (int item = 0; item < spans * s.kv_heads; item++) {
+            const int span = item / s.kv_heads, kv = item % s.kv_heads;
+            queries.clear();
+            for (int r = starts[span]; r < starts[span + 1]; r++) {
+                const T* tail_k = qkv + (verify + tail_start[r]) * width + (s.heads + kv) * s.head_dim;
+                for (int h = kv * group; h < (kv + 1) * group; h++)
+                    queries.push_back({qkv + r * width + h * s.head_dim, tail_k, tail_k + s.kv_heads * s.head_dim,
+                                       context_end[r], tail_end[r] - tail_start[r],
+                                       out + (int64_t(r) * s.heads + h) * s.head_dim});
+            }
+            const int32_t* table = page_table + int64_t(sequence[starts[span]]) * table_width;
+            for (size_t first = 0; first < queries.size(); first += TOGETHER) {
+                const int left = int(queries.size() - first), take = left < TOGETHER ? left : TOGETHER;
+                with_count<TOGETHER>(take, [&](auto count) {
+                    attend_together<T, decltype(count)::value>(queries.data() + first, keys, values, table, width, s, kv,
+                                                               scale, scratch);
+                });
             }
         }
     }
