@@ -170,6 +170,14 @@ class Shown(Protocol):
     def stop(self) -> str | None: ...
 
 
+class HeldDrafts(Protocol):
+    """The books of how a sequence's drafts held (`tidar_core.engine.draft_policy.Acceptance`)."""
+
+    def observe(self, verified: int, held: int) -> None: ...
+    def fade(self) -> None: ...
+    def holds(self) -> tuple[float, ...]: ...
+
+
 class StopWatch(Protocol):
     """Looks for stop strings in the text of the tokens that are pushed into it."""
 
@@ -183,7 +191,7 @@ class Sequence:
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time.
+    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held.
     """
 
     request: Request
@@ -197,6 +205,7 @@ class Sequence:
     cached: int | None = None
     decode_steps: int = 0
     stop_watch: StopWatch | None = None
+    acceptance: HeldDrafts | None = None
 
     @property
     def prompt_length(self) -> int:

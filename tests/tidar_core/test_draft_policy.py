@@ -1,5 +1,6 @@
 """The policy drafts where rows are cheap and drafts hold, and leaves it where they are not."""
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import given
@@ -7,12 +8,16 @@ from hypothesis import strategies as st
 
 from tidar_core.engine.draft_policy import (
     Acceptance,
+    Choice,
     DraftPolicy,
+    Load,
     SequenceView,
     StepCost,
-    best_shape,
+    StepSize,
+    best_choice,
     candidate_shapes,
     outcome_probabilities,
+    tokens_per_second,
 )
 from tidar_core.layout import Shape
 
@@ -33,18 +38,18 @@ def test_outcomes_are_a_distribution(holds):
 
 
 def test_free_rows_buy_full_drafting_and_dear_rows_none():
-    assert best_shape(FLAT, HOLDS, 4, 1, 0) == Shape(3, (1, 2, 3, 4), 4)
-    assert best_shape(STEEP, (0.3, 0.2, 0.1), 4, 16, 0) == Shape()
+    assert best_choice(FLAT, [HOLDS], 4, Load(1)) == Choice(Shape(3, (1, 2, 3, 4), 4), 1)
+    assert best_choice(STEEP, [(0.3, 0.2, 0.1)] * 16, 4, Load(16)) == Choice()
 
 
 def test_drafts_that_never_hold_are_not_verified():
-    assert best_shape(STEEP, (0.0, 0.0, 0.0), 4, 4, 0) == Shape()
+    assert best_choice(STEEP, [(0.0, 0.0, 0.0)] * 4, 4, Load(4)) == Choice()
 
 
 def simulated_rate(cost: StepCost, holds: tuple[float, ...], shape: Shape) -> float:
     """Tokens per second of one sequence that runs `shape`, by walking its two states until they settle."""
     if not shape.proposals:
-        return 1.0 / cost.seconds(1, 0, 0)
+        return 1.0 / cost.seconds(StepSize(0, 1))
     chance = outcome_probabilities(holds, shape.drafts)
     hit = sum(chance[a - 1] for a in shape.proposals)
     in_hand = 0.5
@@ -52,8 +57,9 @@ def simulated_rate(cost: StepCost, holds: tuple[float, ...], shape: Shape) -> fl
         in_hand = 0.5 * (in_hand + in_hand * hit + (1 - in_hand))
     tokens = in_hand * sum(a * p for a, p in enumerate(chance, 1)) + (1 - in_hand)
     picked = shape.block - 1
-    seconds = in_hand * cost.seconds(shape.verify_rows, shape.mask_rows, picked)
-    return tokens / (seconds + (1 - in_hand) * cost.seconds(1, shape.block, picked))
+    with_drafts = StepSize(0, shape.verify_rows, shape.mask_rows, picked * len(shape.proposals), picked)
+    seconds = in_hand * cost.seconds(with_drafts, hit) if hit else in_hand * cost.seconds(replace(with_drafts, slots=0))
+    return tokens / (seconds + (1 - in_hand) * cost.seconds(StepSize(0, 1, shape.block, picked, picked)))
 
 
 @given(st.tuples(*[st.floats(0.05, 0.95)] * 3), st.floats(0.0, 1.0))
@@ -62,7 +68,7 @@ def test_the_choice_is_the_best_candidate_of_a_simulation(holds, steepness):
     cost = StepCost(ROWS, trunk, (0.1, 0.1, 0.1), (0.05, 0.06, 0.1))
     shapes = [Shape(), *(shape for shape, _ in candidate_shapes(holds, 4))]
     best = max(simulated_rate(cost, holds, shape) for shape in shapes)
-    assert simulated_rate(cost, holds, best_shape(cost, holds, 4, 1, 0)) >= best * (1 - 1e-6)
+    assert simulated_rate(cost, holds, best_choice(cost, [holds], 4, Load(1)).shape) >= best * (1 - 1e-6)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=50))
@@ -98,3 +104,62 @@ def test_modes_and_limits_are_obeyed():
             assert shape.proposals == tuple(range(1, shape.drafts + 2))
             assert shape.block == min(limit, 8)
     assert DraftPolicy(0, FLAT).choose([SequenceView("full", 0, 0)], 0) == [Shape()]
+
+
+# Rows are free up to 12 and dear from there on, as where arithmetic overtakes the memory.
+STEP = StepCost((1, 12, 13, 64), (1.0, 1.0, 2.0, 10.0), (0.1, 0.1, 0.1, 0.5), (0.0, 0.0, 0.0, 0.0))
+
+
+def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
+    policy = DraftPolicy(4, STEP)
+    books = [policy.new_acceptance(of_sequence=True) for _ in range(4)]
+    for _ in range(100):
+        books[2].observe(3, 3)
+        for poor in (books[0], books[1], books[3]):
+            poor.observe(3, 0)
+    shapes = policy.choose([SequenceView("auto", 3, 4, 0, book) for book in books], 0)
+    assert shapes[2].drafts > 0
+    assert [shapes[i] for i in (0, 1, 3)] == [Shape()] * 3
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(*[st.floats(0.01, 0.99)] * 3), min_size=12, max_size=12))
+def test_the_choice_is_never_worse_than_plain_decoding(sequences, ranked):
+    load = Load(sequences, 0, 256)
+    choice = best_choice(STEP, ranked[:sequences], 4, load)
+    assert choice.drafting <= sequences
+    if choice.drafting:
+        holds = [sum(column) / choice.drafting for column in zip(*ranked[: choice.drafting], strict=True)]
+        chances = outcome_probabilities(holds, choice.shape.drafts)
+        rate = tokens_per_second(STEP, load, choice.shape, chances, choice.drafting)
+        assert rate > sequences / STEP.seconds(StepSize(0, sequences, sequences=sequences, context=256))
+
+
+def test_a_sequence_learns_for_all_and_starts_from_what_all_have_shown():
+    policy = DraftPolicy(4, FLAT)
+    first = policy.new_acceptance(of_sequence=True)
+    for _ in range(300):
+        first.observe(3, 3)
+    assert policy.new_acceptance(of_sequence=True).holds()[0] > 0.9
+
+
+def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_time_to_change():
+    policy = DraftPolicy(4, FLAT)
+    view = SequenceView("auto", 3, 4)
+    assert policy.choose([view], 0)[0].drafts
+    for _ in range(200):
+        policy.took(StepSize(0, 1), 1.1)
+        policy.took(StepSize(0, 4, 16, 12, 3), 3.6)
+    for _ in range(40):
+        shapes = policy.choose([view], 0)
+    assert shapes == [Shape()]
+    for _ in range(2000):
+        policy.took(StepSize(0, 1), 1.1)
+        shapes = policy.choose([view], 0)
+    assert shapes[0].drafts
+
+
+@given(st.floats(1.0, 300.0), st.floats(0.0, 5e-3))
+def test_context_makes_rows_dearer(context, price):
+    cost = replace(FLAT, reading=price, attending=price)
+    near, far = StepSize(0, 4, sequences=1), StepSize(0, 4, sequences=1, context=context)
+    assert abs(cost.seconds(far) - cost.seconds(near) - 5 * price * context) < 1e-6

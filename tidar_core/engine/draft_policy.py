@@ -3,45 +3,91 @@
 A sequence is in one of two states: drafts in hand, or none. With drafts it runs a chosen shape (n, P, b); the
 outcome a comes out with probability P(a), and if a is in P the next step has drafts again; if not, one step
 (0, {1}, b) emits one token and drafts anew. The long-run tokens per second of that cycle is compared over a few
-shapes and with plain autoregression, at the size that the batch has now.
+shapes and with plain autoregression, at the size that the batch has now. Rows are priced for the batch as a whole:
+where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
 from tidar_core.layout import Shape, full_shape
-from tidar_core.request import DraftMode
+from tidar_core.request import DraftMode, HeldDrafts
 
 PRIOR_HOLDS = 0.55
 PRIOR_WEIGHT = 10.0
-MEMORY = 0.995  # weight that an observation keeps when the next one comes
-CHOICE_LIFE = 16  # steps for which a choice is kept before it is computed anew
+MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
+FADING = 0.995  # weight that it keeps through a step without drafts
+BIAS_MEMORY, BIAS_MOST = 0.95, 3.0  # of how long real steps take; a step that others held up counts no more than this
+CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
+KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step runs. known: rows of prompts that emit nothing. verify: rows whose scores are wanted. mask: mask
+    rows. slots: those of them that may become drafts; picked: those that do where every sequence finds its outcome
+    drafted for. context: tokens that each of the `sequences` has, on average."""
+
+    known: float
+    verify: float
+    mask: float = 0.0
+    slots: float = 0.0
+    picked: float = 0.0
+    sequences: float = 0.0
+    context: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Measured seconds at a few row counts (ascending); interpolated between, extended linearly beyond.
 
-    trunk: all layers. head: scores and the token rule. adapter: what mask rows cost beside the trunk.
+    trunk: all layers, with next to no context. head: scores and the token rule. adapter: what mask rows cost beside
+    the trunk. reading, attending: what a token of context costs each sequence, and each row. plain, drafting: real
+    steps without and with mask rows took so many times what the curves say.
     """
 
     rows: tuple[int, ...]
     trunk: tuple[float, ...]
     head: tuple[float, ...]
     adapter: tuple[float, ...]
+    reading: float = 0.0
+    attending: float = 0.0
+    plain: float = 1.0
+    drafting: float = 1.0
 
-    def seconds(self, verify: float, mask: float, picked: float) -> float:
-        """A step of `verify` verify rows, `mask` mask rows and `picked` drafts picked for the next step."""
-        cost = self._at(self.trunk, verify + mask) + self._at(self.head, verify)
-        return cost + self._at(self.adapter, mask) + self._at(self.head, picked) if mask else cost
+    def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
+        """A whole step. any_hit: the probability that drafts are picked at all."""
+        rows = size.known + size.verify + size.mask
+        attention = size.context * (size.sequences * self.reading + rows * self.attending)
+        trunk = self.trunk_seconds(rows) + attention
+        if not size.mask:
+            return self.plain * (trunk + self.head_seconds(size.verify))
+        if self.at_once(size.verify, size.picked, size.slots):
+            head = self.head_seconds(size.verify + size.slots)
+        else:
+            head = self.head_seconds(size.verify) + any_hit * self.head_seconds(size.picked)
+        return self.drafting * (trunk + self.adapter_seconds(size.mask) + head)
 
     def trunk_seconds(self, rows: float) -> float:
-        """All layers of so many rows of whichever kind, without the adapter."""
+        """All layers of so many rows of whichever kind, without the adapter and without context."""
         return self._at(self.trunk, rows)
+
+    def adapter_seconds(self, mask: float) -> float:
+        """What so many mask rows cost beside the trunk."""
+        return self._at(self.adapter, mask) if mask else 0.0
+
+    def head_seconds(self, rows: float) -> float:
+        """Scores and tokens of so many rows, in one pass over the head."""
+        return self._at(self.head, rows) if rows else 0.0
+
+    def at_once(self, verify: float, picked: float, slots: float) -> bool:
+        """Whether the head had better see all `slots` together with the verify rows, than first these and then the
+        `picked` slots of the proposals that came true."""
+        return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
 
     def _at(self, curve: tuple[float, ...], rows: float) -> float:
         if rows <= self.rows[0]:
@@ -54,39 +100,51 @@ class StepCost:
         return curve[right - 1] + share * (curve[right] - curve[right - 1])
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
-    """What the policy may know of a sequence: its draft mode, drafts in hand, and its limit on b."""
-
-    mode: DraftMode
-    drafts_in_hand: int
-    block_limit: int
-
-
 class Acceptance:
-    """How often draft i holds when those before it did: smoothed over a prior, recent steps weigh most."""
+    """How often draft i holds when those before it did: smoothed over a prior, recent steps weigh most.
 
-    def __init__(self, drafts: int):
+    memory: what an observation still weighs when the next one comes. prior: what is expected of drafts that were not
+    seen yet; another `Acceptance` where this one is a part of it, as a sequence is of all.
+    """
+
+    def __init__(self, drafts: int, memory: float = MEMORY, prior: "Acceptance | None" = None):
         self._tried = [0.0] * drafts
         self._held = [0.0] * drafts
+        self._memory = memory
+        self._prior = prior
 
     def observe(self, verified: int, held: int) -> None:
         """One step verified `verified` drafts, of which the first `held` held."""
         for draft in range(min(verified, held + 1)):
-            self._tried[draft] = self._tried[draft] * MEMORY + 1.0
-            self._held[draft] = self._held[draft] * MEMORY + (draft < held)
+            self._tried[draft] = self._tried[draft] * self._memory + 1.0
+            self._held[draft] = self._held[draft] * self._memory + (draft < held)
+        if self._prior is not None:
+            self._prior.observe(verified, held)
 
     def fade(self) -> None:
         """A step without drafts: what was learnt counts a little less, so that drafting gets a new chance."""
-        self._tried = [count * MEMORY for count in self._tried]
-        self._held = [count * MEMORY for count in self._held]
+        self._tried = [count * FADING for count in self._tried]
+        self._held = [count * FADING for count in self._held]
 
     def holds(self) -> tuple[float, ...]:
         """P(draft i holds | drafts 1 … i-1 hold), for i = 1, 2, …"""
+        prior = self._prior.holds() if self._prior is not None else (PRIOR_HOLDS,) * len(self._tried)
         return tuple(
-            (held + PRIOR_HOLDS * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
-            for held, tried in zip(self._held, self._tried, strict=True)
+            (held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
+            for held, tried, expected in zip(self._held, self._tried, prior, strict=True)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """What the policy may know of a sequence: its draft mode, drafts in hand, its limit on b, the tokens that its
+    rows attend to, and how its drafts held."""
+
+    mode: DraftMode
+    drafts_in_hand: int
+    block_limit: int
+    context: int = 0
+    acceptance: HeldDrafts | None = None
 
 
 def outcome_probabilities(holds: Sequence[float], drafts: int) -> list[float]:
@@ -111,15 +169,37 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
             yield Shape(drafts, tuple(sorted(ranked[:count])), block), chances
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step carries beside the drafts: `sequences` that choose, `known_rows` of prompts, and the context."""
+
+    sequences: int
+    known_rows: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`shape` for `drafting` sequences, plain decoding for the others."""
+
+    shape: Shape = field(default_factory=Shape)
+    drafting: int = 0
+
+
 class DraftPolicy:
     """Chooses the shape of every sequence, step by step. Texts never depend on it."""
 
     def __init__(self, block_length: int, cost: StepCost):
         self.block_length = block_length
-        self.acceptance = Acceptance(max(0, block_length - 1))
-        self._cost = cost
-        self._choices: dict[tuple[int, int, int], tuple[int, Shape]] = {}
+        self.cost = cost
+        self._all = self.new_acceptance()
+        self._choices: dict[tuple[int, Load], tuple[int, Choice]] = {}
         self._step = 0
+
+    def new_acceptance(self, of_sequence: bool = False) -> Acceptance:
+        """The books of a sequence that begins, over what all have shown; or of all."""
+        drafts = max(0, self.block_length - 1)
+        return Acceptance(drafts, SEQUENCE_MEMORY, self._all) if of_sequence else Acceptance(drafts)
 
     def choose(self, views: Sequence[SequenceView], known_rows: int) -> list[Shape]:
         """A shape for each sequence, for drafts in hand or none; the caller fits it to the sequence's limits.
@@ -127,42 +207,133 @@ class DraftPolicy:
         known_rows: verify rows of prefill chunks in the same step.
         """
         self._step += 1
-        automatic = sum(view.mode == "auto" for view in views)
-        shapes = [self._shape(view, automatic, known_rows) for view in views]
+        shapes = [self._full(view) for view in views]
+        free = [index for index, view in enumerate(views) if view.mode == "auto" and self._limit(view) > 1]
+        if free:
+            known_rows += sum(shape.verify_rows + shape.mask_rows for shape in shapes) - len(free)
+            for index, shape in zip(free, self._automatic([views[i] for i in free], known_rows), strict=True):
+                shapes[index] = shape
         if not any(shape.drafts for shape in shapes):
-            self.acceptance.fade()
+            self._all.fade()
+        for index in free:
+            acceptance = views[index].acceptance
+            if acceptance is not None and not shapes[index].block:
+                acceptance.fade()
         return shapes
 
-    def _shape(self, view: SequenceView, automatic: int, known_rows: int) -> Shape:
-        limit = min(view.block_limit, self.block_length)
-        if limit < 2 or view.mode == "off":
-            return Shape()
-        if view.mode == "full":
-            return full_shape(limit, view.drafts_in_hand)
-        best = self._best(limit, automatic, known_rows)
-        return best if view.drafts_in_hand or not best.proposals else Shape(0, (1,), best.block)
+    def took(self, size: StepSize, seconds: float) -> None:
+        """A real step of that size took so long: the curves were measured apart from all that goes on around them.
 
-    def _best(self, block_limit: int, sequences: int, known_rows: int) -> Shape:
-        key = (block_limit, sequences, known_rows)
-        chosen = self._choices.get(key)
-        if chosen is None or self._step - chosen[0] >= CHOICE_LIFE:
+        What is known of steps with mask rows fades while there are none, so that drafting gets a new chance.
+        """
+        if size.known or not size.verify:
+            return
+        kind = "drafting" if size.mask else "plain"
+        bias = min(BIAS_MOST, seconds / self.cost.seconds(size) * getattr(self.cost, kind))
+        self.cost = replace(self.cost, **{kind: BIAS_MEMORY * getattr(self.cost, kind) + (1 - BIAS_MEMORY) * bias})
+        if not size.mask:
+            fading = self.cost.plain + FADING * (self.cost.drafting - self.cost.plain)
+            self.cost = replace(self.cost, drafting=fading)
+
+    def _limit(self, view: SequenceView) -> int:
+        return min(view.block_limit, self.block_length)
+
+    def _full(self, view: SequenceView) -> Shape:
+        if view.mode != "full" or self._limit(view) < 2:
+            return Shape()
+        return full_shape(self._limit(view), view.drafts_in_hand)
+
+    def _automatic(self, views: Sequence[SequenceView], known_rows: int) -> list[Shape]:
+        """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
+        context = sum(view.context for view in views) // len(views)
+        load = Load(len(views), _rounded(known_rows, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
+        choice = self._best(views, load)
+        if not choice.drafting:
+            return [Shape()] * len(views)
+        drafting = set(range(len(views)))
+        if choice.drafting < len(views):  # drafts in hand were paid for already
+            ranked = sorted(
+                drafting, key=lambda i: (views[i].drafts_in_hand > 0, self._promise(views[i])), reverse=True
+            )
+            drafting = set(ranked[: choice.drafting])
+        return [self._mine(view, choice.shape) if i in drafting else Shape() for i, view in enumerate(views)]
+
+    def _mine(self, view: SequenceView, shape: Shape) -> Shape:
+        """The shape within the limit on b that a request may have set; without drafts in hand, new ones first."""
+        block = min(shape.block, self._limit(view))
+        drafts = min(shape.drafts, block - 1)
+        proposals = tuple(outcome for outcome in shape.proposals if outcome <= drafts + 1)
+        return Shape(drafts, proposals, block) if view.drafts_in_hand else Shape(0, (1,), block)
+
+    def _holds(self, view: SequenceView) -> tuple[float, ...]:
+        return (view.acceptance or self._all).holds()
+
+    def _promise(self, view: SequenceView) -> float:
+        return _promise(self._holds(view))
+
+    def _best(self, views: Sequence[SequenceView], load: Load) -> Choice:
+        limit = max(self._limit(view) for view in views)
+        key = (limit, load)
+        kept = self._choices.get(key)
+        if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * len(views):
             if len(self._choices) > 1024:
                 self._choices.clear()
-            chosen = (self._step, best_shape(self._cost, self.acceptance.holds(), block_limit, sequences, known_rows))
-            self._choices[key] = chosen
-        return chosen[1]
+            ranked = sorted((self._holds(view) for view in views), key=_promise, reverse=True)
+            kept = (self._step, best_choice(self.cost, ranked, limit, load))
+            self._choices[key] = kept
+        return kept[1]
 
 
-def best_shape(cost: StepCost, holds: Sequence[float], block_limit: int, sequences: int, known_rows: int) -> Shape:
-    """The shape with the most tokens per second where `sequences` alike run it; `Shape()` for plain decoding."""
-    best, best_rate = Shape(), 1.0 / cost.seconds(known_rows + sequences, 0, 0)
-    for shape, chances in candidate_shapes(holds, block_limit):
-        miss = 1.0 - sum(chances[outcome - 1] for outcome in shape.proposals)
-        tokens = sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + miss
-        picked = sequences * (shape.block - 1)
-        drafting = cost.seconds(known_rows + sequences * shape.verify_rows, sequences * shape.mask_rows, picked)
-        renewing = cost.seconds(known_rows + sequences, sequences * shape.block, picked)
-        rate = tokens / (drafting + miss * renewing)
-        if rate > best_rate:
-            best, best_rate = shape, rate
+def _rounded(count: int, grain: int) -> int:
+    return (count + grain // 2) // grain * grain
+
+
+def _promise(holds: Sequence[float]) -> float:
+    """Drafts that are expected to hold in a row."""
+    return sum(accumulate(holds, mul))
+
+
+def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: int, load: Load) -> Choice:
+    """The most tokens per second: how many of the sequences draft, and in which shape.
+
+    ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
+    """
+    best, best_rate = Choice(), load.sequences / _step_seconds(cost, load, Shape(), 0, 0.0)
+    drafting = load.sequences
+    while drafting:
+        holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
+        for shape, chances in candidate_shapes(holds, block_limit):
+            rate = tokens_per_second(cost, load, shape, chances, drafting)
+            if rate > best_rate:
+                best, best_rate = Choice(shape, drafting), rate
+        drafting //= 2
     return best
+
+
+def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequence[float], drafting: int) -> float:
+    """The rate of a batch of which `drafting` sequences draft: in `shape` while they have drafts in hand, with one
+    step (0, {1}, b) after each miss. chances: P(a) for a = 1 … n+1."""
+    hit = sum(chances[outcome - 1] for outcome in shape.proposals)
+    in_hand = 1.0 / (2.0 - hit)  # of all steps
+    tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
+    renewing = Shape(0, (1,), shape.block)
+    seconds = in_hand * _step_seconds(cost, load, shape, drafting, hit)
+    seconds += (1.0 - in_hand) * _step_seconds(cost, load, renewing, drafting, 1.0)
+    return (drafting * tokens + load.sequences - drafting) / seconds
+
+
+def _step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:
+    """A step in which `drafting` sequences run `shape`; each finds its outcome among the proposals with probability
+    `hit`."""
+    any_hit = 1.0 - (1.0 - hit) ** drafting
+    slots = drafting * (shape.block - 1) if shape.proposals else 0
+    size = StepSize(
+        known=load.known_rows,
+        verify=load.sequences + drafting * shape.drafts,
+        mask=drafting * shape.mask_rows,
+        slots=slots * len(shape.proposals),
+        picked=slots * hit / any_hit if any_hit else 0.0,
+        sequences=load.sequences,
+        context=load.context,
+    )
+    return cost.seconds(size, any_hit)

@@ -5,10 +5,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.draft_policy import StepSize
 from tidar_core.engine.runner import Runner, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.layout import WithinBlock
@@ -94,6 +96,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One forward pass over everything that can run; at most one output a request."""
+        began = time.monotonic()
         ended, self._ended = self._ended, []
         plans = self._scheduler.plan()
         if not plans:
@@ -101,18 +104,27 @@ class Engine:
         batch = build_batch(
             plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
         )
-        hidden = self._runner.forward(batch)
-        outputs = self._verify(plans, batch, hidden)
-        self._draft(plans, batch, hidden, outputs)
+        size = _size(plans, batch)
+        scores = self._score(size, batch, self._runner.forward(batch))
+        outputs = self._verify(plans, batch, scores)
+        self._draft(plans, batch, scores, outputs)
+        self._scheduler.policy.took(size, time.monotonic() - began)
         return ended + outputs
 
-    def _verify(self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor) -> list[StepOutput]:
+    def _score(self, size: StepSize, batch: Batch, hidden: Tensor) -> "Scores":
+        """The scores of the verify rows; those of all slots with them where one pass over the head costs less."""
+        rows = [row for rows in batch.emit_rows for row in rows]
+        if size.slots and self._scheduler.policy.cost.at_once(size.verify, size.picked, size.slots):
+            rows += [row for outcomes in batch.draft_rows for rows in outcomes.values() for row in rows]
+        return Scores(self._runner, hidden, rows)
+
+    def _verify(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores") -> list[StepOutput]:
         """Picks the true tokens and commits them."""
         rows = [row for rows in batch.emit_rows for row in rows]
         if not rows:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
-        logits = self._runner.scores(hidden, rows)
+        logits = scores.of(rows)
         truths = pick_tokens(logits, rules).tolist()
         outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
         if all(rule.params.logprobs is None for rule in rules):
@@ -124,7 +136,7 @@ class Engine:
             for output, entries in zip(outputs, logprobs, strict=True)
         ]
 
-    def _draft(self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor, outputs: Items[StepOutput]) -> None:
+    def _draft(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores", outputs: Items[StepOutput]) -> None:
         """Picks the drafts of the proposals that came true; the others are never looked at."""
         by_request = {output.request_id: output for output in outputs}
         chosen: list[tuple[SequencePlan, range, int]] = []
@@ -140,7 +152,7 @@ class Engine:
             for plan, rows, used in chosen
             for slot in range(1, len(rows) + 1)
         ]
-        logits = self._runner.scores(hidden, [row for _, rows, _ in chosen for row in rows])
+        logits = scores.of([row for _, rows, _ in chosen for row in rows])
         drafts = _split(pick_tokens(logits, rules).tolist(), [rows for _, rows, _ in chosen])
         for (plan, _, _), tokens in zip(chosen, drafts, strict=True):
             self._scheduler.take_drafts(plan.sequence, tokens)
@@ -161,6 +173,39 @@ class Engine:
             return TokenRule(params, position, banned)
         answer = (*sequence.tokens[sequence.prompt_length :], *ahead)
         return TokenRule(params, position, banned, History(sequence.request.prompt, answer))
+
+
+def _size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
+    verify = sum(len(rows) for rows in batch.emit_rows)
+    slots = [len(rows) for outcomes in batch.draft_rows for rows in outcomes.values()]
+    return StepSize(
+        known=sum(plan.verify_rows for plan in plans) - verify,
+        verify=verify,
+        mask=sum(plan.shape.mask_rows for plan in plans),
+        slots=sum(slots),
+        picked=sum(plan.shape.block - 1 for plan in plans if plan.shape.proposals),
+        sequences=len(plans),
+        context=sum(plan.position for plan in plans) / len(plans),
+    )
+
+
+class Scores:
+    """The logits of a step's rows, those of `first` in one pass; of others when they are asked for."""
+
+    def __init__(self, runner: Runner, hidden: Tensor, first: Items[int]):
+        self._runner = runner
+        self._hidden = hidden
+        self._at = {row: index for index, row in enumerate(first)}
+        self._logits = runner.scores(hidden, first) if first else hidden[:0]
+
+    def of(self, rows: Items[int]) -> Tensor:
+        """[rows, vocab]."""
+        found = [self._at.get(row, -1) for row in rows]
+        if min(found) < 0:
+            return self._runner.scores(self._hidden, rows)
+        if found == list(range(found[0], found[0] + len(found))):
+            return self._logits[found[0] : found[0] + len(found)]
+        return self._logits[torch.tensor(found, device=self._logits.device)]
 
 
 T = TypeVar("T")

@@ -63,6 +63,7 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
+        sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
         self.waiting.append(sequence)
 
     def holds(self, request_id: str) -> bool:
@@ -140,7 +141,13 @@ class Scheduler:
 
     def _view(self, sequence: Sequence) -> SequenceView:
         params = sequence.request.params
-        return SequenceView(params.drafts, len(sequence.drafts), params.block or self.policy.block_length)
+        return SequenceView(
+            params.drafts,
+            len(sequence.drafts),
+            params.block or self.policy.block_length,
+            len(sequence.tokens),
+            sequence.acceptance,
+        )
 
     def _pages_missing(self, sequence: Sequence, count: int) -> int:
         """Pages that `count` known tokens need beyond those owned, any drafts behind them included."""
@@ -203,8 +210,8 @@ class Scheduler:
         if finish is None or finish.reason is not FinishReason.ERROR:
             self._publish(sequence)
         sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
-        if shape.drafts:
-            self.policy.acceptance.observe(shape.drafts, committed - 1)
+        if shape.drafts and sequence.acceptance is not None:
+            sequence.acceptance.observe(shape.drafts, committed - 1)
         if finish is not None:
             self.running.remove(sequence)
             self._release(sequence)

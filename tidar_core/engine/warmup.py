@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from statistics import median
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
@@ -19,16 +19,21 @@ from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule, pick_tokens
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
-COST_ROWS = (1, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-REPEATS = 3
+COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, where its price is measured
+TRIAL_BYTES = 128 << 20  # most that the pages for it take
+REPEATS = 4
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
 def with_own_pages(runner: Runner, block_length: int) -> Runner:
     """The same model over a small cache of its own, so that warm-up touches no page of the engine's."""
-    page = runner.cache.page_size
-    pages = max(2 * -(-(2 * page + block_length + 5) // page), 8) + 1
-    return replace(runner, cache=empty_cache(runner.config, pages, page, runner.cache.keys.dtype, runner.device))
+    cache, page = runner.cache, runner.cache.page_size
+    probes = 2 * -(-(2 * page + block_length + 5) // page)
+    page_bytes = 2 * cache.keys[:, 0].numel() * cache.keys.element_size()
+    measured = max(COST_PAGES, min(CONTEXT_ROWS * COST_PAGES, TRIAL_BYTES // page_bytes))
+    pages = max(probes, measured) + 1
+    return replace(runner, cache=empty_cache(runner.config, pages, page, cache.keys.dtype, runner.device))
 
 
 def _plan(tokens: list[int], start: int, known: int, drafts: int, shape: Shape, pages: list[int]) -> SequencePlan:
@@ -110,20 +115,38 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
 
 
 def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -> StepCost:
-    """Median seconds of whole passes at a few row counts, with a context of some pages."""
+    """Seconds of whole passes at a few row counts, with next to no context, and what context adds."""
     block = block_length if runner.adapter is not None else 0
-    context = max(1, min(8 * runner.cache.page_size, runner.config.max_positions - block - 1))
-    text = [(13 * i + 5) % runner.config.vocab_size for i in range(context)]
-    pages = list(range(1, -(-context // runner.cache.page_size) + 1))
+    page = runner.cache.page_size
+    context = max(1, min(page, runner.config.max_positions - block - 1))
+    longer = max(context, min(COST_PAGES * page, runner.config.max_positions - block - 1))
+    text = [(13 * i + 5) % runner.config.vocab_size for i in range(longer)]
+    all_pages = range(1, runner.cache.keys.shape[1])
 
-    def batch(sequences: int, drafting: int) -> Batch:
-        """One-row sequences, as in decoding, the first `drafting` of them with a proposal; all on the same pages."""
+    def batch(sequences: int, drafting: int, context: int = context) -> Batch:
+        """One-row sequences, as in decoding, the first `drafting` of them with a proposal; each on pages of its own
+        as far as they go."""
+        own = cycle(all_pages)
         shapes = [Shape(0, (1,), block)] * drafting + [Shape()] * (sequences - drafting)
-        return _batch(runner, [_plan(text, context - 1, 1, 0, shape, pages) for shape in shapes], within_block)
+        plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
+        return _batch(runner, plans, within_block)
 
     trunk = tuple(_timed(runner, partial(runner.forward, batch(rows, 0))) for rows in COST_ROWS)
     head = tuple(_pick_seconds(runner, rows) for rows in COST_ROWS)
-    base = StepCost(COST_ROWS, trunk, head, (0.0,) * len(COST_ROWS))
+    further = max(1, longer - context)
+
+    def added(sequences: int, drafting: int) -> float:
+        """What a token of context adds to a step."""
+        far, near = batch(sequences, drafting, longer), batch(sequences, drafting)
+        return (
+            max(0.0, _timed(runner, partial(runner.forward, far)) - _timed(runner, partial(runner.forward, near)))
+            / further
+        )
+
+    # c sequences of one row: c (reading + attending); one sequence of 1 + b rows: reading + (1 + b) attending.
+    one_row = added(CONTEXT_ROWS, 0) / CONTEXT_ROWS
+    attending = min(one_row, max(0.0, added(1, 1) - one_row) / block) if block else one_row
+    base = StepCost(COST_ROWS, trunk, head, (0.0,) * len(COST_ROWS), one_row - attending, attending)
     if not block:
         return base
     # Mask rows come in whole proposals: the adapter is measured at those counts and read off between them.
@@ -133,7 +156,7 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
         for count in proposals
     )
     known = StepCost(tuple(count * block for count in proposals), extra, extra, extra)
-    return StepCost(COST_ROWS, trunk, head, tuple(known.trunk_seconds(rows) for rows in COST_ROWS))
+    return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in COST_ROWS))
 
 
 def _timed(runner: Runner, work: Callable[[], object]) -> float:
@@ -146,7 +169,7 @@ def _timed(runner: Runner, work: Callable[[], object]) -> float:
         if runner.device.type == "cuda":
             torch.cuda.synchronize(runner.device)
         times.append(time.perf_counter() - began)
-    return median(times[1:])
+    return min(times[1:])  # what else the machine does only adds to it
 
 
 def _pick_seconds(runner: Runner, rows: int) -> float:

@@ -66,7 +66,7 @@ template <typename T> void norm_row(const T* x, const T* w, T* out, int n, float
 
 template <typename T>
 void add_norm(const T* x, T* residual, const T* weight, T* out, int rows, int n, float eps, int add, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > 16384)
+#pragma omp parallel for num_threads(threads) if (rows * n > 4096)
     for (int r = 0; r < rows; r++) {
         const T* xr = x + int64_t(r) * n;
         T* rr = residual + int64_t(r) * n;
@@ -76,7 +76,7 @@ void add_norm(const T* x, T* residual, const T* weight, T* out, int rows, int n,
 }
 
 template <typename T> void silu_mul(const T* gate_up, T* out, int rows, int n, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows * n > 16384)
+#pragma omp parallel for num_threads(threads) if (rows * n > 4096)
     for (int r = 0; r < rows; r++) {
         const T* gate = gate_up + int64_t(r) * 2 * n;
         for (int i = 0; i < n; i += LANES) {
@@ -88,14 +88,22 @@ template <typename T> void silu_mul(const T* gate_up, T* out, int rows, int n, i
 
 template <typename T> void rotate_head(T* x, const float* cos, const float* sin, int head_dim, const T* norm, float eps) {
     if (norm) norm_row(x, norm, x, head_dim, eps);
-    int half = head_dim / 2;
-    for (int i = 0; i < half; i += 8) {
-        for (int j = i; j < i + 8; j++) {
-            float a = widen(x[j]), b = widen(x[j + half]);
-            f16v pair{a * cos[j] - b * sin[j], b * cos[j] + a * sin[j]};
-            T both[LANES]; store(both, pair);
-            x[j] = both[0]; x[j + half] = both[1];
+    constexpr int HALF_LANES = LANES / 2;  // half a head may be no longer
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i += HALF_LANES) {
+        T pairs[LANES], crossed[LANES];
+        std::memcpy(pairs, x + i, sizeof pairs / 2);
+        std::memcpy(pairs + HALF_LANES, x + half + i, sizeof pairs / 2);
+        std::memcpy(crossed, pairs + HALF_LANES, sizeof pairs / 2);
+        std::memcpy(crossed + HALF_LANES, pairs, sizeof pairs / 2);
+        float c[LANES], n[LANES];
+        for (int j = 0; j < HALF_LANES; j++) {
+            c[j] = c[j + HALF_LANES] = cos[i + j];
+            n[j] = -sin[i + j], n[j + HALF_LANES] = sin[i + j];
         }
+        store(pairs, load(pairs) * load(c) + load(crossed) * load(n));
+        std::memcpy(x + i, pairs, sizeof pairs / 2);
+        std::memcpy(x + half + i, pairs + HALF_LANES, sizeof pairs / 2);
     }
 }
 
@@ -103,7 +111,7 @@ template <typename T>
 void rotate_and_store(T* qkv, Shape s, int verify, const int32_t* positions, const float* cos, const float* sin,
                       const T* q_norm, const T* k_norm, float eps, T* keys, T* values, const int32_t* slots, int threads) {
     int width = (s.heads + 2 * s.kv_heads) * s.head_dim, half = s.head_dim / 2;
-#pragma omp parallel for num_threads(threads) if (s.rows * width > 8192)
+#pragma omp parallel for num_threads(threads) if (s.rows * width > 4096)
     for (int r = 0; r < s.rows; r++) {
         T* row = qkv + int64_t(r) * width;
         const float *c = cos + int64_t(positions[r]) * half, *n = sin + int64_t(positions[r]) * half;
@@ -150,15 +158,32 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
     for (int m = 0; m < M; m++)
         for (int d = 0; d < D; d++) query[d * M + m] = widen(queries[m].q[d]);
     const float lowest = -std::numeric_limits<float>::infinity();
-    for (int p = 0; p < pages; p++) {
-        const T* page = keys + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES;
-        f16v acc[M] = {};
-        for (int d = 0; d < D; d++) {
-            f16v k = load(page + d * LANES);
-            for (int m = 0; m < M; m++) acc[m] += k * query[d * M + m];
-        }
-        for (int m = 0; m < M; m++) store(scores + m * width + p * LANES, acc[m] * scale);
+    auto page_of = [&](const T* all, int p) { return all + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES; };
+    constexpr int SIDE = M <= 3 ? 4 : M <= 6 ? 2 : 1;  // pages side by side, so that enough sums are under way
+    for (int p = 0; p < pages;) {
+        auto score = [&](auto count) {
+            constexpr int P = decltype(count)::value;
+            const T *page[P], *next[P];
+            for (int i = 0; i < P; i++) {
+                page[i] = page_of(keys, p + i);
+                next[i] = p + P + i < pages ? page_of(keys, p + P + i) : page[i];
+            }
+            f16v acc[P][M] = {};
+            for (int d = 0; d < D; d++)
+                for (int i = 0; i < P; i++) {
+                    __builtin_prefetch(next[i] + d * LANES);
+                    f16v k = load(page[i] + d * LANES);
+                    for (int m = 0; m < M; m++) acc[i][m] += k * query[d * M + m];
+                }
+            for (int i = 0; i < P; i++)
+                for (int m = 0; m < M; m++) store(scores + m * width + (p + i) * LANES, acc[i][m] * scale);
+            p += P;
+        };
+        if (pages - p >= SIDE) score(std::integral_constant<int, SIDE>{});
+        else score(std::integral_constant<int, 1>{});
     }
+    for (int p = 0; p < pages && p < 2; p++)
+        for (int i = 0; i < D * LANES; i += 64 / sizeof(T)) __builtin_prefetch(page_of(values, p) + i);
     float inverse[M];
     for (int m = 0; m < M; m++) {
         const Query<T>& mine = queries[m];
@@ -190,10 +215,11 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
         auto add = [&](auto count) {
             constexpr int W = decltype(count)::value;
             for (int p = 0; p < pages; p++) {
-                const T* page = values + (int64_t(table[p]) * s.kv_heads + kv_head) * LANES * D + d;
+                const T *page = page_of(values, p) + d, *next = page_of(values, p + 2 < pages ? p + 2 : p) + d;
                 const int keys_here = longest - p * LANES < LANES ? longest - p * LANES : LANES;
                 for (int i = 0; i < keys_here; i++) {
                     f16v v[W];
+                    for (int w = 0; w < W * LANES; w += 64 / sizeof(T)) __builtin_prefetch(next + i * D + w);
                     for (int w = 0; w < W; w++) v[w] = load(page + i * D + w * LANES);
                     for (int m = 0; m < M; m++)
                         for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + p * LANES + i];
