@@ -19,7 +19,8 @@ from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
-from cluster.metrics import render
+from cluster.handover import Carrier, Patience
+from cluster.metrics import IngressMetrics, render
 from cluster.options import ServeOptions
 from cluster.prompts import (
     chat_prompt,
@@ -65,14 +66,16 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
     app.add_middleware(LastResort)
-    add_openai_routes(app, directory, options)
+    metrics = IngressMetrics(secrets.token_hex(4))
+    add_openai_routes(app, directory, options, metrics)
     add_tokenizer_routes(app, directory, options)
-    add_service_routes(app, directory)
+    add_service_routes(app, directory, metrics)
     return app
 
 
-def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:
+def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions, metrics: IngressMetrics) -> None:
     admission = Admission(options.max_ongoing)
+    carrier = Carrier(directory, Patience(options.stall_seconds, options.carry_seconds), metrics)
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -120,7 +123,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions)
         head = new_head(card.name, chat)
         repeated = [prompt for prompt in prompts for _ in choices]
         made = Answer(card, requests_for(head.id, repeated, params, body.cache_salt or ""), body.tidar.trace)
-        pieces = made.pieces(directory.engine, admission, len(directory.replicas))
+        pieces = made.pieces(carrier, admission, len(directory.replicas))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
@@ -170,7 +173,7 @@ def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptio
         return JSONResponse(await asyncio.to_thread(work, raw, *directory.model))
 
 
-def add_service_routes(app: FastAPI, directory: Directory) -> None:
+def add_service_routes(app: FastAPI, directory: Directory, counts: IngressMetrics) -> None:
     @app.get("/health")
     async def health() -> Response:
         if not directory.replicas:
@@ -179,7 +182,7 @@ def add_service_routes(app: FastAPI, directory: Directory) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = render(await directory.metrics())
+        page = render([*await directory.metrics(), counts.collect()])
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")

@@ -6,6 +6,7 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api import build_api
@@ -15,6 +16,7 @@ from cluster.replica import EngineReplica
 
 ENGINE = "Engine"
 INGRESS = "Ingress"
+ROUTER = "cluster.routing:ReplicaRouter"
 # Serve's own limits bind nothing here: a call over them would wait, the one that asks a full replica whether it lives
 # too. `Admission` at the ingress bounds the work.
 UNBOUND = 1_000_000
@@ -44,6 +46,8 @@ def build(args: ServeOptions) -> Application:
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
+        health_check_timeout_s=5.0,  # three in a row, and Serve replaces a replica that hangs; its streams left before
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]  # Ray's error
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0},
     )(EngineReplica)

@@ -1,8 +1,11 @@
-"""What an ingress knows of the replicas behind it: the model's card, and whether anyone answers."""
+"""What an ingress knows of the replicas behind it: the model's card, who answers, who has fallen silent."""
 
 import asyncio
 import logging
+import time
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
 from ray.serve.handle import DeploymentHandle
@@ -11,9 +14,12 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.errors import not_ready
 from cluster.prompts import prepare
+from cluster.routing import Way, ask
 
 POLL_SECONDS = 1.0
-ANSWER_SECONDS = 10.0
+REPLY_SECONDS = 1.5
+FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
+METRICS_SECONDS = 5.0
 
 log = logging.getLogger("ray.serve")
 
@@ -23,7 +29,8 @@ class Directory:
 
     def __init__(self, engine: DeploymentHandle):
         self.engine = engine
-        self.replicas: tuple[str, ...] = ()
+        self.silent: frozenset[str] = frozenset()
+        self._heard: dict[str, float] = {}
         self._card: ModelCard | None = None
         self._backend: Tokenizer | None = None
         self._task: asyncio.Task[None] | None = None
@@ -39,38 +46,71 @@ class Directory:
                 await self._task
 
     @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of those that are there."""
+        now = time.monotonic()
+        return tuple(sorted(name for name, heard in self._heard.items() if now - heard < FORGET_SECONDS))
+
+    @property
     def model(self) -> tuple[ModelCard, Tokenizer]:
         """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers."""
         if self._card is None or self._backend is None or not self.replicas:
             raise not_ready()
         return self._card, self._backend
 
+    def silence(self, name: str) -> None:
+        """Take a replica for silent until it answers again."""
+        self.silent |= {name}
+
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does."""
-        try:
-            answers = await self.engine.broadcast("metrics").results_async(
-                timeout_s=ANSWER_SECONDS, return_exceptions=True
-            )
-        except Exception as error:
-            raise not_ready() from error
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        answers = await self._ask_each(self.replicas, "metrics", METRICS_SECONDS)
+        if not answers:
+            raise not_ready()
+        return list(answers.values())
 
     async def _watch(self) -> None:
         while True:
             try:
                 await self._look()
-            except TimeoutError:  # busy is not dead: Ray's own health check restarts a replica that hangs
-                log.warning("replicas took more than %s s to say that they live", ANSWER_SECONDS)
             except Exception as error:  # no replica yet, or none any more
-                self.replicas = ()
+                self._heard = {}
                 log.debug("no replica answers: %s", error)
             await asyncio.sleep(POLL_SECONDS)
 
     async def _look(self) -> None:
-        answers = await self.engine.broadcast("alive").results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
-        alive = tuple(sorted(answer for answer in answers if isinstance(answer, str)))
+        try:
+            answers = await self.engine.broadcast("alive").results_async(
+                timeout_s=REPLY_SECONDS, return_exceptions=True
+            )
+        except TimeoutError:  # one that hangs holds up the answers of all
+            known = set(self._heard)
+            alive = set(await self._ask_each(known, "alive", REPLY_SECONDS))
+            self.silent = (self.silent | known) - alive
+        else:
+            alive = {answer for answer in answers if isinstance(answer, str)}
+            self.silent = frozenset()
+            self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
+        self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive and self._card is None:
-            card = await self.engine.describe.remote()
+            card = await ask(self.engine, "describe")
             self._backend = prepare(card)
             self._card = card
-        self.replicas = alive
+
+    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+        """What each replica answers; those that do not answer in time are left out."""
+
+        async def one(name: str) -> Any:
+            response = ask(self.engine, method, way=Way(only=name))
+            try:
+                async with asyncio.timeout(seconds):
+                    return await response
+            except TimeoutError:
+                response.cancel()
+                raise
+
+        asked = list(names)
+        answers = await asyncio.gather(*(one(name) for name in asked), return_exceptions=True)
+        return {
+            name: answer for name, answer in zip(asked, answers, strict=True) if not isinstance(answer, BaseException)
+        }

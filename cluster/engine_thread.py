@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class EngineThread:
         self.ready: Future[Engine] = Future()
         self.failure: str | None = None
         self.stats: EngineStats | None = None
+        self._step_began: float | None = None
         self._load = load
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
@@ -62,6 +64,11 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End a request before the next step; one that is not here is ignored."""
         self._commands.put(request_id)
+
+    def step_seconds(self) -> float:
+        """How long the step that runs has been running; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
         """Stop after the step that runs, and wait for it."""
@@ -79,7 +86,9 @@ class EngineThread:
         self.ready.set_result(engine)
         try:
             while self._obey(engine):
+                self._step_began = time.monotonic()
                 outputs: Sequence[Event] = engine.step()
+                self._step_began = None
                 self.stats = engine.stats()
                 if outputs:
                     self._deliver(outputs)

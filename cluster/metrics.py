@@ -1,7 +1,7 @@
 """What Prometheus reads: vLLM's names where vLLM has one, `tidar:` for the rest.
 
 Each replica counts for itself (`ReplicaMetrics`), so that any ingress can show all of them on one page (`render`):
-series of different replicas differ in the label `engine`.
+series of different replicas differ in the label `engine`. What an ingress counts itself (`IngressMetrics`) it adds.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +36,7 @@ class Timing:
     started: float
     first_token: float | None = None
     tokens: int = 0
+    resumed: bool = False  # its prompt and first token were another replica's
 
 
 class ReplicaMetrics:
@@ -81,15 +82,17 @@ class ReplicaMetrics:
         )
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS)
 
-    def arrived(self, prompt_tokens: int) -> None:
-        self._prompt.inc(prompt_tokens)
+    def arrived(self, prompt_tokens: int, timing: Timing) -> None:
+        if not timing.resumed:
+            self._prompt.inc(prompt_tokens)
 
     def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:
         """Count what one step brought one request; the answer's end is `ended`'s."""
         self._generated.inc(len(output.tokens))
         if output.tokens and timing.first_token is None:
             timing.first_token = now
-            self._first.observe(now - timing.started)
+            if not timing.resumed:
+                self._first.observe(now - timing.started)
         timing.tokens += len(output.tokens)
         trace = output.trace
         if trace is None:
@@ -123,23 +126,46 @@ class ReplicaMetrics:
         return list(self._registry.collect())
 
 
-class Merged(Collector):
-    """Series of several replicas as one page: a family's name, type and help stand once."""
+class IngressMetrics:
+    """Counts of one ingress since it started: what happened to streams between replicas."""
 
-    def __init__(self, replicas: Iterable[Iterable[Metric]]):
-        self._replicas = list(replicas)
+    def __init__(self, ingress: str):
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._handovers = Counter(
+            "tidar:stream_handovers", "Requests that went on at another replica.", ("ingress", "cause"),
+            registry=self._registry,
+        )  # fmt: skip
+        self._gaps = Histogram(
+            "tidar:stream_handover_seconds", "From losing a replica to being accepted by the next.", ("ingress",),
+            buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+        ).labels(ingress)  # fmt: skip
+        self._ingress = ingress
+
+    def handed_over(self, cause: str, seconds: float) -> None:
+        self._handovers.labels(self._ingress, cause).inc()
+        self._gaps.observe(seconds)
+
+    def collect(self) -> list[Metric]:
+        return list(self._registry.collect())
+
+
+class Merged(Collector):
+    """Series of several processes as one page: a family's name, type and help stand once."""
+
+    def __init__(self, parts: Iterable[Iterable[Metric]]):
+        self._parts = list(parts)
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for metrics in self._replicas:
+        for metrics in self._parts:
             for metric in metrics:
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples.extend(item for item in metric.samples if not item.name.endswith("_created"))
         yield from families.values()
 
 
-def render(replicas: Iterable[Iterable[Metric]]) -> bytes:
-    """Prometheus' text format of what the replicas' `collect` gave."""
+def render(parts: Iterable[Iterable[Metric]]) -> bytes:
+    """Prometheus' text format of what the `collect` of replicas and an ingress gave."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Merged(replicas))
+    registry.register(Merged(parts))
     return generate_latest(registry)

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from cluster.card import ModelCard
 from cluster.engine_thread import EngineThread, Event, Failure, Refusal
 from cluster.metrics import Load, ReplicaMetrics, Timing
 from cluster.progress import ProgressLine
+from cluster.routing import ANYWHERE, Way
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.request import FinishReason, Request
 
@@ -23,11 +25,32 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 LAST_WORDS_SECONDS = 0.5  # for the failure to reach the clients
+HEARTBEAT_SECONDS = 0.3
+STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What decides an engine's tokens: only between engines of one kind may a stream move once it has begun."""
+
+    fingerprint: str
+    dtype: str
+    device: str
+    arithmetic: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first word of a stream: who has the request."""
+
+    replica: str
+    kind: EngineKind
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a stream brings at once: the events since the last look, and the replica's name."""
+    """What a stream brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
 
     replica: str
     events: tuple[Event, ...]
@@ -47,8 +70,10 @@ class Subscriber:
         self.news.set()
 
     async def take(self) -> tuple[Event, ...]:
-        """All events since the last call, waiting for one."""
-        await self.news.wait()
+        """All events since the last call, waiting for one; none where nothing happens for a heartbeat."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                await self.news.wait()
         self.news.clear()
         taken, self.events = tuple(self.events), []
         return taken
@@ -81,6 +106,7 @@ class EngineReplica:
             progress.fail(f"the engine could not be started: {error}")
             raise
         info = engine.info
+        self._kind = EngineKind(info.fingerprint, info.dtype, info.device, info.arithmetic, info.exact)
         self._card = ModelCard(
             name=name,
             root=config.model,
@@ -98,18 +124,28 @@ class EngineReplica:
         )
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
 
-    async def generate(self, request: Request) -> AsyncGenerator[Batch, None]:
+    async def generate(
+        self, request: Request, kind: EngineKind | None = None, way: Way = ANYWHERE
+    ) -> AsyncGenerator[Accepted | Batch, None]:
         """Everything that happens to a request, up to its finish, a `Refusal` or a `Failure`.
 
-        Closing or cancelling it ends the request in the engine before the next step.
+        A request that began at an engine of another `kind` is not gone on with. Closing or cancelling this ends the
+        request in the engine before the next step.
         """
-        subscriber = Subscriber(Timing(time.monotonic()))
+        if kind not in (None, self._kind):
+            yield Accepted(self._replica, self._kind)
+            return
+        subscriber = Subscriber(Timing(time.monotonic(), resumed=bool(request.emitted)))
         self._subscribers[request.request_id] = subscriber
-        self._metrics.arrived(len(request.prompt))
+        self._metrics.arrived(len(request.prompt), subscriber.timing)
         self._thread.submit(request)
         try:
+            yield Accepted(self._replica, self._kind)
             while True:
-                yield Batch(self._replica, await subscriber.take())
+                events = await subscriber.take()
+                if not events and self._thread.step_seconds() > STEP_SECONDS:
+                    events = (Failure("the engine hangs"),)
+                yield Batch(self._replica, events)
                 if subscriber.ended and not subscriber.events:
                     break
         finally:
@@ -118,16 +154,16 @@ class EngineReplica:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
 
-    async def describe(self) -> ModelCard:
+    async def describe(self, way: Way = ANYWHERE) -> ModelCard:
         """What the ingress must know of the model."""
         return self._card
 
-    async def alive(self) -> str:
-        """The replica's name; raises where its engine failed."""
+    async def alive(self, way: Way = ANYWHERE) -> str:
+        """The replica's name; raises where its engine failed or hangs."""
         self.check_health()
         return self._replica
 
-    async def metrics(self) -> list[Metric]:
+    async def metrics(self, way: Way = ANYWHERE) -> list[Metric]:
         """All Prometheus series of this replica."""
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left
@@ -137,6 +173,8 @@ class EngineReplica:
         """Ray restarts the replica once this raises a few times in a row."""
         if self._thread.failure is not None:
             raise RuntimeError(self._thread.failure)
+        if self._thread.step_seconds() > STEP_SECONDS:
+            raise RuntimeError(f"the engine has been busy with one step for more than {STEP_SECONDS:g} s")
 
     def _deliver(self, events: Sequence[Event]) -> None:
         self._loop.call_soon_threadsafe(self._spread, events)

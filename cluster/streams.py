@@ -1,29 +1,25 @@
-"""The ingress side of an answer: requests go to replicas, tokens come back and become text.
+"""The ingress side of an answer: requests go out by way of `handover`, tokens come back and become text.
 
 Whatever goes wrong leaves here as an ApiError. Closing a stream ends its request in the engine.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from transformers import PreTrainedTokenizerFast
 
 from cluster.acceptance import Acceptance, answer_metrics
 from cluster.card import ModelCard
-from cluster.engine_thread import Failure, Refusal
-from cluster.errors import ApiError, bad_request, full, server_error
+from cluster.engine_thread import Refusal
+from cluster.errors import ApiError, bad_request, full
+from cluster.handover import Carrier
 from cluster.replica import Batch
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace, TokenLogprobs
 from tidar_core.text import TextStream
 
-log = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 
@@ -143,18 +139,16 @@ class Answer:
         """The `metrics` object of the response; per step too where the answer is traced."""
         return answer_metrics([choice.acceptance for choice in self.choices], self.requests[0].params.seed, self.trace)
 
-    async def pieces(
-        self, engine: DeploymentHandle, admission: "Admission", replicas: int
-    ) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, carrier: Carrier, admission: "Admission", replicas: int) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices, one a step and choice, as they come. Raises ApiError."""
         with admission.enter(len(self.requests), replicas):
-            async with aclosing(self._all(engine)) as pieces:
+            async with aclosing(self._all(carrier)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _all(self, engine: DeploymentHandle) -> AsyncGenerator[Piece, None]:
+    async def _all(self, carrier: Carrier) -> AsyncGenerator[Piece, None]:
         streams = [
-            self._of(choice, run(engine, request)) for choice, request in zip(self.choices, self.requests, strict=True)
+            self._of(choice, carrier.run(request)) for choice, request in zip(self.choices, self.requests, strict=True)
         ]
         async with aclosing(merge(streams)) as merged:
             async for piece in merged:
@@ -203,39 +197,10 @@ def finished_well(event: object) -> StepOutput:
     """The event where it is a step that did not break the answer off; raises ApiError for all others."""
     if isinstance(event, Refusal):
         raise bad_request(event.message, event.param)
-    if isinstance(event, Failure):
-        raise ApiError(500, event.message, code="engine_failed")
     assert isinstance(event, StepOutput)
     if event.finish is not None and event.finish.reason is FinishReason.ERROR:
         raise ApiError(500, event.finish.error or "the engine could not go on", code="engine_failed")
-    if event.finish is not None and event.finish.reason is FinishReason.ABORT:
-        raise ApiError(503, "the request was aborted by the server", code="aborted")
     return event
-
-
-async def run(engine: DeploymentHandle, request: Request) -> AsyncGenerator[Batch, None]:
-    """A request at whichever replica Serve picks. Raises ApiError; ends the request wherever the caller stops."""
-    response = engine.options(stream=True, method_name="generate").remote(request)
-    assert isinstance(response, DeploymentResponseGenerator)
-    try:
-        async for batch in response:
-            yield batch
-    except (GeneratorExit, asyncio.CancelledError):
-        with suppress(Exception):  # raises what the request itself failed of, if it did so meanwhile
-            response.cancel()
-        raise
-    except BackPressureError as error:
-        raise full() from error
-    except DeploymentUnavailableError as error:
-        raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from error
-    except RayActorError as error:
-        log.warning("replica lost under %s: %s", request.request_id, type(error).__name__)
-        raise ApiError(503, "The engine replica went away. Try again.", code="replica_lost") from error
-    except RequestCancelledError as error:
-        raise ApiError(503, "the request was cancelled by the server", code="aborted") from error
-    except RayError as error:
-        log.exception("request %s failed", request.request_id)
-        raise server_error() from error
 
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:

@@ -13,7 +13,7 @@ from tidar_core.request import FinishReason
 def counted(replica: str) -> ReplicaMetrics:
     metrics = ReplicaMetrics("tiny", replica, block_length=4)
     timing = Timing(started=10.0)
-    metrics.arrived(5)
+    metrics.arrived(5, timing)
     for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
         metrics.stepped(step(number, drafted, accepted), timing, now=10.5 + number)
     metrics.ended(FinishReason.LENGTH, timing, now=14.0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine_thread import Failure, Refusal
+from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.responses import chunk, new_head, whole
 from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
@@ -113,9 +113,7 @@ def test_the_spelled_tokens_together_are_the_text(text: str, sizes: list[int]) -
 def test_events_that_end_an_answer_badly() -> None:
     for event, status in (
         (Refusal("a", "too much", "max_tokens"), 400),
-        (Failure("the engine failed"), 500),
         (StepOutput("a", (), finish=Finish(FinishReason.ERROR, error="no memory")), 500),
-        (StepOutput("a", (), finish=Finish(FinishReason.ABORT)), 503),
     ):
         with pytest.raises(ApiError) as caught:
             finished_well(event)

@@ -23,7 +23,8 @@ from tidar_core.text import TextStream
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `exact` that a
-    token's bits do not depend on the batch, as proven at warm-up; `fingerprint` names the base weights."""
+    token's bits do not depend on the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic`
+    the kernels, the torch and the kind of processor that compute with them."""
 
     model: str
     adapter: str | None
@@ -38,6 +39,7 @@ class EngineInfo:
     pages: int
     page_size: int
     fingerprint: str
+    arithmetic: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ def load_engine(
         pages=pages,
         page_size=config.page_size,
         fingerprint=base.fingerprint,
+        arithmetic=_arithmetic(ops, device),
     )
     report(_ready_line(info, ops))
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits))
@@ -145,6 +146,16 @@ def _cache_pages(
     else:
         room = min(CPU_CACHE_SHARE * psutil.virtual_memory().available, CPU_CACHE_MOST)
     return max(1, min(most, int(room) // page_bytes))
+
+
+def _arithmetic(ops: Ops, device: torch.device) -> str:
+    """What decides a row's bits beside the weights and their dtype."""
+    if device.type == "cuda":
+        on = torch.cuda.get_device_name(device)
+    else:
+        extras = {"BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
+        on = " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, there in extras.items() if there)])
+    return f"{ops.name} kernels, torch {torch.__version__}, {on}"
 
 
 def _ready_line(info: EngineInfo, ops: Ops) -> str:

@@ -1,0 +1,260 @@
+"""One request, carried over as many replicas as it takes.
+
+A token depends on the tokens before it, the parameters and the seed alone, so a request goes on at another replica as
+its prompt and the tokens that were sent already. What may befall the replica under a stream: it dies, it hangs (its
+heartbeats stop), its engine breaks, it is shut down. The client sees a gap, never a lost or a repeated token.
+
+Each attempt is a call of its own under a name of its own, and only the last one is listened to: a replica that wakes up
+late talks to nobody, and finds its call cancelled.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
+from ray.serve.handle import DeploymentResponseGenerator
+
+from cluster.directory import Directory
+from cluster.engine_thread import Failure, Refusal
+from cluster.errors import ApiError, full, server_error
+from cluster.metrics import IngressMetrics
+from cluster.replica import Accepted, Batch, EngineKind
+from cluster.routing import Way, listen
+from tidar_core.request import FinishReason, Request, StepOutput
+
+log = logging.getLogger("ray.serve")
+TICK_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 0.5
+LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """silence: a replica that says nothing for so many seconds hangs. give_up: a stream may be without a replica for
+    so many. losses: it may lose so many replicas without a new token, lest a request that breaks engines goes round."""
+
+    silence: float
+    give_up: float
+    losses: int = 4
+
+
+class Lost(Exception):
+    """An attempt is over before its answer: under the replica that had accepted it, where one had."""
+
+    def __init__(self, cause: str, replica: str | None = None):
+        super().__init__(cause)
+        self.cause = cause
+        self.replica = replica
+
+
+@dataclass(slots=True)
+class Story:
+    """A request, and how far it came.
+
+    emitted: the tokens that were passed on. kind: of the engine that said the first of them. replica: who has the
+    request, or had it last. step, step_base, seconds_base: the last step passed on, and what steps and seconds of the
+    present attempt count from. losses: replicas lost since the last token; refused: those that said no; tries: calls
+    that nobody accepted since one did; lost_at: since when nobody has the request.
+    """
+
+    request: Request
+    began: float = field(default_factory=time.monotonic)
+    attempt: int = 0
+    emitted: list[int] = field(default_factory=list)
+    kind: EngineKind | None = None
+    replica: str | None = None
+    step: int = 0
+    step_base: int = 0
+    seconds_base: float = 0.0
+    losses: int = 0
+    refused: set[str] = field(default_factory=set)
+    tries: int = 0
+    lost_at: float | None = None
+    cause: str = ""
+
+    def next_request(self) -> Request:
+        """The request as the present attempt sends it."""
+        if self.attempt:
+            self.step_base, self.seconds_base = self.step, time.monotonic() - self.began
+        name = f"{self.request.request_id}.{self.attempt}"
+        return replace(self.request, request_id=name, emitted=(*self.request.emitted, *self.emitted))
+
+    def take(self, output: StepOutput) -> StepOutput:
+        """Note what a step brought; the output as if there had been no other attempt before."""
+        if output.tokens:
+            self.emitted += output.tokens
+            self.losses = 0
+        trace = output.trace
+        if trace is None:
+            return output
+        self.step = self.step_base + trace.step
+        return replace(output, trace=replace(trace, step=self.step, seconds=self.seconds_base + trace.seconds))
+
+
+class Carrier:
+    """Carries requests over the replicas that a directory knows."""
+
+    def __init__(self, directory: Directory, patience: Patience, metrics: IngressMetrics):
+        self._directory = directory
+        self._patience = patience
+        self._metrics = metrics
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: Request) -> AsyncGenerator[Batch, None]:
+        """What happens to a request, up to its finish or a `Refusal`. Raises ApiError; however the caller stops, the
+        request ends wherever it is."""
+        story = Story(request)
+        while True:
+            try:
+                async with aclosing(self._attempt(story)) as batches:
+                    async for batch in batches:
+                        yield batch
+                return
+            except Lost as lost:
+                await self._recover(story, lost)
+
+    async def _attempt(self, story: Story) -> AsyncGenerator[Batch, None]:
+        """One call of one replica. Raises Lost where another may go on."""
+        request = story.next_request()
+        way = Way(never=frozenset(story.refused), avoid=self._directory.silent)
+        response = listen(self._directory.engine, "generate", request, story.kind if story.emitted else None, way=way)
+        arrivals: asyncio.Queue[Any] = asyncio.Queue()
+        listener = asyncio.create_task(hear(response, arrivals))
+        finished = False
+        try:
+            wait = min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS)
+            accepted = self._judged(await next_arrival(arrivals, wait, "not accepted"), story, None)
+            assert isinstance(accepted, Accepted)
+            name = accepted.replica
+            if story.emitted and accepted.kind != story.kind:
+                story.refused.add(name)
+                raise Lost("another kind of engine")
+            self._accepted(story, accepted)
+            while not finished:
+                try:
+                    heard = await next_arrival(arrivals, self._patience.silence, "silent")
+                except Lost as lost:
+                    raise Lost(lost.cause, name) from None
+                batch = self._judged(heard, story, name)
+                assert isinstance(batch, Batch)
+                events = []
+                for event in batch.events:
+                    if isinstance(event, Failure):
+                        raise Lost("engine failed", name)
+                    if isinstance(event, Refusal):
+                        if story.emitted:
+                            story.refused.add(name)
+                            raise Lost(f"refused: {event.message}")
+                        finished = True
+                    elif event.request_id != request.request_id:
+                        continue
+                    elif event.finish is not None:
+                        if event.finish.reason is FinishReason.ABORT:
+                            raise Lost("aborted", name)
+                        finished = True
+                    events.append(event if isinstance(event, Refusal) else story.take(event))
+                if events:
+                    yield replace(batch, events=tuple(events))
+        finally:
+            if finished:  # its last words are still to come
+                self._ending.add(listener)
+                listener.add_done_callback(self._ending.discard)
+            else:
+                listener.cancel()
+                with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
+                    response.cancel()
+
+    def _judged(self, heard: object, story: Story, replica: str | None) -> object:
+        """What came from the replica; raises what the request failed of."""
+        if not isinstance(heard, Exception):
+            return heard
+        first = story.attempt == 0 and replica is None
+        if isinstance(heard, BackPressureError) and first:
+            raise full() from heard
+        if isinstance(heard, DeploymentUnavailableError) and first:
+            raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from heard
+        if isinstance(heard, RayTaskError) and not isinstance(heard.cause, RayActorError):
+            log.error("request %s failed: %s", story.request.request_id, heard)
+            raise server_error() from heard
+        if isinstance(heard, Lost):
+            raise Lost(heard.cause, replica) from heard
+        if isinstance(
+            heard, RayError | BackPressureError | DeploymentUnavailableError | RequestCancelledError | LookupError
+        ):
+            raise Lost(type(heard).__name__, replica) from heard
+        raise heard
+
+    def _accepted(self, story: Story, accepted: Accepted) -> None:
+        if story.replica is not None:
+            gap = time.monotonic() - (story.lost_at or story.began)
+            self._metrics.handed_over(story.cause, gap)
+            said = {
+                "request": story.request.request_id,
+                "attempt": story.attempt,
+                "from": story.replica,
+                "to": accepted.replica,
+                "tokens": len(story.emitted),
+                "cause": story.cause,
+                "gap_ms": round(gap * 1000),
+            }
+            log.warning("stream handed over %s", json.dumps(said))
+        story.replica, story.kind = accepted.replica, accepted.kind
+        story.tries, story.lost_at = 0, None
+
+    async def _recover(self, story: Story, lost: Lost) -> None:
+        """Make ready for the next attempt. Raises ApiError where there shall be none."""
+        now = time.monotonic()
+        story.attempt += 1
+        if story.lost_at is None:
+            story.lost_at = now
+        if lost.replica is not None:
+            story.cause = lost.cause
+            story.losses += 1
+            self._directory.silence(lost.replica)
+        log.info("attempt %d of %s is over: %s", story.attempt, story.request.request_id, lost.cause)
+        if story.losses >= self._patience.losses or now - story.lost_at > self._patience.give_up:
+            tried = f"{story.losses} engine replicas were lost under this request"
+            waited = f"no engine replica took this request on within {self._patience.give_up:g} s"
+            message = tried if story.losses >= self._patience.losses else waited
+            log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
+            raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
+        if lost.replica is None:
+            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2**story.tries))
+            story.tries += 1
+
+
+async def hear(response: DeploymentResponseGenerator[Any], arrivals: asyncio.Queue[Any]) -> None:
+    """Put everything that a call brings into `arrivals`, at last the exception with which it ended."""
+    try:
+        async for heard in response:
+            arrivals.put_nowait(heard)
+        arrivals.put_nowait(Lost("ended early"))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        if task.cancelling():
+            raise
+        arrivals.put_nowait(Lost("cancelled by the server"))  # so Ray says it: by an exception of the same type
+    except Exception as error:
+        arrivals.put_nowait(error)
+
+
+async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str) -> Any:
+    """The next item; raises Lost(cause) if none comes. Ticks are counted, not time: while this very event loop is held
+    up nothing can be heard, which is no sign that nobody speaks."""
+    if not arrivals.empty():
+        return arrivals.get_nowait()
+    for _ in range(max(1, round(seconds / TICK_SECONDS))):
+        try:
+            async with asyncio.timeout(TICK_SECONDS):
+                return await arrivals.get()
+        except TimeoutError:
+            continue
+    raise Lost(cause)
