@@ -1,5 +1,6 @@
 """A real `tidar up` in a process of its own, for tests that talk to it as a client does."""
 
+import json
 import os
 import signal
 import socket
@@ -7,10 +8,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import psutil
@@ -78,20 +80,21 @@ def start(directory: Path, *arguments: str) -> Server:
     return launch(directory, port, command("up", "--port", str(port), *arguments))
 
 
-def start_with(directory: Path, options: ServeOptions) -> Server:
-    """As `start`, with options that the command line does not have."""
+def start_with(directory: Path, options: ServeOptions, cpus: int = 0) -> Server:
+    """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given."""
     chosen = UpOptions(serve=options, port=free_port())
     code = "import sys; from cluster.deploy import up; from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"
-    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()])
+    counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}
+    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], counted)
 
 
-def launch(directory: Path, port: int, words: list[str]) -> Server:
-    """Start a server as a terminal would: in a group of processes of its own."""
+def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str] = MappingProxyType({})) -> Server:
+    """Start a server as a terminal would: in a group of processes of its own, `more` in their environment."""
     mark = uuid.uuid4().hex
     log = directory / f"up-{port}.log"
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, MARK: mark, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, MARK: mark, "RAY_ADDRESS": "local", "PYTHONPATH": os.pathsep.join(paths), **more}
     with log.open("wb") as output:
         process = subprocess.Popen(
             words,

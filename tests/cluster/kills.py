@@ -1,0 +1,268 @@
+"""Many streams over several replicas that are killed or stopped under them, and what became of the streams.
+
+Every answer is compared with what one engine in a process of its own says, without drafts, in another batch.
+"""
+
+import asyncio
+import json
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+from cluster.options import ServeOptions
+from tests.servers import Server
+from tidar_core.bench.drive import answer_all
+from tidar_core.engine import load_engine
+from tidar_core.request import SamplingParams
+
+REPLICA_TITLE = "ray::ServeReplica:api:Engine"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: its body but for the fields that all have, and the parameters that it stands for."""
+
+    prompt: tuple[int, ...]
+    body: dict[str, Any]
+
+    def wire(self) -> dict[str, Any]:
+        return {
+            **self.body,
+            "prompt": list(self.prompt),
+            "ignore_eos": True,
+            "stream": True,
+            "tidar": {"trace": True},
+        }
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.body, ignore_eos=True, drafts="off")
+
+
+def draw_ask(worker: int, turn: int, tokens: int) -> Ask:
+    """A request that the same two numbers always give: sampled in different ways, some with penalties."""
+    draw = random.Random(1000 * worker + turn)
+    body: dict[str, Any] = {"max_tokens": tokens, "seed": draw.randrange(2**32)}
+    body["temperature"] = draw.choice((0.0, 0.7, 1.0, 1.3))
+    if draw.random() < 0.5:
+        body |= {"top_p": 0.95, "top_k": 40}
+    if draw.random() < 0.25:
+        body |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "min_tokens": tokens // 2}
+    return Ask(tuple(draw.randrange(3, 500) for _ in range(draw.randint(1, 60))), body)
+
+
+@dataclass
+class Told:
+    """What a client saw of one stream. steps: the numbers of its chunks. moments: when each of them came. replicas: who
+    said them, without repeats."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    text: str = ""
+    moments: list[float] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def gap(self) -> float:
+        """The longest wait between two chunks."""
+        return max((late - early for early, late in zip(self.moments, self.moments[1:], strict=False)), default=0.0)
+
+    def hear(self, chunk: dict[str, Any], moment: float) -> None:
+        if "error" in chunk:
+            self.error = chunk["error"]["message"]
+            return
+        trace = chunk["tidar"]
+        self.moments.append(moment)
+        self.tokens += [item["id"] for item in trace["drafted"][: trace["accepted"]]]
+        if trace["anchor"] is not None:
+            self.tokens.append(trace["anchor"]["id"])
+        self.steps.append(trace["step"])
+        self.text += chunk["choices"][0]["text"]
+        if not self.replicas or self.replicas[-1] != trace["replica"]:
+            self.replicas.append(trace["replica"])
+
+
+@dataclass
+class Recording:
+    """The bytes of one answer, as they came; they are read when the run is over, lest the client be what is slow."""
+
+    ask: Ask
+    parts: list[tuple[float, bytes]] = field(default_factory=list)
+
+    def told(self) -> Told:
+        told = Told(self.ask)
+        raw = b"".join(part for _, part in self.parts)
+        head, _, body = raw.partition(b"\r\n\r\n")
+        if b" 200 " not in head[:16]:
+            told.error = raw.decode(errors="replace")[:500] or "no answer"
+            return told
+        ends, end = [], -len(head) - 4
+        for moment, part in self.parts:
+            end += len(part)
+            ends.append((end, moment))
+        last = b""
+        for found in re.finditer(rb"^data: (.*)$", body, re.MULTILINE):
+            last = found[1].strip()
+            if last.startswith(b"{"):
+                told.hear(json.loads(last), next(moment for end, moment in ends if end >= found.end()))
+                ends = [entry for entry in ends if entry[0] >= found.end()]
+        if last != b"[DONE]" and told.error is None:
+            told.error = "the stream broke off"
+        return told
+
+
+async def record(host: str, port: int, ask: Ask) -> Recording:
+    """One stream from its first to its last byte, over a socket of its own."""
+    recording = Recording(ask)
+    body = json.dumps(ask.wire()).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        while part := await reader.read(1 << 16):
+            recording.parts.append((time.monotonic(), part))
+            if b"data: [DONE]" in part:
+                break
+    finally:
+        writer.close()
+    return recording
+
+
+def engine_processes(server: Server) -> list[psutil.Process]:
+    """The replicas' processes, the one that has lived longest first."""
+    found = [process for process in server.processes() if REPLICA_TITLE in " ".join(process.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def ready_replicas(server: Server) -> int:
+    """How many replicas are on the metrics page."""
+    page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
+    return sum(line.startswith("tidar:kv_pages{") for line in page.splitlines())
+
+
+def wait_for_replicas(server: Server, count: int, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while ready_replicas(server) < count:
+        assert time.monotonic() < deadline, f"never {count} replicas"
+        time.sleep(0.2)
+
+
+Blow = Callable[[psutil.Process], None]
+
+
+def kill(process: psutil.Process) -> None:
+    process.kill()
+
+
+def stop_for(seconds: float) -> Blow:
+    """Stop a process, and let it go on later, while it is there still."""
+
+    def stop(process: psutil.Process) -> None:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        if process.is_running():
+            process.send_signal(signal.SIGCONT)
+
+    return stop
+
+
+def strike(server: Server, every: float, blow: Blow, over: threading.Event, blows: list[float]) -> None:
+    """Every so many seconds, while two replicas are ready at least, the one that has lived longest is hit."""
+    while not over.wait(every):
+        wait_for_replicas(server, 2)
+        if over.is_set():
+            return
+        process = engine_processes(server)[0]
+        blows.append(time.monotonic())
+        blow(process)
+
+
+def streams_under_blows(
+    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow
+) -> tuple[list[Told], int]:
+    """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile."""
+    address = httpx.URL(server.url)
+    assert address.port is not None
+    end = time.monotonic() + seconds
+
+    async def place(worker: int) -> list[Recording]:
+        recordings = []
+        while time.monotonic() < end:
+            ask = draw_ask(worker, len(recordings), tokens)
+            recordings.append(await record(address.host, address.port, ask))
+        return recordings
+
+    async def all_places() -> list[list[Recording]]:
+        return await asyncio.gather(*(place(worker) for worker in range(streams)))
+
+    blows: list[float] = []
+    over = threading.Event()
+    striker = threading.Thread(target=strike, args=(server, every, blow, over, blows))
+    striker.start()
+    try:
+        recordings = asyncio.run(all_places())
+    finally:
+        over.set()
+        striker.join()
+    return [recording.told() for place in recordings for recording in place], len(blows)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Streams against what one undisturbed engine says. lost, repeated: tokens by index; gap: longest, in seconds."""
+
+    streams: int
+    moved: int
+    tokens: int
+    errors: tuple[str, ...]
+    different: int
+    lost: int
+    repeated: int
+    gap: float
+
+    def line(self, blows: int) -> str:
+        return (
+            f"{self.streams} streams, {self.tokens} tokens compared, {blows} blows, {self.moved} streams moved: "
+            f"{len(self.errors)} errors, {self.different} texts differ, {self.lost} tokens lost, "
+            f"{self.repeated} repeated, longest gap {self.gap:.2f} s"
+        )
+
+
+def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
+    """Compare every stream, token by token and as text, with an engine in this process."""
+    engine = load_engine(options.engine_config("cpu", 2))
+    answers = answer_all(engine, [one.ask.prompt for one in told], [one.ask.params() for one in told])
+    different = lost = repeated = 0
+    for one, answer in zip(told, answers, strict=True):
+        text = engine.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+        in_order = one.steps == list(range(len(one.steps)))
+        different += one.tokens != answer.tokens or one.text != text or not in_order
+        missing = count_shift(answer.tokens, one.tokens)
+        lost += max(0, missing)
+        repeated += max(0, -missing)
+    return Verdict(
+        streams=len(told),
+        moved=sum(len(one.replicas) > 1 for one in told),
+        tokens=sum(len(answer.tokens) for answer in answers),
+        errors=tuple(one.error for one in told if one.error is not None),
+        different=different,
+        lost=lost,
+        repeated=repeated,
+        gap=max(one.gap for one in told),
+    )
+
+
+def count_shift(expected: Sequence[int], got: Sequence[int]) -> int:
+    """Tokens that `got` lacks (positive) or has twice (negative), by its length."""
+    return len(expected) - len(got)
