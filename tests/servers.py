@@ -63,9 +63,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def tiny_model(directory: Path) -> tuple[Path, Path]:
+def tiny_model(directory: Path, **shape: int) -> tuple[Path, Path]:
     """A tiny checkpoint with room for long answers, and a random drafter for it."""
-    model = tiny_checkpoint(directory / "tiny", max_positions=4096)
+    model = tiny_checkpoint(directory / "tiny", max_positions=4096, **shape)  # type: ignore[arg-type]
     return model, tiny_adapter(directory / "tiny-adapter", model)
 
 
