@@ -8,11 +8,8 @@ import tempfile
 from pathlib import Path
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import Verdict, judge, kill, stop_for, streams_under_blows, wait_for_replicas
-from tests.servers import running, start_with, tiny_model
-
-# Two layers, but wide: an engine that outran its ingress would have said all before it is hit.
-SLOW = {"hidden": 384, "intermediate": 1024}
+from tests.cluster.kills import Verdict, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
+from tests.servers import running, start_with
 
 
 def run(directory: Path, options: ServeOptions, streams: int, seconds: float, tokens: int, blow: str) -> Verdict:
@@ -44,7 +41,7 @@ def main() -> None:
         if chosen.model:
             model, adapter = chosen.model, "default"
         else:
-            model, adapter = map(str, tiny_model(directory, **SLOW))
+            model, adapter = map(str, slow_model(directory))
         options = ServeOptions(model=model, adapter=adapter, device="cpu", replicas=chosen.replicas, threads=1)
         run(directory, options, chosen.streams, chosen.seconds, chosen.tokens, chosen.blow)
 

@@ -12,18 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
 from cluster.options import ServeOptions
-from tests.servers import Server
+from tests.servers import Server, tiny_model
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
 
 REPLICA_TITLE = "ray::ServeReplica:api:Engine"
+
+
+def slow_model(directory: Path) -> tuple[Path, Path]:
+    """Two layers, but wide: an engine that outran its ingress would have said all before it is hit."""
+    return tiny_model(directory, hidden=384, intermediate=1024)
 
 
 @dataclass(frozen=True)
