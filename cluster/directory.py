@@ -8,13 +8,15 @@ from contextlib import suppress
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import not_ready
 from cluster.prompts import prepare
-from cluster.routing import Way, ask
+from cluster.replica import Accepted, Batch, EngineKind
+from cluster.routing import Way, ask, listen
+from tidar_core.request import Request
 
 POLL_SECONDS = 1.0
 REPLY_SECONDS = 1.5
@@ -61,6 +63,12 @@ class Directory:
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""
         self.silent |= {name}
+
+    def generate(
+        self, request: Request, kind: EngineKind | None, way: Way
+    ) -> DeploymentResponseGenerator[Accepted | Batch]:
+        """Send a request to a replica (`EngineReplica.generate`)."""
+        return listen(self.engine, "generate", request, kind, way=way)
 
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does."""

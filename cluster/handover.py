@@ -12,27 +12,41 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
-from ray.serve.handle import DeploymentResponseGenerator
 
-from cluster.directory import Directory
 from cluster.engine_thread import Failure, Refusal
 from cluster.errors import ApiError, full, server_error
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
-from cluster.routing import Way, listen
+from cluster.routing import Way
 from tidar_core.request import FinishReason, Request, StepOutput
 
 log = logging.getLogger("ray.serve")
 TICK_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
+
+
+class Call(Protocol):
+    """One call of `EngineReplica.generate`, from outside."""
+
+    def __aiter__(self) -> AsyncIterator[Accepted | Batch]: ...
+    def cancel(self) -> None: ...
+
+
+class Replicas(Protocol):
+    """Those that may be called: `cluster.directory` where there is a cluster."""
+
+    @property
+    def silent(self) -> frozenset[str]: ...
+    def silence(self, name: str) -> None: ...
+    def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Call: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +113,10 @@ class Story:
 
 
 class Carrier:
-    """Carries requests over the replicas that a directory knows."""
+    """Carries requests over the replicas that there are."""
 
-    def __init__(self, directory: Directory, patience: Patience, metrics: IngressMetrics):
-        self._directory = directory
+    def __init__(self, replicas: Replicas, patience: Patience, metrics: IngressMetrics):
+        self._replicas = replicas
         self._patience = patience
         self._metrics = metrics
         self._ending: set[asyncio.Task[None]] = set()
@@ -123,10 +137,10 @@ class Carrier:
     async def _attempt(self, story: Story) -> AsyncGenerator[Batch, None]:
         """One call of one replica. Raises Lost where another may go on."""
         request = story.next_request()
-        way = Way(never=frozenset(story.refused), avoid=self._directory.silent)
-        response = listen(self._directory.engine, "generate", request, story.kind if story.emitted else None, way=way)
+        way = Way(never=frozenset(story.refused), avoid=self._replicas.silent)
+        call = self._replicas.generate(request, story.kind if story.emitted else None, way)
         arrivals: asyncio.Queue[Any] = asyncio.Queue()
-        listener = asyncio.create_task(hear(response, arrivals))
+        listener = asyncio.create_task(hear(call, arrivals))
         finished = False
         try:
             wait = min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS)
@@ -169,7 +183,7 @@ class Carrier:
             else:
                 listener.cancel()
                 with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
-                    response.cancel()
+                    call.cancel()
 
     def _judged(self, heard: object, story: Story, replica: str | None) -> object:
         """What came from the replica; raises what the request failed of."""
@@ -217,7 +231,7 @@ class Carrier:
         if lost.replica is not None:
             story.cause = lost.cause
             story.losses += 1
-            self._directory.silence(lost.replica)
+            self._replicas.silence(lost.replica)
         log.info("attempt %d of %s is over: %s", story.attempt, story.request.request_id, lost.cause)
         if story.losses >= self._patience.losses or now - story.lost_at > self._patience.give_up:
             tried = f"{story.losses} engine replicas were lost under this request"
@@ -230,10 +244,10 @@ class Carrier:
             story.tries += 1
 
 
-async def hear(response: DeploymentResponseGenerator[Any], arrivals: asyncio.Queue[Any]) -> None:
+async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:
     """Put everything that a call brings into `arrivals`, at last the exception with which it ended."""
     try:
-        async for heard in response:
+        async for heard in call:
             arrivals.put_nowait(heard)
         arrivals.put_nowait(Lost("ended early"))
     except asyncio.CancelledError:

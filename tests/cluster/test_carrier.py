@@ -1,0 +1,249 @@
+"""The hand-over by itself, with replicas that do as a script says: what is passed on never shows it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
+from ray.serve.exceptions import BackPressureError
+
+from cluster.engine_thread import Failure, Refusal
+from cluster.errors import ApiError
+from cluster.handover import Carrier, Patience
+from cluster.metrics import IngressMetrics, render
+from cluster.replica import Accepted, Batch, EngineKind
+from cluster.routing import Way, fitting
+from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
+
+KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
+OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
+LENGTH = 12
+REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH))
+End = Literal["dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Act:
+    """What one replica does: so many steps of so many tokens, and then this."""
+
+    steps: int = 100
+    run: int = 1
+    end: End = "dies"
+
+
+def token_after(known: Sequence[int]) -> int:
+    """A token that depends on all before it."""
+    value = 7
+    for token in known:
+        value = (value * 31 + token) % 509
+    return value
+
+
+def undisturbed() -> list[int]:
+    known = list(REQUEST.prompt)
+    while len(known) < len(REQUEST.prompt) + LENGTH:
+        known.append(token_after(known))
+    return known[len(REQUEST.prompt) :]
+
+
+@dataclass
+class Scripted:
+    """A call of a replica that acts."""
+
+    name: str
+    act: Act
+    request: Request
+    kind: EngineKind | None
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        if self.act.end == "never accepts":
+            await asyncio.sleep(60)
+        mine = OTHER if self.act.end == "other kind" else KIND
+        yield Accepted(self.name, mine)
+        if self.kind not in (None, mine):
+            return
+        if self.act.end == "refuses":
+            yield Batch(self.name, (Refusal(self.request.request_id, "too long here", None),))
+            return
+        known = [*self.request.prompt, *self.request.emitted]
+        step = bool(self.request.emitted)
+        for _ in range(self.act.steps):
+            await asyncio.sleep(0)
+            yield Batch(self.name, ())
+            said: list[int] = []
+            while len(said) < self.act.run and len(known) < len(REQUEST.prompt) + LENGTH:
+                said.append(token_after(known))
+                known.append(said[-1])
+            finish = Finish(FinishReason.LENGTH) if len(known) == len(REQUEST.prompt) + LENGTH else None
+            trace = StepTrace(int(step), 0.001, tuple(said[:-1]), len(said) - 1, said[-1], 4, (), None, len(said), 0)
+            late = StepOutput("answer-0.-1", (99, 99, 99))
+            yield Batch(self.name, (late, StepOutput(self.request.request_id, tuple(said), trace, finish)))
+            step += 1
+            if finish:
+                return
+        match self.act.end:
+            case "silent":
+                await asyncio.sleep(60)
+            case "breaks":
+                yield Batch(self.name, (Failure("the engine failed"),))
+                await asyncio.sleep(60)
+            case "aborts":
+                end = Finish(FinishReason.ABORT)
+                yield Batch(self.name, (StepOutput(self.request.request_id, (), finish=end),))
+            case "cancelled":
+                raise asyncio.CancelledError
+            case "dies" | "other kind":
+                raise ActorUnavailableError("gone", b"0" * 16)
+
+
+@dataclass
+class Cast:
+    """Replicas r0, r1, … that are called one after the other, each with an act; the last act is repeated."""
+
+    acts: Sequence[Act]
+    silent: frozenset[str] = frozenset()
+    calls: list[Scripted] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
+
+    def silence(self, name: str) -> None:
+        self.silent |= {name}
+
+    def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Scripted:
+        act = self.acts[min(len(self.calls), len(self.acts) - 1)]
+        self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
+        self.ways.append(way)
+        return self.calls[-1]
+
+
+def carry(cast: Cast, patience: Patience | None = None) -> tuple[list[StepOutput], IngressMetrics]:
+    metrics = IngressMetrics("here")
+    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), metrics)
+
+    async def run() -> list[StepOutput]:
+        outputs: list[StepOutput] = []
+        async for batch in carrier.run(REQUEST):
+            for event in batch.events:
+                assert isinstance(event, StepOutput)
+                outputs.append(event)
+        return outputs
+
+    return asyncio.run(run()), metrics
+
+
+ACTS = st.builds(Act, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["dies", "breaks", "aborts", "cancelled"]))
+QUIET = st.builds(Act, st.integers(0, 3), st.integers(1, 3), st.sampled_from(["silent", "refuses", "ends early"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ACTS, max_size=6), st.lists(QUIET, max_size=1))
+def test_whatever_befalls_replicas_the_stream_is_the_same(acts: list[Act], quiet: list[Act]) -> None:
+    cast = Cast([Act(1), *acts, *quiet, Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    traces = [output.trace for output in outputs if output.trace]
+    assert [trace.step for trace in traces] == list(range(len(traces)))
+    assert [trace.seconds for trace in traces] == sorted(trace.seconds for trace in traces)
+    assert outputs[-1].finish == Finish(FinishReason.LENGTH)
+    *left, last = cast.calls
+    assert all(call.cancelled for call in left)
+    assert not last.cancelled
+    names = [call.request.request_id for call in cast.calls]
+    assert len(set(names)) == len(names)
+    assert all(call.request.prompt == REQUEST.prompt for call in cast.calls)
+
+
+def test_a_handover_is_counted_by_its_cause() -> None:
+    _, metrics = carry(Cast([Act(2, end="silent"), Act(3), Act()]))
+    page = render([metrics.collect()]).decode()
+    assert 'tidar:stream_handovers_total{cause="silent",ingress="here"} 1.0' in page
+    assert 'tidar:stream_handovers_total{cause="ActorUnavailableError",ingress="here"} 1.0' in page
+    assert 'tidar:stream_handover_seconds_count{ingress="here"} 2.0' in page
+
+
+def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_again() -> None:
+    cast = Cast([Act(2), Act(end="other kind"), Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert [call.kind for call in cast.calls] == [None, KIND, KIND]
+    assert (cast.ways[1].avoid, cast.ways[1].never) == ({"r0"}, frozenset())
+    assert (cast.ways[2].avoid, cast.ways[2].never) == ({"r0"}, {"r1"})
+
+
+def test_before_the_first_token_any_kind_will_do() -> None:
+    cast = Cast([Act(0), Act(end="other kind"), Act()])
+    carry(cast)
+    assert [call.kind for call in cast.calls] == [None, None]
+
+
+def test_a_call_that_nobody_accepts_is_made_again() -> None:
+    cast = Cast([Act(end="never accepts"), Act()])
+    outputs, metrics = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert b"handovers_total{" not in render([metrics.collect()])  # nobody had it
+
+
+def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:
+    cast = Cast([Act(3), Act(0, end="breaks")])
+    with pytest.raises(ApiError, match="4 engine replicas were lost") as caught:
+        carry(cast)
+    assert (caught.value.status, caught.value.code) == (503, "replica_lost")
+    assert len(cast.calls) == 4
+
+
+def test_a_stream_without_a_replica_is_given_up_in_time() -> None:
+    with pytest.raises(ApiError, match=r"within 0.3 s"):
+        carry(Cast([Act(3), Act(end="never accepts")]), Patience(silence=0.1, give_up=0.3))
+
+
+def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
+    async def run() -> list[object]:
+        carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"))
+        return [event async for batch in carrier.run(REQUEST) for event in batch.events]
+
+    (event,) = asyncio.run(run())
+    assert isinstance(event, Refusal)
+
+
+def test_a_full_server_says_so_at_once() -> None:
+    class Full(Cast):
+        def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Scripted:
+            class Refused(Scripted):
+                async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+                    raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+                    yield
+
+            return Refused("r0", Act(), request, kind)
+
+    with pytest.raises(ApiError) as caught:
+        carry(Full([]))
+    assert caught.value.status == 429
+
+
+def test_closing_a_stream_cancels_its_call() -> None:
+    cast = Cast([Act()])
+
+    async def run() -> None:
+        batches = Carrier(cast, Patience(1, 1), IngressMetrics("here")).run(REQUEST)
+        await anext(batches)
+        await batches.aclose()
+
+    asyncio.run(run())
+    assert [call.cancelled for call in cast.calls] == [True]
+
+
+@given(
+    st.lists(st.sampled_from("abcd"), unique=True), st.frozensets(st.sampled_from("abcd")),
+    st.frozensets(st.sampled_from("abcd")), st.none() | st.sampled_from("abcd"),
+)  # fmt: skip
+def test_a_way_is_kept(names: list[str], never: frozenset[str], avoid: frozenset[str], only: str | None) -> None:
+    chosen = {names[place] for place in fitting(names, Way(never, avoid, only))}
+    allowed = {name for name in names if name not in never and only in (None, name)}
+    assert chosen == (allowed - avoid or allowed)
