@@ -183,21 +183,22 @@ def stop_for(seconds: float) -> Blow:
     return stop
 
 
-def strike(server: Server, every: float, blow: Blow, over: threading.Event, blows: list[float]) -> None:
-    """Every so many seconds, while two replicas are ready at least, the one that has lived longest is hit."""
+def strike(server: Server, every: float, blow: Blow, victim: int, over: threading.Event, blows: list[float]) -> None:
+    """Every so many seconds, while two replicas are ready at least, one is hit: by age, 0 is the oldest."""
     while not over.wait(every):
-        wait_for_replicas(server, 2)
-        if over.is_set():
-            return
-        process = engine_processes(server)[0]
+        while ready_replicas(server) < 2:
+            if over.wait(0.2):
+                return
+        process = engine_processes(server)[victim]
         blows.append(time.monotonic())
         blow(process)
 
 
 def streams_under_blows(
-    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow
+    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow, victim: int = 0
 ) -> tuple[list[Told], int]:
-    """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile."""
+    """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile (see
+    `strike`)."""
     address = httpx.URL(server.url)
     assert address.port is not None
     end = time.monotonic() + seconds
@@ -214,7 +215,7 @@ def streams_under_blows(
 
     blows: list[float] = []
     over = threading.Event()
-    striker = threading.Thread(target=strike, args=(server, every, blow, over, blows))
+    striker = threading.Thread(target=strike, args=(server, every, blow, victim, over, blows))
     striker.start()
     try:
         recordings = asyncio.run(all_places())

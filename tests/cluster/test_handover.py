@@ -1,12 +1,15 @@
 """Replicas die, hang and lose their machine under streams, which lose no token."""
 
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import Blow, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
+from tests.cluster.kills import Blow, Told, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
+from tests.cluster.nodes import lose_node, start_nodes
 from tests.servers import Server, running, start_with
 
 STREAMS = 32
@@ -35,15 +38,30 @@ def test_no_token_is_lost_or_repeated(
     before = three.metric("tidar:stream_handovers_total")
     told, blows = streams_under_blows(three, STREAMS, seconds, 400, every, blow)
     handovers = three.metric("tidar:stream_handovers_total") - before
+    assert blows >= 2
+    assert 0 < check(told, options, blows) <= handovers
+    wait_until_idle(three)  # a replica that was stopped has let go of what it was left with
+
+
+def test_a_node_may_be_lost(options: ServeOptions, tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_directory,
+        running(start_nodes(tmp_path, Path(ray_directory), options)) as server,
+    ):
+        wait_for_replicas(server, 3)
+        told, blows = streams_under_blows(server, STREAMS, 8, 400, 4, lose_node, victim=-1)
+    assert blows >= 1
+    assert check(told, options, blows) > 0
+
+
+def check(told: list[Told], options: ServeOptions, blows: int) -> int:
+    """Every stream is what it would have been; gives how many moved."""
     verdict = judge(told, options)
     print(verdict.line(blows))
-    assert blows >= 2
-    assert 0 < verdict.moved <= handovers
     assert verdict.errors == ()
     assert (verdict.different, verdict.lost, verdict.repeated) == (0, 0, 0)
     assert verdict.gap < 30
-    # A replica that was stopped has let go of what it was left with.
-    wait_until_idle(three)
+    return verdict.moved
 
 
 def wait_until_idle(server: Server) -> None:

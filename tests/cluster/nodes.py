@@ -1,0 +1,71 @@
+"""A Ray cluster of several nodes on this machine, each with a replica; the first also has the ingress and the proxy.
+
+python -m tests.cluster.nodes OPTIONS-AS-JSON PORT
+"""
+
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatus
+
+from cluster import app
+from cluster.deploy import API, answers
+from cluster.options import ServeOptions
+from tests.servers import Server, free_port, launch
+
+
+def start_nodes(directory: Path, ray_directory: Path, options: ServeOptions) -> Server:
+    """As `tests.servers.start_with`, on a node for each replica. `ray_directory`: its path must be short."""
+    port = free_port()
+    words = [sys.executable, "-m", "tests.cluster.nodes", options.model_dump_json(), str(port)]
+    return launch(directory, port, words, {"RAY_TMPDIR": str(ray_directory), "RAY_AUTH_MODE": "disabled"})
+
+
+def lose_node(engine: psutil.Process) -> None:
+    """Kill everything of the node on which an engine runs."""
+    raylet = engine.parent()
+    assert raylet is not None
+    assert "raylet" in raylet.name()
+    for process in (raylet, *raylet.children(recursive=True)):
+        process.kill()
+
+
+def main() -> None:
+    options, port = ServeOptions.model_validate_json(sys.argv[1]), int(sys.argv[2])
+    one = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=one)
+    try:
+        ray.init(address=cluster.address, namespace="tidar", log_to_driver=False, logging_level=logging.ERROR)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        http = HTTPOptions(host="127.0.0.1", port=port)
+        serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
+        target = serve.RunTarget(app.build(options), name=API, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        # The ingress asks for no CPU: it goes where there is a node, and so far there is one.
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            time.sleep(0.2)
+        for _ in range(options.replicas - 1):
+            cluster.add_node(num_cpus=1)
+        while serve.status().applications[API].status is not ApplicationStatus.RUNNING:
+            time.sleep(0.2)
+        print("ready; Ctrl-C ends it", flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        serve.shutdown()
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
