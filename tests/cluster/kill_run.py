@@ -8,16 +8,17 @@ import tempfile
 from pathlib import Path
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import Verdict, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
+from tests.cluster.kills import Verdict, hang, judge, kill, slow_model, stop_for, streams_under_blows, wait_for_replicas
 from tests.servers import running, start_with
+
+BLOWS = {"kill": kill, "stop": stop_for(6.0), "hang": hang}
 
 
 def run(directory: Path, options: ServeOptions, streams: int, seconds: float, tokens: int, blow: str) -> Verdict:
     """Start a server, disturb it, stop it, compare; prints one line."""
-    hit = kill if blow == "kill" else stop_for(6.0)
     with running(start_with(directory, options, cpus=options.replicas + 1)) as server:
         wait_for_replicas(server, options.replicas)
-        told, blows = streams_under_blows(server, streams, seconds, tokens, 5.0, hit)
+        told, blows = streams_under_blows(server, streams, seconds, tokens, 5.0, BLOWS[blow])
         for name in ("tidar:stream_handovers_total", "tidar:stream_handover_seconds_sum"):
             print(name, server.metric(name))
         log = server.log.read_text()
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=1000, help="of each stream")
     parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--blow", choices=("kill", "stop"), default="kill")
+    parser.add_argument("--blow", choices=BLOWS, default="kill")
     parser.add_argument("--model", help="default: a tiny random checkpoint")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -146,8 +146,12 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
 
 
 def engine_processes(server: Server) -> list[psutil.Process]:
-    """The replicas' processes, the one that has lived longest first."""
-    found = [process for process in server.processes() if REPLICA_TITLE in " ".join(process.cmdline())]
+    """The replicas' processes that are not stopped, the one that has lived longest first."""
+    found = [
+        process
+        for process in server.processes()
+        if REPLICA_TITLE in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED
+    ]
     return sorted(found, key=lambda process: process.create_time())
 
 
@@ -169,6 +173,10 @@ Blow = Callable[[psutil.Process], None]
 
 def kill(process: psutil.Process) -> None:
     process.kill()
+
+
+def hang(process: psutil.Process) -> None:
+    process.send_signal(signal.SIGSTOP)
 
 
 def stop_for(seconds: float) -> Blow:

@@ -29,7 +29,7 @@ def three(options: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 @pytest.mark.parametrize(
-    ("seconds", "every", "blow"), [(20, 5, kill), (10, 3, stop_for(6.0))], ids=["killed", "stopped"]
+    ("seconds", "every", "blow"), [(20, 5, kill), (10, 2, stop_for(5.0))], ids=["killed", "stopped"]
 )
 def test_no_token_is_lost_or_repeated(
     three: Server, options: ServeOptions, seconds: float, every: float, blow: Blow
@@ -38,7 +38,7 @@ def test_no_token_is_lost_or_repeated(
     before = three.metric("tidar:stream_handovers_total")
     told, blows = streams_under_blows(three, STREAMS, seconds, 400, every, blow)
     handovers = three.metric("tidar:stream_handovers_total") - before
-    assert blows >= 2
+    assert blows >= 1
     assert 0 < check(told, options, blows) <= handovers
     wait_until_idle(three)  # a replica that was stopped has let go of what it was left with
 
