@@ -1,6 +1,6 @@
 """A longer run of what the tests do shortly: streams over replicas that are killed or stopped under them.
 
-python -m tests.cluster.kill_run --seconds 60 --blow kill
+For example: python -m tests.cluster.kill_run --seconds 60 --blow kill
 """
 
 import argparse

@@ -191,11 +191,14 @@ def stop_for(seconds: float) -> Blow:
     return stop
 
 
-def strike(server: Server, every: float, blow: Blow, victim: int, over: threading.Event, blows: list[float]) -> None:
+def strike(
+    server: Server, streams: int, every: float, blow: Blow, victim: int, over: threading.Event, blows: list[float]
+) -> None:
     """Every so many seconds, while two replicas are ready at least, one is hit: by age, 0 is the oldest."""
     while not over.wait(every):
-        while ready_replicas(server) < 2:
-            if over.wait(0.2):
+        # A blow between two turns of the streams would hit nobody.
+        while ready_replicas(server) < 2 or server.metric("vllm:num_requests_running") < streams / 4:
+            if over.wait(0.1):
                 return
         process = engine_processes(server)[victim]
         blows.append(time.monotonic())
@@ -223,7 +226,7 @@ def streams_under_blows(
 
     blows: list[float] = []
     over = threading.Event()
-    striker = threading.Thread(target=strike, args=(server, every, blow, victim, over, blows))
+    striker = threading.Thread(target=strike, args=(server, streams, every, blow, victim, over, blows))
     striker.start()
     try:
         recordings = asyncio.run(all_places())

@@ -36,7 +36,7 @@ def test_no_token_is_lost_or_repeated(
 ) -> None:
     wait_for_replicas(three, 3)
     before = three.metric("tidar:stream_handovers_total")
-    told, blows = streams_under_blows(three, STREAMS, seconds, 400, every, blow)
+    told, blows = streams_under_blows(three, STREAMS, seconds, 700, every, blow)
     handovers = three.metric("tidar:stream_handovers_total") - before
     assert blows >= 1
     assert 0 < check(told, options, blows) <= handovers
@@ -49,7 +49,7 @@ def test_a_node_may_be_lost(options: ServeOptions, tmp_path: Path) -> None:
         running(start_nodes(tmp_path, Path(ray_directory), options)) as server,
     ):
         wait_for_replicas(server, 3)
-        told, blows = streams_under_blows(server, STREAMS, 8, 400, 4, lose_node, victim=-1)
+        told, blows = streams_under_blows(server, STREAMS, 6, 500, 2, lose_node, victim=-1)
     assert blows >= 1
     assert check(told, options, blows) > 0
 
