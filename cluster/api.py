@@ -57,7 +57,7 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        directory.start()
+        await directory.start()
         yield
         await directory.stop()
 

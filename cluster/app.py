@@ -1,18 +1,22 @@
 """Ingress and engine as one Serve application; `cluster.app:build` is the builder for a Serve config file."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api import build_api
 from cluster.directory import Directory
 from cluster.options import ServeOptions
+from cluster.preflight import check_visible
 from cluster.replica import EngineReplica
+from tidar_core.config import ConfigError
+from tidar_core.settings import read_options
 
 ENGINE = "Engine"
 INGRESS = "Ingress"
@@ -35,9 +39,26 @@ class Ingress:
         return build_api(self._directory, self._options)
 
 
-def build(args: ServeOptions) -> Application:
+def build(args: dict[str, Any]) -> Application:
+    """The application behind `/` for a Serve config file, whose `args` are the fields of `ServeOptions`.
+
+    Runs on the Ray cluster. What is wrong leaves as Serve's own exception: any other would be tried three times
+    more, and then shown as a traceback; this one is the application's message, one line.
+    """
+    try:
+        options = read_options(ServeOptions, args)
+        check_visible(options)
+    except ConfigError as error:
+        raise RayServeException(str(error)) from None
+    return application(options)
+
+
+def application(args: ServeOptions) -> Application:
     """The application behind `/`, for the cluster that Ray is connected to."""
     device, threads = placement(args)
+    gpu: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {}
+    if args.accelerator is not None:
+        gpu["accelerator_type"] = args.accelerator
     engine = serve.deployment(
         name=ENGINE,
         num_replicas=args.replicas,
@@ -49,11 +70,12 @@ def build(args: ServeOptions) -> Application:
         health_check_timeout_s=5.0,  # three in a row, and Serve replaces a replica that hangs; its streams left before
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]  # Ray's error
         max_constructor_retry_count=2,
-        ray_actor_options={"num_cpus": 1, "num_gpus": 1 if device == "cuda" else 0},
+        ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)
     ingress = serve.deployment(
         name=INGRESS,
         max_ongoing_requests=UNBOUND,
+        max_surge_percent=100,  # it takes up no CPU: the new one is there before the old one lets its streams end
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
@@ -67,7 +89,8 @@ def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     Threads: an equal share of the cluster's CPUs where engines compute on them; a GPU's engine needs few.
     """
     resources = ray.cluster_resources()
-    device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and resources.get("GPU", 0) else "cpu"
+    some_gpu = resources.get("GPU", 0) or options.accelerator is not None
+    device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and some_gpu else "cpu"
     if options.device != "auto":
         device = options.device
     nodes = max(1, sum(node["Alive"] for node in ray.nodes()))

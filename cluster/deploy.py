@@ -136,7 +136,6 @@ def refuse_running_serve(address: str) -> None:
 def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
     """Both applications, from ready to deleted, streams under way ended first; on a cluster that goes on, Serve ends
     too, as it began here. Where nothing was served yet on a Ray of our own, there is nothing to wait for."""
-    from playground.app import PlaygroundOptions
     from playground.app import build as build_playground
 
     chosen = absolute(options.serve)
@@ -148,8 +147,8 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
             proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=options.host, port=options.port)
         )
         targets = [
-            serve.RunTarget(app.build(chosen), name=API, route_prefix="/"),
-            serve.RunTarget(build_playground(PlaygroundOptions()), name=PLAYGROUND, route_prefix="/playground"),
+            serve.RunTarget(app.application(chosen), name=API, route_prefix="/"),
+            serve.RunTarget(build_playground({}), name=PLAYGROUND, route_prefix="/playground"),
         ]
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         base = f"http://{reachable(options.host)}:{options.port}"

@@ -19,6 +19,7 @@ from cluster.routing import Way, ask, listen
 from tidar_core.request import Request
 
 POLL_SECONDS = 1.0
+FIRST_SECONDS = 3.0  # that an ingress waits for a replica before it takes requests
 REPLY_SECONDS = 1.5
 FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
 METRICS_SECONDS = 5.0
@@ -27,7 +28,7 @@ log = logging.getLogger("ray.serve")
 
 
 class Directory:
-    """Asks all replicas every second whether they live, and the first one that does for the model's card."""
+    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card."""
 
     def __init__(self, engine: DeploymentHandle):
         self.engine = engine
@@ -36,10 +37,19 @@ class Directory:
         self._card: ModelCard | None = None
         self._backend: Tokenizer | None = None
         self._task: asyncio.Task[None] | None = None
+        self._described: set[str] = set()  # the replicas of which one gave the card
+        self._found = asyncio.Event()
 
-    def start(self) -> None:
-        """Begin to ask, on the running event loop."""
+    async def start(self) -> None:
+        """Begin to ask, on the running event loop.
+
+        Where replicas run already, one has answered when this returns: an ingress that takes the place of another
+        refuses nobody.
+        """
         self._task = asyncio.create_task(self._watch())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._found.wait()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -100,10 +110,10 @@ class Directory:
             self.silent = frozenset()
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
         self._heard |= dict.fromkeys(alive, time.monotonic())
-        if alive and self._card is None:
-            card = await ask(self.engine, "describe")
-            self._backend = prepare(card)
-            self._card = card
+        if alive and alive != self._described:
+            await self._read_card(alive)
+        if alive:
+            self._found.set()
 
     async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
         """What each replica answers; those that do not answer in time are left out."""
@@ -122,3 +132,13 @@ class Directory:
         return {
             name: answer for name, answer in zip(asked, answers, strict=True) if not isinstance(answer, BaseException)
         }
+
+    async def _read_card(self, alive: set[str]) -> None:
+        """Ask a replica for the card, a new one where there is one: it may have another drafter.
+
+        Where it does not answer, the card that is known stays until the next look.
+        """
+        name = min(alive - self._described or alive)
+        for card in (await self._ask_each([name], "describe", METRICS_SECONDS)).values():
+            self._backend = prepare(card)
+            self._card, self._described = card, alive

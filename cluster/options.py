@@ -1,9 +1,9 @@
 """What a user chooses about a served model. Imports nothing heavy: the command line reads it before it starts Ray."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tidar_core.config import DEFAULT_MODEL, DTypeName, EngineConfig
 from tidar_core.request import DraftMode
@@ -16,7 +16,8 @@ class ServeOptions(BaseModel):
 
     model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
     name: what clients call the model; by default the last part of its path, or its hub id.
-    replicas: engines. threads: CPU threads of each, 0 for an equal share of the node's CPUs.
+    replicas: engines. accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
+    threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
@@ -32,7 +33,8 @@ class ServeOptions(BaseModel):
     dtype: DTypeName = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafts: DraftMode = "auto"
-    replicas: Annotated[int, Field(ge=1)] = 1
+    replicas: int = 1
+    accelerator: str | None = None
     threads: Count = 0
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
@@ -41,6 +43,19 @@ class ServeOptions(BaseModel):
     carry_seconds: Annotated[float, Field(ge=0.0)] = 60.0
     api_keys: str | None = None
     metrics_keys: str | None = None
+
+    @field_validator("replicas")
+    @classmethod
+    def _some_replica(cls, replicas: int) -> int:
+        if replicas < 1:
+            raise ValueError("nothing here wakes a model from zero replicas; set 1 or more")
+        return replicas
+
+    @model_validator(mode="after")
+    def _a_gpu_to_be_of_a_kind(self) -> Self:
+        if self.accelerator is not None and self.device == "cpu":
+            raise ValueError(f"accelerator {self.accelerator} is a GPU, but device is cpu; leave one of the two out")
+        return self
 
     @property
     def served_name(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from cluster.auth import read_keys
 from cluster.options import ServeOptions
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.settings import suggestion
 
 
 def check_port(host: str, port: int) -> None:
@@ -41,9 +42,39 @@ def check_options(options: ServeOptions) -> None:
 
     for file in (options.api_keys, options.metrics_keys):
         read_keys(file)
+    check_accelerator(options.accelerator)
     config = load_config(find_model(options.model))
     if options.adapter not in ("default", "none"):
         check_adapter(Path(options.adapter), options.served_name, config)
+
+
+def check_visible(options: ServeOptions) -> None:
+    """As `check_options`, of what can be seen from here: raises ConfigError for what is wrong in itself.
+
+    For a machine that may have neither model nor keys, as the head of a Ray cluster: what is not there is left to the
+    replicas, and no hub id is downloaded.
+    """
+    from tidar_core.model.loading import find_model, load_config
+
+    check_accelerator(options.accelerator)
+    for file in (options.api_keys, options.metrics_keys):
+        if file is not None and Path(file).exists():
+            read_keys(file)
+    if options.model != DEFAULT_MODEL and not Path(options.model).exists():
+        return
+    config = load_config(find_model(options.model))
+    adapter = Path(options.adapter)
+    if options.adapter not in ("default", "none") and adapter.exists():
+        check_adapter(adapter, options.served_name, config)
+
+
+def check_accelerator(name: str | None) -> None:
+    """Raise ConfigError for a GPU that Ray has no name for: a replica would wait for it for ever."""
+    from ray.util.accelerators import accelerators
+
+    known = [value for key, value in vars(accelerators).items() if key.startswith(("NVIDIA_", "AMD_INSTINCT_"))]
+    if name is not None and name not in known:
+        raise ConfigError(f"accelerator '{name}' is no GPU that Ray knows{suggestion(name, known)}")
 
 
 def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
@@ -56,7 +87,8 @@ def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
         theirs = getattr(base, field)
         if ours is not None and ours != theirs:
             raise ConfigError(
-                f"adapter {directory.name} does not fit: made for {base.name} with {field} {theirs}, {model} has {ours}"
+                f"adapter {directory.name} does not fit: made for {base.name} with {field} {theirs}, {model} has "
+                f"{ours}; name another adapter, 'default' or 'none'"
             )
 
 

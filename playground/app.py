@@ -1,8 +1,16 @@
 """The playground as a Ray Serve application of its own, mounted at `/playground` beside the API."""
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
+
+from tidar_core.config import ConfigError
+from tidar_core.settings import read_options
+
+PLAYGROUND = "Playground"
 
 
 class PlaygroundOptions(BaseModel):
@@ -25,16 +33,22 @@ class Playground:
         return application()
 
 
-def build(args: PlaygroundOptions) -> Application:
+def build(args: dict[str, Any]) -> Application:
     """The application to run with `route_prefix="/playground"`: Serve hands the prefix on as the root path.
+
+    `args` are the fields of `PlaygroundOptions`; a mistake leaves as Serve's own exception, which it shows as one line.
 
     One replica, since Gradio keeps its queue in memory, and no CPU reserved: it waits for browsers. Open tabs would
     hold a replica that is asked to go; they lose nothing by its going, so it does not wait for them.
     """
+    try:
+        options = read_options(PlaygroundOptions, args)
+    except ConfigError as error:
+        raise RayServeException(str(error)) from None
     deployment = serve.deployment(
-        name="Playground",
+        name=PLAYGROUND,
         num_replicas=1,
-        max_ongoing_requests=args.max_ongoing_requests,
+        max_ongoing_requests=options.max_ongoing_requests,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=1,

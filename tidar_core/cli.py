@@ -120,6 +120,24 @@ def status(
 
 
 @app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Serve config files, or RayService manifests.")],
+) -> None:
+    """Check Serve config files before a cluster gets them: Ray drops unknown keys silently. Exit status 1 if wrong."""
+    with user_errors():
+        try:
+            from cluster.check import check_file
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+        found = [line for file in files for line in check_file(file)]
+        for line in found:
+            Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        if found:
+            raise typer.Exit(1)
+        print("no mistakes found")
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
     model: Model = DEFAULT_MODEL,

@@ -1,0 +1,139 @@
+"""`tidar check`: a Serve config file or a RayService manifest, read before a cluster gets it.
+
+Ray drops keys that it does not know, without a word, and tells of other mistakes long after `serve deploy` has said
+that all went well. Here each is one line, with the place in the file.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from ray.serve.config import AutoscalingConfig
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.app import ENGINE, INGRESS
+from cluster.options import ServeOptions
+from cluster.preflight import check_visible
+from playground.app import PLAYGROUND, PlaygroundOptions
+from tidar_core.config import ConfigError
+from tidar_core.settings import first_mistake, read_options, suggestion
+
+# The applications of this project by their builders: the options that each takes, the deployments that it has.
+APPLICATIONS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
+    "cluster.app:build": (ServeOptions, (ENGINE, INGRESS)),
+    "playground.app:build": (PlaygroundOptions, (PLAYGROUND,)),
+}
+
+
+def check_file(path: Path) -> list[str]:
+    """The mistakes in a file, a line each. Raises ConfigError for a file that is neither kind."""
+    try:
+        documents = [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    configs = [config for document in documents if (config := serve_config(document, path)) is not None]
+    if not configs:
+        raise ConfigError(f"{path} holds neither a Serve config (applications: …) nor a RayService")
+    return [f"{path}: {line}" for config in configs for line in mistakes(config)]
+
+
+def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
+    """The Serve config that a YAML document is, or that a RayService carries; None for any other document."""
+    if not isinstance(document, dict):
+        return None
+    if document.get("kind") == "RayService":
+        try:
+            inner = yaml.safe_load(document.get("spec", {}).get("serveConfigV2", ""))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path}: serveConfigV2 is no YAML: {' '.join(str(error).split())}") from None
+        return inner if isinstance(inner, dict) else {}
+    return document if "applications" in document else None
+
+
+def mistakes(config: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a Serve config: unknown keys, then values, then what the applications themselves refuse."""
+    found = list(unknown_keys(ServeDeploySchema, config, ""))
+    found += [f"{where}: {line}" for where, application in listed(config) for line in of_application(application)]
+    if not found:  # Ray's own words come last: they tell least
+        try:
+            ServeDeploySchema.model_validate(config)
+        except ValidationError as error:
+            found.append(first_mistake(error, ()))
+    yield from found
+
+
+def listed(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The applications of a config that are written as such, each with where it stands."""
+    applications = config.get("applications")
+    for number, application in enumerate(applications if isinstance(applications, list) else ()):
+        if isinstance(application, dict):
+            yield f"applications[{number}]", application
+
+
+def unknown_keys(kind: type[BaseModel], given: Any, where: str) -> Iterator[str]:
+    """The keys of `given`, at any depth, that the model does not have. Free-form parts are left alone."""
+    if not isinstance(given, dict):
+        return
+    for key, value in given.items():
+        place = f"{where}.{key}" if where else str(key)
+        if key not in kind.model_fields:
+            yield f"{where or 'the file'}: unknown key '{key}'{suggestion(str(key), kind.model_fields)}"
+            continue
+        for inner in models_in(kind.model_fields[key].annotation):
+            if isinstance(value, list):
+                for number, item in enumerate(value):
+                    yield from unknown_keys(inner, item, f"{place}[{number}]")
+            else:
+                yield from unknown_keys(inner, value, place)
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models that a field's annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
+
+
+def of_application(application: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with one application that this project builds."""
+    known = APPLICATIONS.get(str(application.get("import_path")))
+    if known is None:
+        yield f"import_path {application.get('import_path')!r} is none of {', '.join(APPLICATIONS)}"
+        return
+    kind, names = known
+    try:
+        options = read_options(kind, application.get("args") or {})
+        if isinstance(options, ServeOptions):
+            check_visible(options)
+    except ConfigError as error:
+        yield f"args: {error}"
+    deployments = application.get("deployments")
+    for deployment in deployments if isinstance(deployments, list) else ():
+        if not isinstance(deployment, dict):
+            continue
+        name = str(deployment.get("name"))
+        if name not in names:
+            yield f"unknown deployment '{name}'{suggestion(name, names)}"
+        yield from (f"deployment {name}: {line}" for line in of_deployment(name, deployment))
+
+
+def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the settings of one deployment."""
+    scaling = deployment.get("autoscaling_config") or {}
+    if isinstance(scaling, dict):
+        try:
+            AutoscalingConfig.model_validate(scaling)
+        except ValidationError as error:
+            yield f"autoscaling_config: {first_mistake(error, AutoscalingConfig.model_fields)}"
+        if scaling.get("min_replicas") == 0:
+            yield "min_replicas is 0: no request wakes a model from zero replicas here; set 1 or more"
+    if deployment.get("num_replicas") == 0:
+        yield "num_replicas is 0: no request wakes a model from zero replicas here; set 1 or more"
+    if name == ENGINE and "ray_actor_options" in deployment:
+        yield (
+            "ray_actor_options would take the place of the engine's own, its GPU too: "
+            "use the args device, accelerator and threads"
+        )

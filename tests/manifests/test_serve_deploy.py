@@ -1,0 +1,200 @@
+"""The Serve config for one machine, deployed by `serve deploy` into a Ray cluster and changed under load."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
+from tests.servers import free_port, tiny_model
+from tests.tiny import tiny_adapter, tiny_checkpoint
+
+STREAMS = 8
+TOKENS = 400
+WAIT_SECONDS = 240
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint, a drafter for it, another one, and one that is made for another model."""
+    directory = tmp_path_factory.mktemp("deploy")
+    model, _ = tiny_model(directory)
+    tiny_adapter(directory / "other-adapter", model, block_length=6, seed=1)
+    tiny_adapter(directory / "misfit", tiny_checkpoint(directory / "narrow", hidden=48))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def config(models: Path) -> dict[str, Any]:
+    """The file as it is, but for what a test must choose: port, model, drafter, and one thread an engine."""
+    config: dict[str, Any] = yaml.safe_load((MANIFESTS / "serve" / "one-machine.yaml").read_text())
+    config["http_options"]["port"] = free_port()
+    args = {"model": str(models / "tiny"), "adapter": str(models / "tiny-adapter"), "dtype": "float32", "threads": 1}
+    config["applications"][0]["args"] |= args
+    return config
+
+
+def url(config: dict[str, Any]) -> str:
+    return f"http://127.0.0.1:{config['http_options']['port']}"
+
+
+@dataclass
+class Load:
+    """What came of streams that were asked for without a pause."""
+
+    texts: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    stop: bool = False
+
+
+async def stream_once(client: httpx.AsyncClient, load: Load) -> None:
+    body = {"prompt": "a", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    text, last = "", ""
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            load.errors.append(f"{response.status_code}: {(await response.aread()).decode()}")
+            return
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            last = line.removeprefix("data: ")
+            if last != "[DONE]":
+                chunk = json.loads(last)
+                if "error" in chunk:
+                    load.errors.append(last)
+                    return
+                text += "".join(choice["text"] for choice in chunk["choices"])
+    if last == "[DONE]":
+        load.texts.append(text)
+    else:
+        load.errors.append(f"the stream ended with {last!r}")
+
+
+@asynccontextmanager
+async def under_load(base: str) -> AsyncIterator[Load]:
+    """Streams, always as many at once, while the block runs; those under way are read to their end."""
+    load = Load()
+
+    async def reader(client: httpx.AsyncClient) -> None:
+        while not load.stop:
+            try:
+                await stream_once(client, load)
+            except httpx.HTTPError as error:
+                load.errors.append(repr(error))
+
+    async with httpx.AsyncClient(base_url=base, timeout=WAIT_SECONDS) as client, asyncio.TaskGroup() as readers:
+        for _ in range(STREAMS):
+            readers.create_task(reader(client))
+        try:
+            yield load
+        finally:
+            load.stop = True
+
+
+async def engines(client: httpx.AsyncClient) -> set[str]:
+    """The replicas that /metrics shows."""
+    page = (await client.get("/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return {line.split('engine="')[1].split('"')[0] for line in lines}
+
+
+async def until_engines(client: httpx.AsyncClient, count: int, not_among: set[str]) -> set[str]:
+    """The replicas, once there are `count` of them and none that is excluded."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            seen = await engines(client)
+            if len(seen) == count and not seen & not_among:
+                return seen
+            await asyncio.sleep(0.5)
+
+
+def test_it_answers_and_is_changed_without_cutting_a_stream(
+    cluster: RayCluster, config: dict[str, Any], models: Path
+) -> None:
+    cluster.deploy(config)
+    cluster.wait_for("api", "RUNNING")
+    cluster.wait_for("playground", "RUNNING")
+
+    twice = deepcopy(config)
+    twice["applications"][0]["deployments"][0]["num_replicas"] = 2
+    other = deepcopy(twice)
+    other["applications"][0]["args"]["adapter"] = str(models / "other-adapter")
+
+    async def drafter(client: httpx.AsyncClient) -> tuple[str, int]:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        return model["tidar"]["adapter"], model["tidar"]["block_length"]
+
+    async def change() -> None:
+        async with httpx.AsyncClient(base_url=url(config), timeout=WAIT_SECONDS) as client:
+            assert (await client.get("/playground/")).status_code == 200
+            async with asyncio.timeout(WAIT_SECONDS):
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.2)
+            body = {"prompt": "a", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            text = answer["choices"][0]["text"]
+            assert answer["usage"]["completion_tokens"] == TOKENS
+            assert await drafter(client) == ("tiny-adapter", 4)
+            (first,) = await until_engines(client, 1, set())
+
+            began = time.monotonic()
+            async with under_load(url(config)) as load:
+                await asyncio.to_thread(cluster.deploy, twice)
+                two = await until_engines(client, 2, set())
+                assert first in two, "more replicas are no reason to replace the one that is there"
+
+                print(f"a second replica after {time.monotonic() - began:.1f} s")
+                await asyncio.to_thread(cluster.deploy, other)
+                await until_engines(client, 2, two)
+                await asyncio.to_thread(cluster.wait_for, "api", "RUNNING")
+                async with asyncio.timeout(WAIT_SECONDS):
+                    while await drafter(client) != ("other-adapter", 6):
+                        await asyncio.sleep(0.5)
+            print(f"both replaced after {time.monotonic() - began:.1f} s")
+            assert load.errors == []
+            assert set(load.texts) == {text}
+            assert len(load.texts) >= 3 * STREAMS
+            print(f"{len(load.texts)} streams of {TOKENS} tokens while replicas were added and replaced, 0 errors")
+
+    asyncio.run(change())
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"adaptor": "none"}, "unknown key 'adaptor': did you mean 'adapter'?"),
+        ({"replicas": 0}, "replicas is 0: nothing here wakes a model from zero replicas; set 1 or more"),
+        ({"adapter": "misfit"}, "adapter misfit does not fit: made for narrow with hidden_size 48, tiny has 96; "),
+        ({"accelerator": "H1000"}, "accelerator 'H1000' is no GPU that Ray knows: did you mean 'H100'?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_what_runs_goes_on(
+    cluster: RayCluster, config: dict[str, Any], models: Path, args: dict[str, Any], line: str
+) -> None:
+    wrong = deepcopy(config)
+    if args.get("adapter"):
+        args = {"adapter": str(models / args["adapter"])}
+    wrong["applications"][0]["args"] |= args
+    cluster.deploy(wrong)
+    with pytest.raises(AssertionError) as failed:
+        cluster.wait_for("api", "never")
+    heading, said = str(failed.value).splitlines()
+    assert heading.startswith("Deploying app 'api' failed"), "Ray's own words"
+    assert said.startswith(line)
+    body = {"prompt": "a", "max_tokens": 4}
+    assert httpx.post(f"{url(config)}/v1/completions", json=body, timeout=60).status_code == 200
