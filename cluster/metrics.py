@@ -16,6 +16,7 @@ from tidar_core.request import FinishReason, StepOutput
 LABELS = ("model_name", "engine")
 FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -35,6 +36,7 @@ class Timing:
 
     started: float
     first_token: float | None = None
+    last_token: float | None = None
     tokens: int = 0
     resumed: bool = False  # its prompt and first token were another replica's
 
@@ -74,8 +76,14 @@ class ReplicaMetrics:
         self._stepped = counter("tidar:decode_tokens", "Tokens that decode steps emitted.").labels(*labels)
         rows = counter("tidar:rows", "Rows that the model computed in steps that emitted, by kind.", "kind")
         self._verify_rows, self._mask_rows = (rows.labels(*labels, kind) for kind in ("verify", "mask"))
+        self._step_rows = histogram(
+            "tidar:step_rows", "Rows of one forward pass, of all requests that it served.", STEP_ROWS
+        )
         self._first = histogram(
             "vllm:time_to_first_token_seconds", "From arrival at the replica to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self._between = histogram(
+            "vllm:inter_token_latency_seconds", "From one step's tokens of a request to the next's.", TOKEN_SECONDS
         )
         self._each = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time a token after the first.", TOKEN_SECONDS
@@ -89,10 +97,14 @@ class ReplicaMetrics:
     def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:
         """Count what one step brought one request; the answer's end is `ended`'s."""
         self._generated.inc(len(output.tokens))
-        if output.tokens and timing.first_token is None:
-            timing.first_token = now
-            if not timing.resumed:
-                self._first.observe(now - timing.started)
+        if output.tokens:
+            if timing.last_token is None:
+                timing.first_token = now
+                if not timing.resumed:
+                    self._first.observe(now - timing.started)
+            else:
+                self._between.observe(now - timing.last_token)
+            timing.last_token = now
         timing.tokens += len(output.tokens)
         trace = output.trace
         if trace is None:
@@ -109,6 +121,12 @@ class ReplicaMetrics:
             self._accepted.inc(trace.accepted)
             for place in self._by_position[: trace.accepted]:
                 place.inc()
+
+    def passed(self, outputs: Iterable[StepOutput]) -> None:
+        """Count one forward pass by the rows that it computed for all that it brought."""
+        rows = sum(output.trace.verify_rows + output.trace.mask_rows for output in outputs if output.trace is not None)
+        if rows:
+            self._step_rows.observe(rows)
 
     def ended(self, reason: FinishReason, timing: Timing, now: float) -> None:
         """Count the end of a request, an aborted one too."""

@@ -18,7 +18,7 @@ from cluster.metrics import Load, ReplicaMetrics, Timing
 from cluster.progress import ProgressLine
 from cluster.routing import ANYWHERE, Way
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.request import FinishReason, Request
+from tidar_core.request import FinishReason, Request, StepOutput
 
 if TYPE_CHECKING:
     from tidar_core.engine import Engine
@@ -181,6 +181,7 @@ class EngineReplica:
 
     def _spread(self, events: Sequence[Event]) -> None:
         now = time.monotonic()
+        self._metrics.passed(event for event in events if isinstance(event, StepOutput))
         for event in events:
             if isinstance(event, Failure):
                 for subscriber in self._subscribers.values():

