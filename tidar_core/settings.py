@@ -37,8 +37,6 @@ def first_mistake(error: ValidationError, known: Iterable[str]) -> str:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a line that refuses a word: the known one that it is nearest to, or all of them."""
-    words = list(known)
-    near = get_close_matches(word, words, n=1) or get_close_matches(word.lower(), [w.lower() for w in words], n=1)
-    if near:
-        return f": did you mean '{next(w for w in words if w.lower() == near[0].lower())}'?"
-    return f": there are {', '.join(words)}"
+    words = {name.lower(): name for name in known}
+    near = get_close_matches(word.lower(), words, n=1)
+    return f": did you mean '{words[near[0]]}'?" if near else f": there are {', '.join(words.values())}"

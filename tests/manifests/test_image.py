@@ -83,5 +83,3 @@ def test_its_steps_install_a_whole_server(tmp_path: Path) -> None:
         timeout=120,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
-
-

@@ -1,0 +1,116 @@
+"""`tidar check` and what it stands on: every kind of mistake in a Serve config is a line that says what to change."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from cluster.check import mistakes
+from playground.app import build as build_playground
+from tests.manifests.ray_cluster import MANIFESTS
+from tests.servers import tiny_model
+from tests.tiny import tiny_adapter, tiny_checkpoint
+from tidar_core.cli import app
+
+FILES = sorted((MANIFESTS / "serve").glob("*.yaml"))
+FLEET: dict[str, Any] = yaml.safe_load((MANIFESTS / "serve" / "fleet.yaml").read_text())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_files_that_are_shipped_have_none(file: Path) -> None:
+    config = yaml.safe_load(file.read_text())
+    ServeDeploySchema.model_validate(config)
+    assert list(mistakes(config)) == []
+    assert [(app["import_path"], app["route_prefix"]) for app in config["applications"]] == [
+        ("cluster.app:build", "/"),
+        ("playground.app:build", "/playground"),
+    ]
+
+
+def spoiled(place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The fleet's config with one value changed or added."""
+    config = deepcopy(FLEET)
+    target: Any = config
+    for step in place[:-1]:
+        target = target[step]
+    target[place[-1]] = value
+    return config
+
+
+APP = ("applications", 0)
+ENGINE = (*APP, "deployments", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "line"),
+    [
+        (("http_option",), {}, "the file: unknown key 'http_option': did you mean 'http_options'?"),
+        (("http_options", "prot"), 1, "http_options: unknown key 'prot': did you mean 'port'?"),
+        (("logging_config", "encodin"), 1, "logging_config: unknown key 'encodin': did you mean 'encoding'?"),
+        ((*APP, "arg"), {}, "applications[0]: unknown key 'arg': did you mean 'args'?"),
+        ((*APP, "args", "modle"), "x", "applications[0]: args: unknown key 'modle': did you mean 'model'?"),
+        ((*APP, "args", "dtype"), "int4", "args: dtype is 'int4': input should be 'bfloat16' or 'float32'"),
+        ((*APP, "args", "replicas"), 0, "args: replicas is 0: nothing here wakes a model from zero replicas; set 1"),
+        ((*APP, "args", "device"), "cpu", "args: accelerator H100 is a GPU, but device is cpu; leave one of"),
+        ((*APP, "args", "accelerator"), "h100", "accelerator 'h100' is no GPU that Ray knows: did you mean 'H100'?"),
+        ((*APP, "args", "accelerator"), "TPU", "is no GPU that Ray knows: there are V100"),
+        ((*APP, "import_path"), "cluster.app:biuld", "import_path 'cluster.app:biuld' is none of cluster.app:build, "),
+        ((*ENGINE, "name"), "Engin", "unknown deployment 'Engin': did you mean 'Engine'?"),
+        ((*ENGINE, "num_replica"), 2, "deployments[0]: unknown key 'num_replica': did you mean 'num_replicas'?"),
+        ((*ENGINE, "num_replicas"), 0, "deployment Engine: num_replicas is 0: no request wakes a model from zero"),
+        ((*ENGINE, "autoscaling_config", "min_replicas"), 0, "Engine: min_replicas is 0: no request wakes a model"),
+        ((*ENGINE, "autoscaling_config", "max_replica"), 9, "unknown key 'max_replica': did you mean 'max_replicas'?"),
+        ((*ENGINE, "autoscaling_config", "max_replicas"), 1, "max_replicas"),
+        ((*ENGINE, "ray_actor_options"), {"num_cpus": 2}, "would take the place of the engine's own, its GPU too"),
+        ((*ENGINE, "num_replicas"), 3, "Manually setting num_replicas is not allowed when autoscaling_"),
+        ((*ENGINE, "rolling_update_percentage"), 10, "rolling_update_percentage is 10: input should be less than"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told(place: tuple[Any, ...], value: Any, line: str) -> None:
+    found = list(mistakes(spoiled(place, value)))
+    assert any(line.lower() in said.lower() for said in found), found
+    assert all("\n" not in said for said in found)
+
+
+def test_an_adapter_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    model, adapter = tiny_model(tmp_path)
+    misfit = tiny_adapter(tmp_path / "misfit", tiny_checkpoint(tmp_path / "narrow", hidden=48))
+
+    def with_adapter(path: Path) -> list[str]:
+        config = spoiled((*APP, "args", "adapter"), str(path))
+        config["applications"][0]["args"]["model"] = str(model)
+        return list(mistakes(config))
+
+    assert with_adapter(adapter) == []
+    (line,) = with_adapter(misfit)
+    assert line == (
+        "applications[0]: args: adapter misfit does not fit: made for narrow with hidden_size 48, tiny has 96; "
+        "name another adapter, 'default' or 'none'"
+    )
+
+
+def test_the_command_ends_as_a_script_expects(tmp_path: Path) -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["check", *map(str, FILES)]).exit_code == 0
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump(spoiled(("http_option",), {})))
+    told = runner.invoke(app, ["check", str(FILES[0]), str(wrong)])
+    assert told.exit_code == 1
+    assert told.stderr == f"{wrong}: the file: unknown key 'http_option': did you mean 'http_options'?\n"
+    wrong.write_text("applications: [")
+    assert "cannot be read" in runner.invoke(app, ["check", str(wrong)]).stderr
+    wrong.write_text("kind: Service")
+    assert "neither a Serve config" in runner.invoke(app, ["check", str(wrong)]).stderr
+    service = {"kind": "RayService", "spec": {"serveConfigV2": yaml.safe_dump(spoiled((*APP, "arg"), {}))}}
+    wrong.write_text(yaml.safe_dump(service))
+    assert "unknown key 'arg'" in runner.invoke(app, ["check", str(wrong)]).stderr
+
+
+def test_the_playgrounds_builder_refuses_as_serve_shows_it() -> None:
+    with pytest.raises(RayServeException, match=r"^unknown key 'tabs': there are max_ongoing_requests$"):
+        build_playground({"tabs": 3})
