@@ -4,12 +4,14 @@ A request's way: `api` (routes) reads the body and `schemas` checks it; `prompts
 thread; `streams` sends one `Request` a choice on its way and turns what comes back into text; `handover` carries each
 over as many replicas as it takes, which `routing` chooses; `responses` writes the answer down as OpenAI's objects.
 `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress shows all replicas on one
-page. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
-cluster together with the playground (`preflight` first), `status` reads it back over HTTP.
+page. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray cluster together with the
+playground (`preflight` first), `status` reads it back over HTTP. For clusters that others run, `check` reads a Serve
+config before it is deployed, and `drain` empties a node before it goes.
 
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
-What the ingress must know of the model, its tokenizer included, it asks of a replica once (`ModelCard`); whether
-replicas live it asks every second (`directory`), and how much work it lets in is its own affair (`Admission`).
+What the ingress must know of the model, its tokenizer included, it asks of a replica whenever others are there
+(`ModelCard`); whether replicas live it asks every second (`directory`), and how much work it lets in is its own affair
+(`Admission`).
 
 A stream outlives its replica, since a token depends on prefix, parameters and seed alone: the ingress knows the tokens
 that it passed on, and sends the request on as prompt + tokens. It does not outlive its ingress.

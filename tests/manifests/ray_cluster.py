@@ -29,8 +29,35 @@ class RayCluster:
     """One head node. `dashboard` is the address that `serve deploy` talks to, `environment` what a client needs."""
 
     dashboard: str
+    address: str
     environment: dict[str, str]
     directory: Path
+
+    def add_node(self, cpus: int) -> str:
+        """Join another Ray node to the cluster, on this machine; its id."""
+        known = self.nodes()
+        words = ["start", f"--address={self.address}", "--block", f"--num-cpus={cpus}", "--num-gpus=0"]
+        words += [f"--dashboard-agent-listen-port={free_port()}", f"--object-store-memory={128 * 1024**2}"]
+        launch_ray(words, self.environment, self.directory / "node.log")
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (new := self.nodes() - known):
+            assert time.monotonic() < deadline, (self.directory / "node.log").read_text()
+            time.sleep(0.5)
+        return new.pop()
+
+    def nodes(self) -> set[str]:
+        """The ids of all Ray nodes that are alive."""
+        answer = httpx.get(f"{self.dashboard}/nodes?view=summary", headers=bearer(self.environment), timeout=60)
+        found = [node["raylet"] for node in answer.raise_for_status().json()["data"]["summary"]]
+        return {raylet["nodeId"] for raylet in found if raylet["state"] == "ALIVE"}
+
+    def drain(self, node: str, seconds: int) -> str:
+        """`python -m cluster.drain`, as a pod's preStop hook runs it; what it said."""
+        command = [sys.executable, "-m", "cluster.drain", "--node", node, "--seconds", str(seconds)]
+        environment = {**self.environment, "RAY_ADDRESS": self.address}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds + 60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def deploy(self, config: dict[str, Any]) -> None:
         """`serve deploy` of the config, written to a file."""
@@ -42,7 +69,7 @@ class RayCluster:
 
     def application(self, name: str) -> dict[str, Any]:
         """What Serve says of an application: status, message, deployments."""
-        headers = {"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"}
+        headers = bearer(self.environment)
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=60)
         found: dict[str, Any] = answer.raise_for_status().json()["applications"].get(name, {})
         return found
@@ -69,6 +96,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "3",
         MARK: mark,
     }
     words = ["start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={128 * 1024**2}"]
@@ -80,17 +108,11 @@ def ray_cluster() -> Iterator[RayCluster]:
     }
     words += [f"--{name}={port}" for name, port in ports.items()] + ["--include-dashboard=true"]
     log = directory / "head.log"
-    with log.open("wb") as output:
-        head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    head = launch_ray(words, environment, log)
     processes = Server("", log, mark, head).processes
     try:
-        yield RayCluster(f"http://127.0.0.1:{dashboard}", started(head, dashboard, environment, log), directory)
+        started(head, dashboard, environment, log)
+        yield RayCluster(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{ports['port']}", environment, directory)
     finally:
         while left := processes():
             for process in left:
@@ -100,9 +122,23 @@ def ray_cluster() -> Iterator[RayCluster]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def started(head: subprocess.Popen[bytes], dashboard: int, environment: dict[str, str], log: Path) -> dict[str, str]:
-    """The environment, once the dashboard answers requests about Serve."""
-    headers = {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
+def launch_ray(words: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """`ray` with arguments, in a group of processes of its own."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", *words]
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def bearer(environment: dict[str, str]) -> dict[str, str]:
+    """The header that Ray's dashboard asks for."""
+    return {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
+
+
+def started(head: subprocess.Popen[bytes], dashboard: int, environment: dict[str, str], log: Path) -> None:
+    """Until the dashboard answers requests about Serve."""
+    headers = bearer(environment)
     url = f"http://127.0.0.1:{dashboard}/api/serve/applications/"
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
@@ -110,7 +146,7 @@ def started(head: subprocess.Popen[bytes], dashboard: int, environment: dict[str
         assert time.monotonic() < deadline, log.read_text()
         try:
             if httpx.get(url, headers=headers, timeout=60).status_code == 200:
-                return environment
+                return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)

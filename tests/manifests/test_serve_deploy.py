@@ -53,6 +53,14 @@ def url(config: dict[str, Any]) -> str:
     return f"http://127.0.0.1:{config['http_options']['port']}"
 
 
+def changed(config: dict[str, Any], replicas: int, adapter: Path) -> dict[str, Any]:
+    """The config with another number of engines, and another drafter."""
+    made = deepcopy(config)
+    made["applications"][0]["deployments"][0]["num_replicas"] = replicas
+    made["applications"][0]["args"]["adapter"] = str(adapter)
+    return made
+
+
 @dataclass
 class Load:
     """What came of streams that were asked for without a pause."""
@@ -130,10 +138,8 @@ def test_it_answers_and_is_changed_without_cutting_a_stream(
     cluster.wait_for("api", "RUNNING")
     cluster.wait_for("playground", "RUNNING")
 
-    twice = deepcopy(config)
-    twice["applications"][0]["deployments"][0]["num_replicas"] = 2
-    other = deepcopy(twice)
-    other["applications"][0]["args"]["adapter"] = str(models / "other-adapter")
+    twice = changed(config, replicas=2, adapter=models / "tiny-adapter")
+    other = changed(config, replicas=2, adapter=models / "other-adapter")
 
     async def drafter(client: httpx.AsyncClient) -> tuple[str, int]:
         (model,) = (await client.get("/v1/models")).json()["data"]
@@ -196,3 +202,37 @@ def test_a_mistake_is_one_line_and_what_runs_goes_on(
     assert said.startswith(line)
     body = {"prompt": "a", "max_tokens": 4}
     assert httpx.post(f"{url(config)}/v1/completions", json=body, timeout=60).status_code == 200
+
+
+def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config: dict[str, Any], models: Path) -> None:
+    node = cluster.add_node(cpus=1)
+    thrice = changed(config, replicas=3, adapter=models / "other-adapter")
+
+    def replicas_there() -> list[str]:
+        deployments = cluster.application("api")["deployments"].values()
+        return [one["replica_id"] for entry in deployments for one in entry["replicas"] if one["node_id"] == node]
+
+    async def empty() -> None:
+        async with httpx.AsyncClient(base_url=url(config), timeout=WAIT_SECONDS) as client:
+            await asyncio.to_thread(cluster.deploy, thrice)
+            three = await until_engines(client, 3, set())
+            assert replicas_there()
+            async with under_load(url(config)) as load:
+                while len(load.texts) < STREAMS:
+                    await asyncio.sleep(0.2)
+                draining = asyncio.create_task(asyncio.to_thread(cluster.drain, node, 120))
+                while replicas_there():
+                    await asyncio.sleep(0.5)
+                emptied = len(load.texts)
+                while len(load.texts) < emptied + STREAMS:
+                    await asyncio.sleep(0.2)
+            assert load.errors == []
+            assert len(set(load.texts)) == 1
+            # Both nodes' proxies share this machine's port, so that the one that goes had new streams to the end.
+            said = await draining
+            assert "ServeReplica:api:Engine" in said
+            assert said.splitlines()[-1] == "empty"
+            assert await engines(client) < three
+            print(f"{len(load.texts)} streams of {TOKENS} tokens while a node was emptied, 0 errors")
+
+    asyncio.run(empty())

@@ -1,0 +1,60 @@
+"""`python -m cluster.drain`: empty a Ray node of Serve before it goes, so that no answer is cut; a pod's preStop hook.
+
+Ray hears that the node will go. Serve then starts its replicas elsewhere where there is room, lets those here end what
+they have begun (their `graceful_shutdown_timeout_s` bounds it), and the node's proxy tells load balancers to stay away
+but carries its streams to their end. This waits for it all. On Ctrl-C the drain goes on.
+"""
+
+import argparse
+import logging
+import subprocess
+import sys
+import time
+
+import ray
+from ray.util.state import list_actors
+
+SERVE_CLASSES = ("ServeReplica:", "ProxyActor")
+LOOK_SECONDS = 1.0
+
+
+def drain(seconds: int, node: str | None) -> bool:
+    """Drain a node of the cluster that runs here (RAY_ADDRESS); whether it was empty before the time was over.
+
+    node: its id; by default that of the node that this runs on. Raises CalledProcessError where Ray refuses.
+    """
+    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    context = ray.get_runtime_context()
+    node = node or context.get_node_id()
+    end = time.monotonic() + seconds
+    tell = ["drain-node", "--address", context.gcs_address, "--node-id", node]
+    tell += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the node is asked to go"]
+    tell += ["--deadline-remaining-seconds", str(seconds)]
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True)
+    said = None
+    while left := serve_actors(node):
+        if time.monotonic() > end:
+            return False
+        if left != said:
+            print(f"draining: {', '.join(left)}", flush=True)
+            said = left
+        time.sleep(LOOK_SECONDS)
+    return True
+
+
+def serve_actors(node: str) -> list[str]:
+    """What of Serve lives on a node: replicas, and the proxy."""
+    actors = list_actors(filters=[("node_id", "=", node), ("state", "=", "ALIVE")], limit=1000)
+    return sorted(str(actor.class_name) for actor in actors if str(actor.class_name).startswith(SERVE_CLASSES))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cluster.drain", description="Empty a Ray node of Serve.")
+    parser.add_argument("--seconds", type=int, default=630, help="how long at most (default %(default)s)")
+    parser.add_argument("--node", help="the node's id; by default the node that this runs on")
+    chosen = parser.parse_args()
+    print("empty" if drain(chosen.seconds, chosen.node) else "the time is over, and Serve is still here", flush=True)
+
+
+if __name__ == "__main__":
+    main()
