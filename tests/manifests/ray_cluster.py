@@ -69,9 +69,14 @@ class RayCluster:
 
     def application(self, name: str) -> dict[str, Any]:
         """What Serve says of an application: status, message, deployments."""
+        found: dict[str, Any] = self.serve_details()["applications"].get(name, {})
+        return found
+
+    def serve_details(self) -> dict[str, Any]:
+        """Everything that Serve says of itself."""
         headers = bearer(self.environment)
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=60)
-        found: dict[str, Any] = answer.raise_for_status().json()["applications"].get(name, {})
+        found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
     def wait_for(self, name: str, status: str) -> dict[str, Any]:
