@@ -1,8 +1,13 @@
 """The nouns of the engine: what goes in, what is kept while it runs, what comes out of a step."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
+
+import numpy as np
+
+from tidar_core.grammar import Grammar
 
 DraftMode = Literal["auto", "off", "full"]
 MAX_LOGPROBS = 20
@@ -32,8 +37,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used
     modulo 2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores
     first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
-    the likeliest. `drafts` and `block` change the speed, never the tokens: `block` k allows at most k slots a proposal
-    and k - 1 verified drafts.
+    the likeliest. `grammar` is what the answer has to follow; where that ends, so does the answer. `drafts` and `block`
+    change the speed, never the tokens: `block` k allows at most k slots a proposal and k - 1 verified drafts.
     """
 
     max_tokens: int
@@ -52,6 +57,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
     drafts: DraftMode = "auto"
     block: int | None = None
 
@@ -106,11 +112,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sequence ended. `stop` is the token id or the string that ended it, where one did."""
+    """How a sequence ended. `stop` is the token id or the string that ended it, where one did. `param` is the field
+    at fault, where an error is the request's own."""
 
     reason: FinishReason
     stop: int | str | None = None
     error: str | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +192,33 @@ class StopWatch(Protocol):
     def push(self, tokens: list[int], /) -> Shown: ...
 
 
+class Constraint(Protocol):
+    """What an answer has to follow: the state of its grammar behind the tokens that were emitted.
+
+    ended: nothing may follow any more. error: why the answer cannot go on, in one line, or None. A mask is uint8, a bit
+    a token id, the lowest first; None where any token may come.
+    """
+
+    error: str | None
+
+    @property
+    def ended(self) -> bool: ...
+    def advance(self, tokens: Items[int], /) -> None:
+        """Moves on behind emitted tokens."""
+
+    def masks(self, drafts: Items[int], /) -> list[np.ndarray | None]:
+        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n."""
+
+    def mask(self) -> np.ndarray | None:
+        """What may follow the emitted tokens and all guesses."""
+
+    def guess(self, token: int, /) -> bool:
+        """Moves on behind a draft, if the grammar allows it."""
+
+    def forget(self, guesses: int, /) -> None:
+        """Goes back over so many guesses."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way. The engine alone changes it, in `Scheduler` and nowhere else.
@@ -206,6 +241,7 @@ class Sequence:
     decode_steps: int = 0
     stop_watch: StopWatch | None = None
     acceptance: HeldDrafts | None = None
+    constraint: Constraint | None = None
 
     @property
     def prompt_length(self) -> int:

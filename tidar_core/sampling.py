@@ -1,6 +1,6 @@
 """The token rule: which token comes at a position, given its logits, the parameters and the seed.
 
-    x = logits with bias and penalties (`tidar_core.penalties`), banned ids at -inf
+    x = logits with bias and penalties (`tidar_core.penalties`), banned ids and what a grammar refuses at -inf
     T = 0:  argmax x, the lowest id on a tie
     T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
             argmax over v in S of  z[v] + G(seed, choice, position, v)
@@ -17,10 +17,11 @@ descending score, it can be found among a few best candidates, whose number chan
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,18 +45,20 @@ class TokenRule:
 
     position: of the token to pick (its logits come from the row before). banned: ids never picked here, such as
     end-of-sequence and stop ids before min_tokens; ids outside the vocabulary are ignored. history: what came
-    before, for parameters that penalise it.
+    before, for parameters that penalise it. allowed: the only ids that may be picked, uint8, a bit an id, the lowest
+    first; None where all may.
     """
 
     params: SamplingParams
     position: int
     banned: tuple[int, ...] = ()
     history: History = NOTHING_SAID
+    allowed: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def adjusts(self) -> bool:
-        """Bias or penalties change this row's scores."""
-        return bool(self.params.logit_bias) or self.params.penalises
+        """A grammar, bias or penalties change this row's scores."""
+        return self.allowed is not None or bool(self.params.logit_bias) or self.params.penalises
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
@@ -161,14 +164,25 @@ def _check(logits: Tensor, rules: Sequence[TokenRule]) -> None:
 
 
 def _adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
-    """The logits, with bias and penalties on the rows that ask for them; a copy if there are any."""
+    """The logits, with grammar, bias and penalties on the rows that ask for them; a copy if there are any."""
     rows = [row for row, rule in enumerate(rules) if rule.adjusts]
     if not rows:
         return logits
     adjusted = logits.float() if logits.dtype is not torch.float32 else logits.clone()
+    _keep_allowed(adjusted, rules)
     for row in rows:
         penalised(adjusted[row], rules[row].params, rules[row].history)
     return adjusted
+
+
+def _keep_allowed(scores: Tensor, rules: Sequence[TokenRule]) -> None:
+    """Excludes what a row's rule does not allow, in place."""
+    masks = {row: rule.allowed for row, rule in enumerate(rules) if rule.allowed is not None}
+    if masks:
+        bits = np.unpackbits(np.stack(list(masks.values())), axis=1, count=scores.shape[1], bitorder="little")
+        refused = torch.from_numpy(bits == 0).to(scores.device)
+        index = torch.tensor(list(masks), device=scores.device)
+        scores[index] = scores[index].masked_fill_(refused, -torch.inf)
 
 
 def _ways(rules: Sequence[TokenRule], vocab: int) -> dict[_Way, list[int]]:

@@ -10,7 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import StepSize
+from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.layout import WithinBlock
@@ -61,19 +63,22 @@ class Engine:
         self._runner = runner
         self._scheduler = scheduler
         self._ended: list[StepOutput] = []
+        grammars = Grammars(tokenizer, info.vocab_size, info.eos_ids)
+        self._compiling = GrammarQueue(grammars, info.eos_ids, info.vocab_size)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended or self._scheduler.running or self._scheduler.waiting)
+        return bool(self._ended or self._scheduler.running or self._scheduler.waiting or self._compiling)
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
-        return EngineStats(len(scheduler.running), len(scheduler.waiting), scheduler.pool.owned, scheduler.pool.total)
+        waiting = len(scheduler.waiting) + len(self._compiling)
+        return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""
         params, known = request.params, len(request.prompt) + len(request.emitted)
-        if self._scheduler.holds(request.request_id):
+        if self._scheduler.holds(request.request_id) or request.request_id in self._compiling:
             raise RequestError(f"a request named {request.request_id} is under way already", "request_id")
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
@@ -89,19 +94,26 @@ class Engine:
         if known >= wanted:
             raise RequestError("all of max_tokens was emitted already", "max_tokens")
         watch = TextStream(self.tokenizer, params.stop, request.emitted) if params.stop else None
-        self._scheduler.add(Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch))
+        sequence = Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch)
+        if params.grammar is None:
+            self._scheduler.add(sequence)
+        else:
+            self._compiling.add(sequence, params.grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, at any moment; one that is not here is ignored."""
-        if self._scheduler.remove(request_id):
+        if self._scheduler.remove(request_id) or self._compiling.remove(request_id):
             self._ended.append(StepOutput(request_id, (), finish=Finish(FinishReason.ABORT)))
 
     def step(self) -> list[StepOutput]:
         """One forward pass over everything that can run; at most one output a request."""
         began = time.monotonic()
         ended, self._ended = self._ended, []
+        ended += self._compiling.admit(self._scheduler.add)
         plans = self._scheduler.plan()
         if not plans:
+            if not ended:
+                self._compiling.pause()
             return ended
         batch = build_batch(
             plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
@@ -156,13 +168,20 @@ class Engine:
         ]
         logits = scores.of([row for _, rows, _ in chosen for row in rows])
         drafts = _split(pick_tokens(logits, rules).tolist(), [rows for _, rows, _ in chosen])
+        followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
+        if any(constraint is not None for constraint, _ in followed):
+            drafts = guess_within(followed, logits, rules)
         for (plan, _, _), tokens in zip(chosen, drafts, strict=True):
             self._scheduler.take_drafts(plan.sequence, tokens)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
-        return [
+        rules = [
             self._rule(plan.sequence, plan.position + i + 1, plan.drafts[:i], i) for i in range(len(plan.drafts) + 1)
         ]
+        if plan.sequence.constraint is None:
+            return rules
+        masks = plan.sequence.constraint.masks(plan.drafts)
+        return [constrained(rule, mask) for rule, mask in zip(rules, masks, strict=True)]
 
     def _rule(self, sequence: Sequence, position: int, ahead: tuple[int, ...], count: int) -> TokenRule:
         """The rule for the token at `position`, which has `count` undecided tokens before it, `ahead` if known."""

@@ -9,7 +9,7 @@ from itertools import takewhile
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.pages import PagePool, first_key, page_keys
 from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
-from tidar_core.request import Finish, FinishReason, Sequence, StepOutput, StepTrace
+from tidar_core.request import Constraint, Finish, FinishReason, Sequence, StepOutput, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,14 +239,31 @@ class Scheduler:
                 emitted = emitted[:index]
                 finish = Finish(FinishReason.ERROR, error="the model gave scores that are not numbers")
                 break
-            if token in params.stop_token_ids or (token in self.limits.eos_ids and not params.ignore_eos):
+            ignore_eos = params.ignore_eos and sequence.constraint is None
+            if token in params.stop_token_ids or (token in self.limits.eos_ids and not ignore_eos):
                 emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
                 break
         room = min(sequence.remaining, self.limits.max_positions - len(sequence.tokens))
         if finish is None and len(emitted) >= room:
             emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
+        if sequence.constraint is not None:
+            finish = _follow(sequence.constraint, emitted, finish)
         if sequence.stop_watch is not None:
             shown = sequence.stop_watch.push(emitted)
             if shown.stop is not None:
                 return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
         return emitted, finish
+
+
+def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> Finish | None:
+    """Moves a constraint on behind the tokens; how the answer ends, if it does."""
+    constraint.advance(emitted)
+    if constraint.error is not None:
+        return Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+    if finish is not None and finish.reason is FinishReason.ERROR:
+        mask = constraint.mask()
+        if mask is not None and not mask.any():
+            return Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
+    if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
+        return Finish(FinishReason.STOP)
+    return finish

@@ -1,0 +1,166 @@
+"""Where a sequence stands in its grammar: which tokens may come next, behind its drafts too."""
+
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidar_core.request import Constraint
+from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar
+
+SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambiguous that it holds all others up
+
+
+class GrammarState:
+    """A `Constraint` by xgrammar. Whatever looks ahead goes back to where the emitted tokens end."""
+
+    def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
+        import xgrammar
+
+        # the matcher complains to the log of each special token that it is asked for
+        self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
+        self.error: str | None = None
+        self._words = -(-vocab_size // 32)
+        self._matcher = xgrammar.GrammarMatcher(
+            compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
+        )
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def advance(self, tokens: Items[int]) -> None:
+        """Moves on behind emitted tokens. Sets `error` where the grammar does not allow them."""
+        if self._accept(tokens) < len(tokens):
+            self.error = "the answer does not follow its grammar"
+
+    def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
+        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
+        draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
+        found, accepted = [self.mask()], 0
+        for draft in drafts:
+            accepted += self._accept((draft,))
+            if accepted < len(found):
+                break
+            found.append(self.mask())
+        self._matcher.rollback(accepted)
+        return found + [None] * (len(drafts) + 1 - len(found))
+
+    def guess(self, token: int) -> bool:
+        """Moves on behind a draft, if the grammar allows it; `forget` goes back."""
+        return token >= 0 and token not in self._never and not self.ended and self._accept((token,)) == 1
+
+    def mask(self) -> np.ndarray | None:
+        """What may come next, guesses included."""
+        if self.ended:
+            return None
+        began = time.thread_time()
+        words = torch.empty((1, self._words), dtype=torch.int32)
+        bound = self._matcher.fill_next_token_bitmask(words)
+        self._watch(began)
+        return words.numpy().view(np.uint8)[0] if bound else None
+
+    def forget(self, guesses: int) -> None:
+        self._matcher.rollback(guesses)
+
+    def _accept(self, tokens: Items[int]) -> int:
+        """How many tokens the grammar allows, one behind the other; it stands behind those then."""
+        for count, token in enumerate(tokens):
+            began = time.thread_time()
+            if not self._matcher.accept_token(token):
+                return count
+            self._watch(began)
+        return len(tokens)
+
+    def _watch(self, began: float) -> None:
+        if time.thread_time() - began > SLOWEST_SECONDS:
+            self.error = "the grammar has too many readings to be followed in time: make it simpler"
+
+
+def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:
+    """The rule under a grammar. Where that leaves nothing but the end, min_tokens cannot put it off."""
+    if mask is None:
+        return rule
+    return replace(rule, allowed=mask, banned=rule.banned if allows_beside(mask, rule.banned) else ())
+
+
+def allows_beside(mask: np.ndarray, tokens: Items[int]) -> bool:
+    """Whether a mask allows any token but these."""
+    rest = mask.copy()
+    for token in tokens:
+        if 0 <= token < 8 * len(rest):
+            rest[token // 8] &= ~np.uint8(1 << token % 8)
+    return bool(rest.any())
+
+
+def only_token(mask: np.ndarray) -> int | None:
+    """The token of a mask that allows one alone."""
+    (places,) = mask.nonzero()
+    if len(places) != 1 or int(mask[places[0]]).bit_count() != 1:
+        return None
+    return 8 * int(places[0]) + int(mask[places[0]]).bit_length() - 1
+
+
+def guess_within(
+    followed: Items[tuple[Constraint | None, Items[int]]], logits: Tensor, rules: Items[TokenRule]
+) -> list[list[int]]:
+    """Guesses that the grammars allow, for sequences with a constraint and guesses each, in the order of the rows.
+
+    A guess that its grammar refuses is picked anew from the same scores, among what the grammar allows there; behind
+    the end nothing is guessed. Slot by slot, since what is allowed depends on the guesses before, with one pick for
+    all rows of a slot that need it.
+    """
+    kept = [list(guesses) if constraint is None else [] for constraint, guesses in followed]
+    starts = accumulate((len(guesses) for _, guesses in followed), initial=0)
+    going = [
+        _Guesser(constraint, guesses, start, tokens)
+        for (constraint, guesses), start, tokens in zip(followed, starts, kept, strict=False)
+        if constraint is not None
+    ]
+    guessers = going
+    for slot in range(max((len(guesser.guesses) for guesser in going), default=0)):
+        going = [guesser for guesser in going if slot < len(guesser.guesses) and not guesser.constraint.ended]
+        refused = [guesser for guesser in going if not guesser.take(guesser.guesses[slot])]
+        for guesser, token in zip(refused, _pick_anew(refused, slot, logits, rules), strict=True):
+            guesser.take(token)
+        going = [guesser for guesser in going if len(guesser.kept) > slot]
+    for guesser in guessers:
+        guesser.constraint.forget(len(guesser.kept))
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Guesser:
+    """One sequence's guesses, whose rows begin at `start`, and those of them that are kept."""
+
+    constraint: Constraint
+    guesses: Items[int]
+    start: int
+    kept: list[int]
+
+    def take(self, token: int) -> bool:
+        allowed = self.constraint.guess(token)
+        if allowed:
+            self.kept.append(token)
+        return allowed
+
+
+def _pick_anew(guessers: Items[_Guesser], slot: int, logits: Tensor, rules: Items[TokenRule]) -> list[int]:
+    """What each would guess in this slot under its grammar."""
+    masks = [guesser.constraint.mask() for guesser in guessers]
+    picks = [NO_TOKEN if mask is None else only_token(mask) for mask in masks]
+    rows = {index: guessers[index].start + slot for index, pick in enumerate(picks) if pick is None}
+    if rows:
+        own = [constrained(rules[row], masks[index]) for index, row in rows.items()]
+        found = pick_tokens(logits[torch.tensor(list(rows.values()), device=logits.device)], own).tolist()
+        for index, token in zip(rows, found, strict=True):
+            picks[index] = token
+    return [NO_TOKEN if pick is None else pick for pick in picks]

@@ -1,0 +1,231 @@
+"""Grammars compiled for a model's tokens, off the engine's thread, and the requests that wait for them."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core import grammar_guard
+from tidar_core.engine.constraint import GrammarState
+from tidar_core.grammar import Grammar
+from tidar_core.request import Finish, FinishReason, RequestError, Sequence, StepOutput
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
+
+AT_ONCE = 2
+KEPT = 256  # grammars, refused ones included
+KEPT_BYTES = 2**28
+PAUSE_SECONDS = 0.005
+
+
+class Grammars:
+    """Compiles grammars in threads and keeps the last used. `compiled` may be called from any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tuple[int, ...]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._guards = threading.local()
+        self._compiler: GrammarCompiler | None = None
+
+    def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """The grammar, once it is compiled; the future raises RequestError where it cannot be."""
+        with self._lock:
+            if grammar not in self._known:
+                self._known[grammar] = self._pool.submit(self._compile, grammar)
+            self._known.move_to_end(grammar)
+            self._forget()
+            return self._known[grammar]
+
+    def drop(self, grammar: Grammar) -> None:
+        """Does not compile a grammar that has not been begun."""
+        with self._lock:
+            future = self._known.get(grammar)
+            if future is not None and future.cancel():
+                del self._known[grammar]
+
+    def _forget(self) -> None:
+        """Drops what was not used for longest, beyond what may be kept."""
+        sizes = {
+            grammar: future.result().memory_size_bytes if future.done() and not future.exception() else 0
+            for grammar, future in self._known.items()
+        }
+        total = sum(sizes.values())
+        for grammar, size in list(sizes.items())[:-1]:
+            if len(self._known) <= KEPT and total <= KEPT_BYTES:
+                break
+            del self._known[grammar]
+            total -= size
+
+    def _compile(self, grammar: Grammar) -> "CompiledGrammar":
+        try:
+            compiler = self._shared_compiler()
+        except ImportError as error:
+            raise RequestError("constrained output needs the package xgrammar on the server", "grammar") from error
+        problem = self._guard(compiler).problem_with(grammar)
+        if problem is not None:
+            raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {problem}", "grammar")
+        return grammar_guard.compile_grammar(compiler, grammar.kind, grammar.text)
+
+    def _shared_compiler(self) -> "GrammarCompiler":
+        with self._lock:
+            if self._compiler is None:
+                import xgrammar
+
+                tokens = token_table(self._tokenizer, self._vocab_size, self._eos_ids)
+                self._compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+                self._tokens = tokens.serialize_json()
+            return self._compiler
+
+    def _guard(self, compiler: "GrammarCompiler") -> "Guard":
+        if not hasattr(self._guards, "own"):
+            self._guards.own = Guard(self._tokens)
+        guard: Guard = self._guards.own
+        return guard
+
+
+_NAMES = {
+    "json_schema": "JSON schema",
+    "json_object": "JSON object",
+    "regex": "regular expression",
+    "ebnf": "grammar",
+}
+
+
+def token_table(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tuple[int, ...]) -> "TokenizerInfo":
+    """What each token adds to the text, for the grammar compiler. Special tokens add nothing, and are never allowed
+    but where one of `eos_ids` ends the answer."""
+    import xgrammar
+
+    ends = [token for token in eos_ids if token < vocab_size] or None
+    read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
+    texts = read.decoded_vocab
+    for token, entry in tokenizer.backend_tokenizer.get_added_tokens_decoder().items():
+        if entry.special and token < vocab_size:
+            texts[token] = b""
+    return xgrammar.TokenizerInfo(
+        texts,
+        xgrammar.VocabType.RAW,
+        vocab_size=vocab_size,
+        stop_token_ids=ends,
+        add_prefix_space=read.add_prefix_space,
+    )
+
+
+class Guard:
+    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew
+    for the next one. For one thread."""
+
+    def __init__(self, tokens: str):
+        self._tokens = tokens
+        self._process: subprocess.Popen[str] | None = None
+
+    def problem_with(self, grammar: Grammar) -> str | None:
+        """What is wrong with a grammar, in one line; None where it may be compiled here."""
+        if self._process is None:
+            self._process = self._start()
+        answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
+        if answer:
+            problem: str | None = json.loads(answer)
+            return problem
+        process, self._process = self._process, None
+        process.communicate()  # it has ended: nothing else closes its output
+        return grammar_guard.why_lost(process.returncode)
+
+    def _start(self) -> "subprocess.Popen[str]":
+        # -P: this package's modules must not stand in for others of the same name
+        process = subprocess.Popen(
+            [sys.executable, "-P", grammar_guard.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        self._send(process, json.dumps(self._tokens))
+        return process
+
+    def _ask(self, process: "subprocess.Popen[str]", job: str) -> str:
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._send(process, job)
+        return process.stdout.readline()
+
+    def _send(self, process: "subprocess.Popen[str]", line: str) -> None:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+
+
+class GrammarQueue:
+    """Sequences that wait for their grammar; all others go past them. For the engine's thread."""
+
+    def __init__(self, grammars: Grammars, eos_ids: tuple[int, ...], vocab_size: int):
+        self._grammars = grammars
+        self._eos_ids = eos_ids
+        self._vocab_size = vocab_size
+        self._waiting: dict[str, tuple[Sequence, Future[CompiledGrammar]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def add(self, sequence: Sequence, grammar: Grammar) -> None:
+        self._waiting[sequence.request.request_id] = (sequence, self._grammars.compiled(grammar))
+
+    def remove(self, request_id: str) -> bool:
+        """Takes a sequence out; a grammar that nobody else waits for need not be compiled."""
+        found = self._waiting.pop(request_id, None)
+        if found is None:
+            return False
+        sequence, future = found
+        grammar = sequence.request.params.grammar
+        if grammar is not None and not any(other is future for _, other in self._waiting.values()):
+            self._grammars.drop(grammar)
+        return True
+
+    def admit(self, add: Callable[[Sequence], None]) -> list[StepOutput]:
+        """Hands on every sequence whose grammar is ready, in the order in which they came; those whose grammar cannot
+        be used, or refuses what they emitted already, end here."""
+        failed = []
+        for request_id, (sequence, future) in list(self._waiting.items()):
+            if not future.done():
+                continue
+            del self._waiting[request_id]
+            try:
+                sequence.constraint = self._constraint(sequence, future.result())
+                add(sequence)
+            except RequestError as error:
+                finish = Finish(FinishReason.ERROR, error=str(error), param=error.param)
+                failed.append(StepOutput(request_id, (), finish=finish))
+            except Exception as error:  # native code, or no process could be started
+                finish = Finish(FinishReason.ERROR, error=f"the grammar could not be compiled: {type(error).__name__}")
+                failed.append(StepOutput(request_id, (), finish=finish))
+        return failed
+
+    def pause(self) -> None:
+        """Waits a little for the next grammar, where there is nothing else to do."""
+        if self._waiting:
+            wait([future for _, future in self._waiting.values()], PAUSE_SECONDS, FIRST_COMPLETED)
+
+    def _constraint(self, sequence: Sequence, compiled: "CompiledGrammar") -> GrammarState:
+        params = sequence.request.params
+        ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
+        constraint = GrammarState(compiled, sorted(ends), self._vocab_size)
+        constraint.advance(sequence.request.emitted)
+        if constraint.error is not None:
+            raise RequestError("what was emitted already does not follow the grammar", "emitted")
+        return constraint

@@ -1,0 +1,180 @@
+"""What an answer may be made to follow: a JSON schema, any JSON object, a regular expression or a grammar.
+
+`Grammar` is what a request carries; making one checks all that is cheap to check, so that nothing oversized goes any
+further. `tidar_core.engine.grammars` compiles it for a model's tokens, `tidar_core.engine.constraint` follows it.
+
+A schema is refused where an answer could follow what is enforced of it and still not be valid: the grammar behind it
+knows no negation, no conditions, no conjunctions, and reads nothing beside a reference or a list of alternatives.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf"]
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 64  # levels of JSON, of which a nested object takes two
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed; the message is one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """kind: how `text` is written: a JSON schema, a regular expression that matches the whole answer, or GBNF, the EBNF
+    of llama.cpp with the rule `root`. json_object needs no text. Raises GrammarError."""
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        size = len(self.text.encode("utf-8", "surrogatepass"))
+        if size > MAX_GRAMMAR_BYTES:
+            raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_BYTES} bytes, this one has {size}")
+        if self.kind == "json_schema":
+            check_schema(_parsed(self.text))
+        elif self.kind != "json_object" and not self.text:
+            raise GrammarError(f"the {'regular expression' if self.kind == 'regex' else 'grammar'} is empty")
+
+
+def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
+    """The grammar of a schema that was parsed already."""
+    if _deeper_than(schema, MAX_SCHEMA_DEPTH):
+        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    """One of the texts, word for word."""
+    if not choices or not all(choices):
+        raise GrammarError("a choice needs at least one text, and none of them may be empty")
+    return Grammar("ebnf", "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        schema = json.loads(text)
+        too_deep = _deeper_than(schema, MAX_SCHEMA_DEPTH)
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        raise GrammarError(f"the schema is not JSON: {error}") from error
+    if too_deep:
+        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    return schema
+
+
+def _deeper_than(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        layer = [
+            item
+            for value in layer
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+# What says nothing about an instance by itself.
+_ANNOTATIONS = frozenset(
+    {
+        "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
+        "discriminator", "example", "examples", "id", "nullable", "readOnly", "title", "writeOnly",
+    }
+)  # fmt: skip
+_NEVER_ENFORCED = (
+    "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+    "not", "then", "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_ONE_SCHEMA = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
+_LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_TYPES: dict[str, tuple[type, ...]] = {
+    "array": (list,), "boolean": (bool,), "integer": (int,), "null": (type(None),), "number": (int, float),
+    "object": (dict,), "string": (str,),
+}  # fmt: skip
+
+
+def check_schema(schema: Any) -> None:
+    """Raises GrammarError with the first thing in a schema that could not be kept in every answer."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, bool):
+            continue
+        if not isinstance(one, dict):
+            raise GrammarError("a schema must be a JSON object")
+        _check_level(one)
+        waiting.extend(_inside(one))
+
+
+def _inside(schema: dict[str, Any]) -> Iterator[Any]:
+    """The schemas right inside a schema. What merely looks like one, in `enum` or `default`, is none."""
+    for name in _ONE_SCHEMA:
+        if name in schema:
+            yield schema[name]
+    for name in _NAMED_SCHEMAS:
+        if name in schema:
+            if not isinstance(schema[name], dict):
+                raise GrammarError(f"`{name}` must be an object of schemas")
+            yield from schema[name].values()
+    for name in _LISTED_SCHEMAS:
+        if name in schema:
+            if not isinstance(schema[name], list):
+                raise GrammarError(f"`{name}` must be a list of schemas")
+            yield from schema[name]
+
+
+def _check_level(schema: dict[str, Any]) -> None:
+    for name in _NEVER_ENFORCED:
+        if name in schema:
+            raise GrammarError(f"`{name}` cannot be enforced: leave it out of the schema")
+    if schema.get("uniqueItems"):
+        raise GrammarError("`uniqueItems` cannot be enforced: leave it out of the schema")
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        raise GrammarError("`pattern` beside minLength or maxLength cannot be enforced: say the length in the pattern")
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        raise GrammarError("`allOf` of more than one schema cannot be enforced: write them as one")
+    for name in ("$ref", "anyOf", "oneOf", "allOf"):
+        beside = sorted(schema.keys() - _ANNOTATIONS - {name})
+        # `type` with `anyOf` is common and harmless only where each branch says it again
+        if name in schema and beside:
+            raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: move it into the schemas there")
+    _check_values(schema)
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        raise GrammarError("`required` must be a list of names, `properties` an object of schemas")
+    for name in required:
+        if name not in properties:
+            raise GrammarError(f"`required` names {str(name)[:60]!r}, which `properties` does not have")
+
+
+def _check_values(schema: dict[str, Any]) -> None:
+    """`enum` and `const` are taken as they are: what else the schema says must hold for each of their values."""
+    for name in ("enum", "const"):
+        if name not in schema:
+            continue
+        beside = sorted(schema.keys() - _ANNOTATIONS - {name, "type"})
+        if beside:
+            raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: leave it out of the schema")
+        values = schema[name] if name == "enum" else [schema[name]]
+        if not isinstance(values, list):
+            raise GrammarError("`enum` must be a list of values")
+        if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
+            raise GrammarError(f"`{name}` has a value that is not of the schema's type")
+
+
+def _has_type(value: Any, types: Any) -> bool:
+    names = types if isinstance(types, list) else [types]
+    known = tuple(kind for name in names if isinstance(name, str) for kind in _TYPES.get(name, ()))
+    if isinstance(value, bool):
+        return bool in known
+    if isinstance(value, float) and value.is_integer() and int in known:
+        return True
+    return isinstance(value, known)

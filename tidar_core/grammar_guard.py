@@ -1,0 +1,120 @@
+"""A process that compiles grammars before the engine does: what hangs, crashes or eats memory does so in here.
+
+The compiler is native code that a few characters can keep busy for hours, and a thread cannot be stopped. So each
+grammar is compiled here first, in a process that the kernel ends: at so many seconds of computing, and at so much
+memory. What passes does no harm when the engine compiles it once more, in a thread. What the compiler says it leaves
+out of a grammar counts as an error.
+
+Run as a script, on lines of JSON: the tokenizer first, then a grammar a line; each is answered by a line. The script
+ends with its standard input, that is with the engine.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:
+    from xgrammar import CompiledGrammar, GrammarCompiler
+
+COMPILE_SECONDS = 4  # of computing
+WALL_SECONDS = 30  # where the machine is so busy that this comes first
+MEMORY_BYTES = 2**30
+MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
+TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
+_BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
+_SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
+_SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
+
+
+def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "CompiledGrammar":
+    """Compiles a `Grammar`'s kind and text. Raises whatever the compiler raises."""
+    import xgrammar
+
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == "ebnf":
+        return compiler.compile_grammar(text)
+    schema = '{"type": "object"}' if kind == "json_object" else text
+    written = xgrammar.Grammar.from_json_schema(
+        schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
+    )
+    as_text = str(written)
+    if _BOUNDED_CHARACTER.search(as_text):
+        written = xgrammar.Grammar.from_ebnf(_mended(as_text))
+    return compiler.compile_grammar(written)
+
+
+def _mended(written: str) -> str:
+    """A schema's grammar as xgrammar 0.2.8 writes it, put right in two places: it lets control characters into strings
+    of bounded length, where JSON has none, and its \\xdf followed by an e would be read as \\xdfe."""
+    written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
+    return _BOUNDED_CHARACTER.sub(r"\1(([^\\0-\\x1f\"\\\\]))", written)
+
+
+def one_line(said: str) -> str:
+    """The last line that the compiler wrote, without time and place in its source."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return _SOURCE.sub("", lines[-1])[:300].removeprefix("Warning: ") if lines else ""
+
+
+def why_lost(returncode: int) -> str:
+    """What a grammar did to the process, told from how that ended."""
+    if -returncode in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL):
+        return TOO_SLOW
+    return "it breaks the grammar compiler"
+
+
+def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO) -> str | None:
+    """None where a grammar compiles, else one line. `warnings`: the file behind this process' standard error."""
+    warnings.seek(0)
+    warnings.truncate()
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + COMPILE_SECONDS)
+    signal.alarm(WALL_SECONDS)
+    try:
+        compile_grammar(compiler, job["kind"], job["text"])
+    except Exception as error:
+        said = str(error)
+        if isinstance(error, MemoryError) or "bad_alloc" in said:
+            return "it takes too much memory to compile: make it simpler"
+        return one_line(said) or type(error).__name__
+    finally:
+        signal.alarm(0)
+    warnings.seek(0)
+    return one_line(warnings.read().decode("utf-8", "replace")) or None
+
+
+def _limit(kind: int, most: int) -> None:
+    """Sets a limit that can be raised again."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _limit_memory() -> None:
+    with suppress(OSError), open("/proc/self/statm") as pages:  # on Linux alone
+        mapped = int(pages.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        _limit(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
+
+
+def main() -> None:
+    import xgrammar
+
+    tokenizer = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit_memory()
+    with tempfile.TemporaryFile() as warnings:
+        os.dup2(warnings.fileno(), 2)
+        for line in sys.stdin:
+            print(json.dumps(problem_with(compiler, json.loads(line), warnings)), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
