@@ -198,6 +198,7 @@ def checked(raw: bytes, kind: type[BodyT], card: ModelCard) -> BodyT:
     body = read_body(raw, kind)
     check_model(body.model, card)
     refuse_unsupported(body)
+    _ = body.grammar  # here, in a thread: a large schema takes a while to check
     if body.ignored:
         log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
     return body

@@ -4,12 +4,15 @@ Whatever would change the answer and cannot be honoured is refused by name; what
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
+from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
+from tidar_core.grammar import Grammar
 from tidar_core.request import DraftMode, RequestError, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -43,10 +46,8 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -161,6 +162,8 @@ class Body(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tidar: TidarOptions = TidarOptions()
@@ -179,6 +182,11 @@ class Body(BaseModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to follow, if anything. Slow for large schemas. Raises ApiError (400)."""
+        return grammar_of(self.response_format, self.structured_outputs)
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -321,6 +329,7 @@ def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) 
             stop=tuple(body.stop or ()),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
+            grammar=body.grammar,
             drafts=body.tidar.drafts or card.drafts,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
         )

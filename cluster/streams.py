@@ -199,6 +199,8 @@ def finished_well(event: object) -> StepOutput:
         raise bad_request(event.message, event.param)
     assert isinstance(event, StepOutput)
     if event.finish is not None and event.finish.reason is FinishReason.ERROR:
+        if event.finish.param is not None:
+            raise bad_request(event.finish.error or "the request cannot be served", event.finish.param)
         raise ApiError(500, event.finish.error or "the engine could not go on", code="engine_failed")
     return event
 
