@@ -32,7 +32,7 @@ class Piece:
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    offset: int = 0  # characters of the answer before this piece
+    offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Choice:
     acceptance: Acceptance
     text: TextStream
     spelling: "Spelling | None"
+    tokenizer: PreTrainedTokenizerFast
     completion_tokens: int = 0
     cached_tokens: int = 0
     characters: int = 0
@@ -65,9 +66,10 @@ class Choice:
         trace = None
         if self.spelling is not None and output.trace is not None:
             trace = self.spelling.describe(output, output.trace, replica)
+        entries = output.logprobs[: len(shown)]
         offset = self.characters
-        self.characters += len(text)
-        return Piece(self.number, text, finish, trace, output.logprobs[: len(shown)], offset)
+        self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
+        return Piece(self.number, text, finish, trace, entries, offset)
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
@@ -129,8 +131,9 @@ class Answer:
                 # one prompt for all choices of it: counted once
                 prompt_tokens=0 if request.params.choice else len(request.prompt),
                 acceptance=Acceptance(max(0, self.card.block_length - 1)),
-                text=TextStream(self.card.tokenizer, request.params.stop),
+                text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,
+                tokenizer=self.card.tokenizer,
             )
             for number, request in enumerate(self.requests)
         ]

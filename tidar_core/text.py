@@ -38,14 +38,20 @@ class TextStream:
     SentencePiece does, decode a malformed run of them anew as a whole; here a character that was shown stays.)
 
     The stop that ends first wins; of several that end together, the longest. So the answer never depends on how the
-    text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed.
+    text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed. A
+    stop string that one of the first `min_tokens` tokens completes is none.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, stop: tuple[str, ...] = (), emitted: Sequence[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        stop: tuple[str, ...] = (),
+        emitted: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self._decoder = _decoder_for(tokenizer.backend_tokenizer)
         self._matcher = _StopMatcher(stop)
+        self._deaf = min_tokens
         self.push(emitted)
 
     def push(self, tokens: Sequence[int]) -> Pushed:
@@ -54,7 +60,8 @@ class TextStream:
         for index, token in enumerate(tokens):
             if self._matcher.matched is not None:
                 return Pushed("".join(shown), index, self._matcher.matched)
-            shown.append(self._matcher.feed(self._decoder.feed(token)))
+            shown.append(self._matcher.feed(self._decoder.feed(token), deaf=self._deaf > 0))
+            self._deaf -= 1
         return Pushed("".join(shown), len(tokens), self._matcher.matched)
 
     def finish(self) -> str:
@@ -82,15 +89,16 @@ class _StopMatcher:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
         self._lengths = [0] * len(stops)  # of each stop string, how much the text ends with
 
-    def feed(self, text: str) -> str:
-        """Append text; return what can be shown: no part of a stop string, found or still possible."""
+    def feed(self, text: str, deaf: bool = False) -> str:
+        """Append text; return what can be shown: no part of a stop string, found or still possible. Where it is deaf,
+        a stop string that ends in this text is none, but one may begin."""
         if self.matched is not None:
             return ""
         if not self._stops:
             return text
         waiting = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):
-            found = self._advance(char)
+            found = self._advance(char, deaf)
             if found is not None:
                 self.matched = found
                 self._held = ""
@@ -105,7 +113,7 @@ class _StopMatcher:
         self._lengths = [0] * len(self._stops)
         return held
 
-    def _advance(self, char: str) -> str | None:
+    def _advance(self, char: str, deaf: bool) -> str | None:
         """Read one character; return the longest stop string that it completes, if any."""
         found: str | None = None
         for index, (stop, borders) in enumerate(self._stops):
@@ -115,7 +123,9 @@ class _StopMatcher:
             if stop[length] == char:
                 length += 1
             self._lengths[index] = length
-            if length == len(stop) and (found is None or length > len(found)):
+            if length == len(stop) and deaf:
+                self._lengths[index] = borders[length - 1]
+            elif length == len(stop) and (found is None or length > len(found)):
                 found = stop
         return found
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
-from cluster.responses import chunk, new_head, whole
+from cluster.responses import chunk, logprobs_of, new_head, whole
 from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
@@ -172,7 +173,37 @@ def test_each_prompt_is_a_choice_of_its_own() -> None:
     answer.choices[0].add(output([7, 8]), "r1")
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
-    assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]), offset=2)
+    assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]))
+
+
+def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
+    """Even where a step shows less than its tokens, for a stop string may have begun or a character is not whole."""
+    tokens = ids("the quick 東京 fo")
+    entries = [TokenLogprobs(token, -0.5, ()) for token in tokens]
+    growing = choice(logprobs=0, stop=("fox",))
+    answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=50, logprobs=0)]), trace=False)
+    offsets: list[int] = []
+    for token, entry in zip(tokens, entries, strict=True):
+        piece = growing.add(replace(output([token]), logprobs=(entry,)), "r1")
+        told = logprobs_of(new_head("tiny", False), answer, 0, piece.logprobs, piece.offset)
+        assert told is not None
+        offsets += told["text_offset"]
+    together = logprobs_of(new_head("tiny", False), answer, 0, entries)
+    assert together is not None
+    assert offsets == together["text_offset"] == sorted(set(offsets))
+
+
+def test_a_request_at_fault_is_told_so_after_it_was_let_in() -> None:
+    finish = Finish(FinishReason.ERROR, error="the grammar cannot be used", param="grammar")
+    with pytest.raises(ApiError) as caught:
+        finished_well(StepOutput("answer-0", (), finish=finish))
+    assert (caught.value.status, caught.value.param) == (400, "grammar")
+
+
+def test_a_stop_string_within_min_tokens_is_text() -> None:
+    growing = choice(stop=("dog",), min_tokens=len(ids("dog")))
+    assert growing.add(output(ids("dog")), "r1").text == "dog"
+    assert growing.add(output(ids(" dog")), "r1").text == " "
 
 
 def test_places_are_given_back_however_a_request_ends() -> None:

@@ -5,14 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.engines import tiny_engine
+from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
-from tidar_core.engine import Engine
+from tidar_core.config import EngineConfig
+from tidar_core.engine import Engine, load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
+from tidar_core.text import TextStream
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -183,6 +187,49 @@ def test_min_tokens_puts_the_end_off(engine):
         assert not stops & set(answer.tokens[:12])
         lengths.add(tuple(answer.tokens))
     assert len(lengths) == 1
+
+
+def test_min_tokens_puts_stop_strings_off(engine):
+    (prompt,) = prompts(1, seed=6)
+    whole = answer_all(engine, [prompt], [replace(GREEDY, max_tokens=60)])[0].tokens
+    text = engine.tokenizer.decode(whole)
+    stop = next(text[i : i + 2] for i in range(len(text)) if text.count(text[i : i + 2]) > 2)
+    ends = [n for n in range(1, 61) if stop in engine.tokenizer.decode(whole[max(0, n - 2) : n])]
+    for mode in ("off", "full"):
+        for min_tokens in (ends[0] - 1, ends[0], ends[-1] - 1, ends[-1]):
+            params = replace(GREEDY, max_tokens=60, stop=(stop,), min_tokens=min_tokens, drafts=mode)
+            (answer,) = answer_all(engine, [prompt], [params])
+            shown = TextStream(engine.tokenizer, (stop,), min_tokens=min_tokens)
+            assert shown.push(whole).used == len(answer.tokens) > min_tokens
+            assert answer.tokens == whole[: len(answer.tokens)]
+            stopped = answer.finish.reason is FinishReason.STOP
+            assert stopped == (shown.push(()).stop == stop)
+        assert stopped == any(n > ends[-1] for n in ends)
+
+
+def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path):
+    """A token whose embedding is poisoned, in a prompt and beside others; then its pages are used again."""
+    model = tiny_checkpoint(tmp_path / "poisoned", tied=False)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][400] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    config = EngineConfig(
+        model=str(model), adapter="none", dtype="float32", device="cpu", cache_tokens=16 * 16, max_model_len=64
+    )
+    for step_rows in (5, 512):
+        poisoned = load_engine(replace(config, step_rows=step_rows))
+        chosen = [tuple(token for token in prompt if token != 400) for prompt in prompts(3, seed=14, longest=30)]
+        bad = (*range(3, 30), 400, *range(30, 35))
+        params = sampled_params(24, "off")
+        expected = [answer_all(poisoned, [prompt], [params])[0].tokens for prompt in chosen]
+        for round in range(2):
+            answers = answer_all(poisoned, [bad, *chosen, bad], [params] * 5, f"{step_rows} {round}")
+            assert [answer.tokens for answer in answers[1:4]] == expected
+            for answer in (answers[0], answers[4]):
+                assert answer.tokens == []
+                assert answer.finish.reason is FinishReason.ERROR
+                assert "not numbers" in answer.finish.error
+        assert poisoned.stats().pages_used == 0
 
 
 def test_no_row_passes_the_models_limit(tmp_path):

@@ -174,6 +174,28 @@ def test_stops_that_overlap_themselves(pieces: PreTrainedTokenizerFast, data: st
     assert (pushed.text + stream.finish(), pushed.stop) == cut_at_stop(text, (stop,))
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet="ab", max_size=30),
+    stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
+    min_tokens=st.integers(0, 30),
+    primed=st.integers(0, 30),
+)
+def test_stops_of_the_first_tokens_are_none(
+    pieces: PreTrainedTokenizerFast, text: str, stops: tuple[str, ...], min_tokens: int, primed: int
+) -> None:
+    tokens = pieces.convert_tokens_to_ids(list(text))  # a character each
+    ends = [(end, stop) for end in range(min_tokens + 1, len(text) + 1) for stop in stops if text[:end].endswith(stop)]
+    end, stop = min(ends, key=lambda found: (found[0], -len(found[1])), default=(len(text), None))
+    stream = TextStream(pieces, stops, min_tokens=min_tokens)
+    pushed = stream.push(tokens)
+    shown = text if stop is None else text[: end - len(stop)]
+    assert (pushed.text + stream.finish(), pushed.used, pushed.stop) == (shown, end, stop)
+    if primed < end:
+        resumed = TextStream(pieces, stops, tokens[:primed], min_tokens)
+        assert (resumed.push(tokens[primed:]).used, resumed.push(()).stop) == (end - primed, stop)
+
+
 def test_stop_behind_most_of_itself(tokenizer: PreTrainedTokenizerFast) -> None:
     """After "aabaaa" a "b" may still continue "aab", the longest beginning that ends there."""
     tokens = [tokenizer(letter).input_ids[0] for letter in "aabaaabaaac"]

@@ -93,7 +93,7 @@ class Engine:
             )
         if known >= wanted:
             raise RequestError("all of max_tokens was emitted already", "max_tokens")
-        watch = TextStream(self.tokenizer, params.stop, request.emitted) if params.stop else None
+        watch = TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens) if params.stop else None
         sequence = Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch)
         if params.grammar is None:
             self._scheduler.add(sequence)
