@@ -1,5 +1,6 @@
 """What the ingress must know of a model: asked of one replica, once."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +13,7 @@ class ModelCard:
     """A served model. `name` is what clients call it, `root` what it was loaded from.
 
     block_length is the drafter's (0 where there is none); drafts is used where a request says nothing.
+    step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
     created: when the replica loaded it, in seconds since 1970. Crosses Ray's own transport, inside the cluster.
     """
 
@@ -27,6 +29,7 @@ class ModelCard:
     vocab_size: int
     eos_ids: tuple[int, ...]
     drafts: DraftMode
+    step_cost: Mapping[str, Sequence[float]]
     tokenizer: PreTrainedTokenizerFast
 
     def describe(self) -> dict[str, object]:
@@ -46,5 +49,6 @@ class ModelCard:
                 "dtype": self.dtype,
                 "device": self.device,
                 "drafts": self.drafts,
+                "step_cost": self.step_cost,
             },
         }

@@ -120,6 +120,7 @@ class EngineReplica:
             vocab_size=info.vocab_size,
             eos_ids=info.eos_ids,
             drafts=config.drafts,
+            step_cost=info.cost.describe(),
             tokenizer=engine.tokenizer,
         )
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)

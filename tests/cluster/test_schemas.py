@@ -29,6 +29,7 @@ def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> Mod
         vocab_size=512,
         eos_ids=(2, 0),
         drafts="auto",
+        step_cost={"rows": [1], "trunk_ms": [1.0], "head_ms": [0.1], "adapter_ms": [0.0]},
         tokenizer=tokenizer,
     )
 

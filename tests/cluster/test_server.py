@@ -53,7 +53,15 @@ def test_the_model_describes_itself(client: openai.OpenAI) -> None:
         "dtype": "float32",
         "device": "cpu",
         "drafts": "auto",
+        "step_cost": described["tidar"]["step_cost"],
     }
+    rows, trunk, head, adapter = (
+        described["tidar"]["step_cost"][name] for name in ("rows", "trunk_ms", "head_ms", "adapter_ms")
+    )
+    assert rows == sorted(rows)
+    assert len(rows) == len(trunk) == len(head) == len(adapter) > 1
+    assert min(trunk + head) > 0, "measured here, not assumed"
+    assert min(adapter) >= 0
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("some/other")
 

@@ -37,6 +37,16 @@ def test_outcomes_are_a_distribution(holds):
     assert abs(sum(probabilities) - 1) < 1e-9
 
 
+def test_a_cost_describes_itself_in_milliseconds():
+    described = StepCost((4, 16), (0.001, 0.0025), (0.1, 0.2), (0.0, 0.0001236)).describe()
+    assert described == {
+        "rows": [4, 16],
+        "trunk_ms": [1.0, 2.5],
+        "head_ms": [100.0, 200.0],
+        "adapter_ms": [0.0, 0.1236],
+    }
+
+
 def test_free_rows_buy_full_drafting_and_dear_rows_none():
     assert best_choice(FLAT, [HOLDS], 4, Load(1)) == Choice(Shape(3, (1, 2, 3, 4), 4), 1)
     assert best_choice(STEEP, [(0.3, 0.2, 0.1)] * 16, 4, Load(16)) == Choice()

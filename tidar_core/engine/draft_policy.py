@@ -89,6 +89,12 @@ class StepCost:
         `picked` slots of the proposals that came true."""
         return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
 
+    def describe(self) -> dict[str, list[float]]:
+        """The measured points for people and other programs: row counts, and milliseconds of each part there."""
+        curves = {"trunk_ms": self.trunk, "head_ms": self.head, "adapter_ms": self.adapter}
+        described = {name: [round(1000 * seconds, 4) for seconds in curve] for name, curve in curves.items()}
+        return {"rows": list(self.rows), **described}
+
     def _at(self, curve: tuple[float, ...], rows: float) -> float:
         if rows <= self.rows[0]:
             return curve[0]

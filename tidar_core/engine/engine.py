@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.constraint import constrained, guess_within
-from tidar_core.engine.draft_policy import StepSize
+from tidar_core.engine.draft_policy import StepCost, StepSize
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
@@ -26,7 +26,8 @@ from tidar_core.text import TextStream
 class EngineInfo:
     """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `exact` that a
     token's bits do not depend on the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic`
-    the kernels, the torch and the kind of processor that compute with them."""
+    the kernels, the torch and the kind of processor that compute with them; `cost` is what a step's rows were measured
+    to cost at warm-up."""
 
     model: str
     adapter: str | None
@@ -42,6 +43,7 @@ class EngineInfo:
     page_size: int
     fingerprint: str
     arithmetic: str
+    cost: StepCost
 
 
 @dataclass(frozen=True, slots=True)

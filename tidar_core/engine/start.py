@@ -62,7 +62,7 @@ def load_engine(
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner, block_length)
     exact = rows_are_exact(trial, block_length, within_block)
-    policy = DraftPolicy(block_length, measure_cost(trial, block_length, within_block))
+    cost = measure_cost(trial, block_length, within_block)
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
         model=source.name,
@@ -79,9 +79,10 @@ def load_engine(
         page_size=config.page_size,
         fingerprint=base.fingerprint,
         arithmetic=_arithmetic(ops, device),
+        cost=cost,
     )
     report(_ready_line(info, ops))
-    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits))
+    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), DraftPolicy(block_length, cost), limits))
 
 
 def _device(wanted: str) -> torch.device:
