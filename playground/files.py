@@ -1,6 +1,7 @@
 """The page's static files: read once at start-up, served under an address that changes with their content."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -9,6 +10,7 @@ MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml; charset=utf-8",
 }
+FIRST_SCRIPT = "theme.js"  # runs before the page is drawn; all others are modules, loaded ahead
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class PageFiles:
 
     `served` maps a file name to what is sent for it. `address` is where, relative to the page: it holds a digest of
     all served files, so that browsers may keep them for good and a new version is never mixed with an old one.
-    `markup` is the page's HTML and `head` the tags for its `<head>`, addresses filled in.
+    `markup` is the page's HTML, the parts of `page.html` filled in, and `head` the tags for its `<head>`,
+    addresses filled in.
     """
 
     served: dict[str, StaticFile]
@@ -44,5 +47,9 @@ def read_files() -> PageFiles:
             served[entry.name] = StaticFile(entry.read_bytes(), MEDIA_TYPES[suffix])
     digest = hashlib.sha256(b"".join(name.encode() + file.content for name, file in served.items())).hexdigest()[:16]
     address = f"files/{digest}"
-    head = (folder / "head.html").read_text("utf-8").replace("{files}", address)
-    return PageFiles(served, address, (folder / "chat.html").read_text("utf-8"), head)
+    scripts = [name for name in served if name.endswith(".js") and name != FIRST_SCRIPT]
+    ahead = "\n".join(f'<link rel="modulepreload" href="{address}/{name}">' for name in scripts)
+    head = (folder / "head.html").read_text("utf-8").replace("{files}", address).replace("{scripts}", ahead)
+    page = (folder / "page.html").read_text("utf-8")
+    markup = re.sub(r"\{(\w+\.html)\}", lambda part: (folder / part[1]).read_text("utf-8"), page)
+    return PageFiles(served, address, markup, head)

@@ -21,7 +21,7 @@ FOREVER = "public, max-age=31536000, immutable"
 
 # Runs in the browser as the page appears. Nothing but constants of this package enters it.
 START_SCRIPT = """
-import(new URL("%s/chat.js", document.baseURI))
+import(new URL("%s/page.js", document.baseURI))
   .then((page) => page.start(element))
   .catch((error) => {
     console.error(error);
@@ -31,7 +31,7 @@ import(new URL("%s/chat.js", document.baseURI))
 
 
 def page(files: PageFiles) -> "gradio.Blocks":
-    """The page as Gradio blocks: one HTML component with constant markup, brought to life by `static/chat.js`."""
+    """The page as Gradio blocks: one HTML component with constant markup, brought to life by `static/page.js`."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
     import gradio
 

@@ -13,6 +13,24 @@ export function tokensBehind(element) {
   return tokensOf.get(element) ?? [];
 }
 
+/** A piece of an answer (`place` in trace.js) as a marked span that the inspector can tell about. */
+export function keep({ text, tokens }, lastKind = "plain") {
+  const span = pieceOf(text, tokens.at(-1)?.kind ?? lastKind);
+  if (tokens.length) tokensOf.set(span, tokens);
+  return span;
+}
+
+/** Go through the steps of a whole answer: `each(step, pieces)`. */
+export function layOut(steps, each) {
+  let waiting = [];
+  for (const step of steps) {
+    const queue = step.trace ? [...waiting, ...keptTokens(step.trace, step.logprobs)] : waiting;
+    const placed = place(queue, step.text);
+    waiting = placed.waiting;
+    each(step, placed.pieces);
+  }
+}
+
 // White space before a word carries no mark, unless the token is nothing else.
 function pieceOf(text, kind) {
   const piece = document.createElement("span");
@@ -30,21 +48,30 @@ function pieceOf(text, kind) {
   return piece;
 }
 
-/** A trace as the drawing code may rely on it, whatever a server left out. */
-export function readTrace(chunk) {
-  const trace = chunk.tidar;
-  if (!trace || typeof trace.step !== "number") return null;
-  const drafted = trace.drafted ?? [];
-  return { ...trace, drafted, accepted: Math.min(trace.accepted ?? 0, drafted.length), anchor: trace.anchor ?? null };
+/** An element for an `Answer`: one stop for the Tab key, walked through with the arrow keys (`Inspector`). */
+export function answerText(label) {
+  const made = document.createElement("div");
+  made.className = "answer-text";
+  made.tabIndex = 0;
+  made.setAttribute("role", "group");
+  made.setAttribute("aria-label", `${label}; arrow keys walk through its tokens`);
+  made.addEventListener("copy", copyExactly);
+  return made;
 }
 
-/** The text that a chunk adds to the answer. */
-export function readDelta(chunk) {
-  return chunk.choices?.[0]?.delta?.content ?? "";
+// Every line is a block and ends with its line end: a browser would copy that end twice, and the ghosts too.
+function copyExactly(event) {
+  const selection = getSelection();
+  const range = selection.rangeCount ? selection.getRangeAt(0) : null;
+  if (!range || !event.currentTarget.contains(range.commonAncestorContainer)) return;
+  const copied = range.cloneContents();
+  for (const ghosts of copied.querySelectorAll(".ghosts")) ghosts.remove();
+  event.clipboardData.setData("text/plain", copied.textContent);
+  event.preventDefault();
 }
 
 /**
- * An answer drawn into `root`. Chunks wait until the next animation frame, so that a frame draws once, however many
+ * An answer drawn into `root`. Steps wait until the next animation frame, so that a frame draws once, however many
  * came. One span a piece of kept text, one block a line: a long answer lays out its last line alone.
  */
 export class Answer {
@@ -53,7 +80,7 @@ export class Answer {
   #lineText = "";
   #inCode = false;
   #lastKind = "plain";
-  #chunks = [];
+  #steps = [];
   #waiting = [];
   #ghosts = [];
   #frame = 0;
@@ -66,12 +93,12 @@ export class Answer {
     root.dataset.busy = "";
   }
 
-  push(chunks) {
-    this.#chunks.push(...chunks);
+  push(steps) {
+    this.#steps.push(...steps);
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
-  /** No more chunks will come: draw what waits now. */
+  /** No more steps will come: draw what waits now. */
   finish() {
     cancelAnimationFrame(this.#frame);
     this.#draw();
@@ -81,15 +108,15 @@ export class Answer {
 
   #draw() {
     this.#frame = 0;
-    for (const chunk of this.#chunks) this.#drawChunk(readTrace(chunk), readDelta(chunk));
-    this.#chunks = [];
+    for (const step of this.#steps) this.#drawStep(step);
+    this.#steps = [];
     this.#releaseGhosts();
     this.#onDraw();
   }
 
-  #drawChunk(trace, delta) {
-    const waiting = trace ? [...this.#waiting, ...keptTokens(trace)] : this.#waiting;
-    const placed = place(waiting, delta);
+  #drawStep({ trace, text, logprobs }) {
+    const waiting = trace ? [...this.#waiting, ...keptTokens(trace, logprobs)] : this.#waiting;
+    const placed = place(waiting, text);
     this.#waiting = placed.waiting;
     let ghosts = trace ? rejectedTokens(trace) : [];
     for (const piece of placed.pieces) {
@@ -102,12 +129,10 @@ export class Answer {
     if (ghosts.length) this.#appendGhosts(ghosts);
   }
 
-  #appendPiece({ text, tokens }) {
-    const last = tokens.at(-1);
-    this.#lastKind = last?.kind ?? this.#lastKind;
-    const span = pieceOf(text, this.#lastKind);
-    if (last) tokensOf.set(span, tokens);
-    this.#lineToWrite().append(span);
+  #appendPiece(piece) {
+    const { text, tokens } = piece;
+    this.#lastKind = tokens.at(-1)?.kind ?? this.#lastKind;
+    this.#lineToWrite().append(keep(piece, this.#lastKind));
     this.#lineText += text;
     if (this.#lineText.startsWith(FENCE)) this.#line.classList.add("code");
     if (text.endsWith("\n")) this.#endLine();

@@ -1,15 +1,16 @@
 // What the page keeps in the browser, and how it scrolls.
 
-const KEY_NAME = "tidar.api_key";
 const NEAR_BOTTOM = 120; // px: a reader this close to the end wants to follow it
 
-/** The visitor's API key, kept in this browser; where storage is closed it lasts as long as the page. */
+/** A key of the visitor's, kept in this browser; where storage is closed it lasts as long as the page. */
 export class KeptKey {
   value = "";
+  #name;
 
-  constructor() {
+  constructor(name) {
+    this.#name = name;
     try {
-      this.value = localStorage.getItem(KEY_NAME) ?? "";
+      this.value = localStorage.getItem(this.#name) ?? "";
     } catch {
       // Storage is closed to this page.
     }
@@ -18,8 +19,8 @@ export class KeptKey {
   keep(value) {
     this.value = value;
     try {
-      if (value) localStorage.setItem(KEY_NAME, value);
-      else localStorage.removeItem(KEY_NAME);
+      if (value) localStorage.setItem(this.#name, value);
+      else localStorage.removeItem(this.#name);
     } catch {
       // As above.
     }

@@ -1,7 +1,7 @@
 // The hint that tells about the token under the pointer or the keyboard: step, place in the block, time.
 
 import { tokensBehind } from "./answer.js";
-import { describe } from "./trace.js";
+import { chances, describe } from "./trace.js";
 
 const GAP = 8;
 
@@ -102,7 +102,29 @@ function card(token) {
     paragraph("hint-quote", quote),
     paragraph("hint-title", title),
     paragraph("hint-story", story),
+    ...likelihoods(chances(token)),
     paragraph("hint-where", `${where} · token ${id}${replica}`),
   );
   return element;
+}
+
+// The token's own probability and its runners-up: a bar each, and the figure.
+function likelihoods(found) {
+  if (!found.length) return [];
+  const list = document.createElement("ul");
+  list.className = "hint-chances";
+  list.setAttribute("aria-label", "Probability before temperature, and the runners-up");
+  for (const { text, share, own } of found) {
+    const item = document.createElement("li");
+    item.className = own ? "chance own-chance" : "chance";
+    item.style.setProperty("--part", String(share));
+    item.append(paragraph("chance-text", text), paragraph("chance-share", percent(share)));
+    list.append(item);
+  }
+  return [list];
+}
+
+function percent(share) {
+  if (share >= 0.9995) return "100 %";
+  return share < 0.001 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`;
 }

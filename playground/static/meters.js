@@ -52,7 +52,7 @@ export class Meters {
       const text = shown[field.dataset.meter];
       if (field.textContent !== text) field.textContent = text;
     }
-    this.#bar.style.setProperty("--part", String(rates.acceptance ?? 0));
+    this.#bar?.style.setProperty("--part", String(rates.acceptance ?? 0));
   }
 }
 

@@ -1,5 +1,7 @@
 // The public HTTP API as this page uses it: the list of models, and one streamed chat answer. No DOM.
 
+const RUNNERS_UP = 5; // rivals named beside a token
+
 /** An answer of the server that is not what was asked for; the message is one line for the reader. */
 export class ApiError extends Error {
   constructor(message, status = 0) {
@@ -65,6 +67,23 @@ function oneLine(message) {
   return String(message).replace(/\s+/g, " ").trim();
 }
 
+/** What lies at `url`, as text. */
+export async function fetchText(url, key) {
+  const response = await request(url, { headers: headers(key), cache: "no-store" });
+  return response.text();
+}
+
+/** The JSON answer to a POST of `data`. */
+export async function postJson(url, data, { key, signal }) {
+  const response = await request(url, {
+    method: "POST",
+    headers: { ...headers(key), "Content-Type": "application/json" },
+    body: JSON.stringify(data),
+    signal,
+  });
+  return response.json();
+}
+
 /** The models on offer, as `/v1/models` lists them. */
 export async function listModels(base, key) {
   const response = await request(new URL("models", base), { headers: headers(key) });
@@ -72,11 +91,11 @@ export async function listModels(base, key) {
 }
 
 /**
- * POST `body` (JSON text) to the chat route and yield the stream's chunks, as lists: one list for each network read.
+ * POST `body` (JSON text) to a route of `/v1` that streams and yield the stream's chunks, as lists: one list for each network read.
  * Throws ApiError where the server refuses, sends an error event, or stops before the answer is complete.
  */
-export async function* streamChat(base, body, { key, signal }) {
-  const response = await request(new URL("chat/completions", base), {
+export async function* stream(url, body, { key, signal }) {
+  const response = await request(url, {
     method: "POST",
     headers: { ...headers(key), "Content-Type": "application/json" },
     body,
@@ -136,6 +155,8 @@ export function chatBody(model, messages, settings) {
     temperature: settings.temperature,
     top_p: settings.topP,
     ...(settings.topK > 0 && { top_k: settings.topK }),
+    ...(settings.logprobs && { logprobs: true, top_logprobs: RUNNERS_UP }),
+    ...(settings.cacheSalt && { cache_salt: settings.cacheSalt }),
     tidar,
   };
   const text = JSON.stringify(body);

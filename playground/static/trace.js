@@ -7,11 +7,12 @@
 /**
  * The tokens of a step that stay in the answer: the drafts that held, then the token the model said itself.
  * `slot` is the place in the block: 1 for the first draft, and one behind the last held draft for the model's own.
+ * `logprobs`, where there are any, has an entry for each of them that shows text, in their order.
  */
-export function keptTokens(trace) {
+export function keptTokens(trace, logprobs = null) {
   const kept = trace.drafted.slice(0, trace.accepted).map((token, i) => ({ ...token, kind: "held", slot: i + 1 }));
   if (trace.anchor) kept.push({ ...trace.anchor, kind: "own", slot: trace.accepted + 1 });
-  return kept.map((token) => ({ ...token, trace, wait: token.text }));
+  return kept.map((token, i) => ({ ...token, trace, wait: token.text, chance: logprobs?.[i] ?? null }));
 }
 
 /**
@@ -143,6 +144,19 @@ export function describe(token) {
   const title = { held: "Draft that held", own: "Said by the model itself", rejected: "Rejected draft" }[token.kind];
   const where = [`step ${trace.step}`, `place ${token.slot} in the block`, `${Math.round(trace.t_ms)} ms`];
   return { title, quote: quoted(token.text), story: story(token, drafts), where: where.join(" · "), id: token.id };
+}
+
+/**
+ * How likely the model found a token and its rivals, where log-probabilities were asked for: the token itself first
+ * among those named, each with its share of 1. They are the model's raw scores, before temperature and top-p.
+ */
+export function chances({ chance }) {
+  if (!chance) return [];
+  const own = { text: quoted(chance.token), share: Math.exp(chance.logprob), own: true };
+  const top = chance.top_logprobs ?? [];
+  const itself = top.findIndex(({ token, logprob }) => token === chance.token && logprob === chance.logprob);
+  const rivals = top.filter((_, i) => i !== itself);
+  return [own, ...rivals.map(({ token, logprob }) => ({ text: quoted(token), share: Math.exp(logprob), own: false }))];
 }
 
 function story({ kind, slot, refused, trace }, drafts) {

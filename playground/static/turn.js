@@ -1,41 +1,35 @@
 // One question and its answer on the page.
 
-import { Answer, readDelta, readTrace } from "./answer.js";
+import { answerText } from "./answer.js";
+import { button, element } from "./dom.js";
 import { formatRates } from "./meters.js";
-import { count, finalRates, newTally, rates } from "./trace.js";
+import { Run } from "./run.js";
 
 const ENDINGS = { stop: "finished", length: "cut at max tokens", abort: "ended by the server", error: "ended by an error" };
 
-function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  made.textContent = text;
-  return made;
-}
-
-/** Asks one question: reads the stream, draws it, and says at the end what it took. `parts` is what the page lends. */
+/** Asks one question: reads the stream, draws it, and says at the end what it took. `parts` is what the chat lends. */
 export class Turn {
-  text = "";
+  recording;
   #parts;
   #question;
   #article;
   #answerText;
-  #tally = newTally();
+  #run = null;
 
-  constructor(parts, asked) {
-    this.asked = asked;
+  constructor(parts, recording) {
+    this.recording = recording;
     this.#parts = parts;
-    this.#question = element("div", "asked", asked);
+    this.#question = element("div", "asked", recording.asked);
     this.#question.dir = "auto";
     this.#article = element("article", "answered");
     this.#article.setAttribute("aria-label", "Answer");
-    this.#answerText = element("div", "answer-text");
-    this.#answerText.tabIndex = 0;
-    this.#answerText.setAttribute("role", "group");
-    this.#answerText.setAttribute("aria-label", "Text of the answer; arrow keys walk through its tokens");
-    this.#answerText.addEventListener("copy", copyExactly);
+    this.#answerText = answerText("Text of the answer");
     this.#article.append(this.#answerText);
     parts.list.append(this.#question, this.#article);
+  }
+
+  get text() {
+    return this.#run?.text ?? "";
   }
 
   remove() {
@@ -43,61 +37,41 @@ export class Turn {
     this.#article.remove();
   }
 
-  async run(body, running) {
+  /** Read the stream that `open(signal)` starts; `running` aborts it. */
+  async run(open, running) {
     const parts = this.#parts;
-    const end = { reason: null, usage: null, metrics: null };
-    const answer = new Answer(this.#answerText, () => this.#drawn(running));
+    const run = new Run(this.#answerText, this.recording, {
+      traces: (traces) => {
+        if (traces.length) parts.status("Answering…");
+        parts.ribbon.push(traces);
+      },
+      drawn: () => this.#drawn(running),
+    });
+    this.#run = run;
     parts.ribbon.clear();
     parts.badge.textContent = "measuring";
-    parts.meters.show(rates(this.#tally), { insist: true });
+    parts.meters.show(run.rates(), { insist: true });
     parts.follow({ insist: true });
-    this.#tally.sentAt = performance.now();
-    let failure = null;
-    try {
-      for await (const chunks of parts.open(body, running.signal)) {
-        if (running.signal.aborted) break;
-        this.#take(chunks, end);
-        answer.push(chunks);
-      }
-    } catch (error) {
-      if (error.name !== "AbortError") failure = error;
-    }
-    answer.finish();
-    if (parts.current(running)) this.#close(end, running, failure);
-  }
-
-  #take(chunks, end) {
-    const now = performance.now();
-    for (const chunk of chunks) {
-      const trace = readTrace(chunk);
-      if (trace) {
-        if (!this.#tally.tokens) this.#parts.status("Answering…");
-        count(this.#tally, trace, now);
-        this.#parts.ribbon.push([trace]);
-      }
-      this.text += readDelta(chunk);
-      end.reason = chunk.choices?.[0]?.finish_reason ?? end.reason;
-      end.usage = chunk.usage ?? end.usage;
-      end.metrics = chunk.metrics ?? end.metrics;
-    }
+    await run.read(open, running.signal);
+    if (parts.current(running)) this.#close(running);
   }
 
   #drawn(running) {
     if (!this.#parts.current(running)) return;
-    this.#parts.meters.show(rates(this.#tally));
+    this.#parts.meters.show(this.#run.rates());
     this.#parts.ribbon.draw();
     this.#parts.follow();
   }
 
-  #close(end, running, failure) {
-    const final = finalRates(this.#tally, end.metrics, end.usage);
+  #close(running) {
+    const { failure, stopped, metrics, text } = this.#run;
+    const final = this.#run.finalRates();
     this.#parts.meters.show(final, { insist: true });
-    this.#parts.badge.textContent = end.metrics ? "counted by the server" : "as far as it came";
-    const stopped = running.signal.aborted;
-    const why = stopped ? "stopped by you" : ENDINGS[end.reason];
+    this.#parts.badge.textContent = metrics ? "counted by the server" : "as far as it came";
+    const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish];
     if (failure) this.#parts.failed(failure, this);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
-    if (this.text || !failure) this.#article.append(this.#facts(final, end.metrics, why));
+    if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
     this.#parts.done(this, running);
     this.#parts.follow();
   }
@@ -117,23 +91,22 @@ export class Turn {
     if (why) facts.append(element("span", "fact", why));
     const seed = metrics?.tidar?.seed;
     if (this.#parts.sampled && seed !== undefined) this.#addSeed(facts, String(seed));
-    const copy = element("button", "quiet", "Copy");
-    copy.type = "button";
-    copy.addEventListener("click", () => this.#copy(copy));
-    facts.append(copy);
+    const buttons = element("span", "fact-buttons");
+    const inside = button("quiet", "Look inside", () => this.#parts.lookInside(this.recording));
+    inside.hidden = !this.recording.steps.some((step) => step.trace);
+    buttons.append(inside, button("quiet", "Copy", (event) => this.#copy(event.currentTarget)));
+    facts.append(buttons);
     return facts;
   }
 
   #addSeed(facts, seed) {
     const line = element("span", "fact", "seed ");
-    const button = element("button", "link", seed);
-    button.type = "button";
-    button.title = "Use this seed again";
-    button.addEventListener("click", () => {
+    const again = button("link", seed, () => {
       this.#parts.useSeed(seed);
       this.#parts.status(`The next answer uses seed ${seed}.`);
     });
-    line.append(button);
+    again.title = "Use this seed again";
+    line.append(again);
     facts.append(line);
   }
 
@@ -147,17 +120,6 @@ export class Turn {
     }
     setTimeout(() => (button.textContent = "Copy"), 2000);
   }
-}
-
-// Every line is a block and ends with its line end: a browser would copy that end twice, and the ghosts too.
-function copyExactly(event) {
-  const selection = getSelection();
-  const range = selection.rangeCount ? selection.getRangeAt(0) : null;
-  if (!range || !event.currentTarget.contains(range.commonAncestorContainer)) return;
-  const copied = range.cloneContents();
-  for (const ghosts of copied.querySelectorAll(".ghosts")) ghosts.remove();
-  event.clipboardData.setData("text/plain", copied.textContent);
-  event.preventDefault();
 }
 
 function spoken(final) {

@@ -1,0 +1,186 @@
+// A bounded burst of prompts in one request, and how batching and the draft policy respond to it.
+//
+// One request of many prompts, because a browser opens no more than six connections to a host.
+
+import { drawBars, Plot } from "./charts.js";
+import { readTrace } from "./recording.js";
+import { emitted, plural } from "./stats.js";
+
+const SLICE_MS = 500;
+const SHOW_MS = 250;
+const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
+
+/** Upper ends of the classes of answers at once. */
+const CLASSES = [1, 2, 4, 8, 16, 32, 64];
+
+/** Counts over a burst of `answers`, by time and by how many answers were under way. Times in milliseconds. */
+export class BurstTally {
+  slices = []; // { active, tokens } for every half second
+  classes = new Map(); // upper end -> { steps, verify, mask, tokens }
+  tokens = 0;
+  steps = 0;
+  done = 0;
+  firstAt = null;
+  lastAt = 0;
+  #active;
+
+  constructor(answers) {
+    this.#active = answers;
+  }
+
+  get active() {
+    return this.#active;
+  }
+
+  /** One step of one answer that came at `at`; `finished`: it was its last. */
+  count(trace, finished, at) {
+    const tokens = emitted(trace);
+    this.firstAt ??= at;
+    this.lastAt = at;
+    this.tokens += tokens;
+    const slice = Math.floor(at / SLICE_MS);
+    this.slices[slice] ??= { active: 0, tokens: 0 };
+    this.slices[slice].active = Math.max(this.slices[slice].active, this.#active);
+    this.slices[slice].tokens += tokens;
+    if (trace.step > 0) {
+      this.steps += 1;
+      const end = CLASSES.find((most) => this.#active <= most) ?? CLASSES.at(-1);
+      if (!this.classes.has(end)) this.classes.set(end, { steps: 0, verify: 0, mask: 0, tokens: 0 });
+      const found = this.classes.get(end);
+      found.steps += 1;
+      found.verify += trace.rows.verify;
+      found.mask += trace.rows.mask;
+      found.tokens += tokens;
+    }
+    if (!finished) return;
+    this.done += 1;
+    this.#active -= 1;
+  }
+
+  get tokensPerSecond() {
+    const seconds = (this.lastAt - (this.firstAt ?? 0)) / 1000;
+    return seconds > 0 ? this.tokens / seconds : null;
+  }
+}
+
+/** How a class of `CLASSES` is called. */
+export function className(end) {
+  const below = CLASSES[CLASSES.indexOf(end) - 1] ?? 0;
+  return end - below === 1 ? `${end} at once` : `${below + 1}–${end} at once`;
+}
+
+export class Burst {
+  #page;
+  #root;
+  #chart;
+  #running = null;
+
+  constructor(page, root) {
+    this.#page = page;
+    this.#root = root;
+    this.#chart = new Plot(this.#find("[data-chart=burst]"), 180);
+    this.#find("form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (event.target.reportValidity()) this.#start();
+    });
+    this.#find("#b-stop").addEventListener("click", () => this.#running?.abort());
+  }
+
+  #find(selector) {
+    return this.#root.querySelector(selector);
+  }
+
+  #status(text) {
+    this.#find("#b-status").textContent = text;
+  }
+
+  async #start() {
+    if (this.#running) return;
+    const { server, problem } = this.#page;
+    const running = new AbortController();
+    this.#running = running;
+    problem("");
+    this.#find("#b-start").hidden = true;
+    this.#find("#b-stop").hidden = false;
+    this.#find("[data-burst]").hidden = true;
+    const answers = Number(this.#find("#b-answers").value);
+    const tally = new BurstTally(answers);
+    try {
+      if (!server.models.length) await server.findModels();
+      if (server.models.length) await this.#send(answers, tally, running.signal);
+    } catch (error) {
+      if (error.name !== "AbortError") this.#failed(error);
+    }
+    if (tally.tokens) this.#show(tally, answers, running.signal.aborted ? "Stopped" : tally.done < answers ? "Broken off" : "Done");
+    else this.#status(running.signal.aborted ? "Stopped." : "");
+    this.#running = null;
+    this.#find("#b-start").hidden = false;
+    this.#find("#b-stop").hidden = true;
+  }
+
+  #failed(error) {
+    this.#page.problem(error.message);
+    if (error.status === 401) this.#page.wantKey();
+  }
+
+  async #send(answers, tally, signal) {
+    const { server } = this.#page;
+    this.#status(`Writing ${plural(answers, "prompt")}…`);
+    const prompts = await Promise.all(Array.from({ length: answers }, (_, i) => this.#prompt(i, signal)));
+    const body = {
+      model: server.model.id,
+      prompt: prompts,
+      max_tokens: Number(this.#find("#b-tokens").value),
+      temperature: 0,
+      stream: true,
+      tidar: { trace: true, drafts: this.#find("[name=b-drafts]:checked").value },
+    };
+    const begun = performance.now();
+    this.#status("Waiting for the first token…");
+    let shownAt = begun;
+    for await (const chunks of server.complete(JSON.stringify(body), signal)) {
+      const now = performance.now();
+      for (const chunk of chunks) {
+        const trace = readTrace(chunk.tidar);
+        if (trace) tally.count(trace, Boolean(chunk.choices?.[0]?.finish_reason), now - begun);
+      }
+      if (now - shownAt < SHOW_MS) continue;
+      shownAt = now;
+      this.#show(tally, answers, "Measuring");
+    }
+  }
+
+  // Through the model's own template: /v1/completions takes token ids.
+  async #prompt(number, signal) {
+    const messages = [{ role: "user", content: `Tell me something about the number ${number + 2}, in plain words.` }];
+    return (await this.#page.server.tokenize({ messages }, signal)).tokens;
+  }
+
+  #show(tally, answers, state) {
+    this.#find("[data-burst]").hidden = false;
+    const { slices, classes, done, tokens, tokensPerSecond } = tally;
+    const speed = tokensPerSecond === null ? "" : `, ${one.format(tokensPerSecond)} tokens per second in all`;
+    this.#status(`${state}: ${done} of ${plural(answers, "answer")} finished, ${tokens} tokens${speed}.`);
+    const perSecond = Array.from(slices, (slice) => ((slice?.tokens ?? 0) * 1000) / SLICE_MS);
+    let before = answers;
+    const active = Array.from(slices, (slice) => (before = slice?.active ?? before));
+    this.#chart.show((canvas) => {
+      const seconds = (i) => ((i + 0.5) * SLICE_MS) / 1000;
+      canvas.axes({ xEnd: (slices.length * SLICE_MS) / 1000, yEnd: Math.max(...perSecond, ...active, 1), xLabel: "seconds", yLabel: "tokens/s, answers" });
+      canvas.line(perSecond.map((y, i) => ({ x: seconds(i), y })), "plain");
+      canvas.line(active.map((y, i) => ({ x: seconds(i), y })), "drafting");
+    });
+    const found = [...classes].sort(([a], [b]) => a - b);
+    const rows = ({ verify, mask, steps }) => (verify + mask) / steps;
+    const most = Math.max(...found.map(([, one]) => rows(one)), 1);
+    drawBars(
+      this.#find("[data-chart=classes]"),
+      found.map(([end, sums]) => ({
+        label: className(end),
+        share: rows(sums) / most,
+        value: `${one.format(rows(sums))} rows, ${two.format(sums.tokens / sums.steps)} tokens`,
+      })),
+    );
+  }
+}

@@ -1,0 +1,160 @@
+// The cluster, live: what /metrics says, read once a second while somebody looks.
+
+import { Burst } from "./burst.js";
+import { Plot } from "./charts.js";
+import { element } from "./dom.js";
+import { between, byReplica, parseMetrics } from "./prometheus.js";
+
+const EVERY_MS = 1000;
+const KEPT = 60; // readings: a minute
+const WINDOW = 5; // readings over which rates are taken
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
+const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
+const percent = (share) => `${one.format(100 * share)} %`;
+const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
+
+const FIELDS = [
+  ["tokensPerSecond", "Tokens per second", (value) => shown(value, (v) => one.format(v))],
+  ["perStep", "Tokens per step", (value) => shown(value, (v) => two.format(v))],
+  ["acceptance", "Acceptance", (value) => shown(value, percent)],
+  ["running", "Running", (value) => whole.format(value)],
+  ["waiting", "Waiting", (value) => whole.format(value)],
+  ["cache", "K/V in use", percent],
+  ["rowsPerStep", "Rows per step", (value) => shown(value, (v) => one.format(v))],
+];
+
+const HEROES = ["tokensPerSecond", "perStep"];
+
+export class Cluster {
+  #page;
+  #root;
+  #cards = new Map(); // replica -> { card, fields, plot, readings }
+  #visible = false;
+  #timer = 0;
+  #reading = false;
+
+  constructor(page) {
+    this.#page = page;
+    this.#root = page.root.querySelector("#panel-cluster");
+    new Burst(page, this.#root.querySelector(".burst"));
+    this.#find("#c-key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      page.server.metricsKey.keep(this.#find("#c-key").value.trim());
+      this.#find("#c-key").value = "";
+      this.#find("#c-key-form").hidden = true;
+      this.#read();
+    });
+    page.server.addEventListener("key", () => this.#read());
+    document.addEventListener("visibilitychange", () => this.#read());
+  }
+
+  #find(selector) {
+    return this.#root.querySelector(selector);
+  }
+
+  visible(now) {
+    this.#visible = now;
+    this.#read();
+  }
+
+  async #read() {
+    clearTimeout(this.#timer);
+    if (!this.#visible || document.hidden || this.#reading || !this.#find("#c-key-form").hidden) return;
+    this.#reading = true;
+    try {
+      const replicas = byReplica(parseMetrics(await this.#page.server.metrics()));
+      this.#take(replicas, performance.now() / 1000);
+      this.#problem("");
+    } catch (error) {
+      this.#failed(error);
+    }
+    this.#reading = false;
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#read(), EVERY_MS);
+  }
+
+  #problem(text) {
+    const line = this.#find("#c-state");
+    if (line.textContent !== text) line.textContent = text;
+    line.hidden = !text;
+  }
+
+  #failed(error) {
+    if (error.status !== 401) return this.#problem(`${error.message} The figures below stand still.`);
+    const had = this.#page.server.metricsKey.value;
+    this.#page.server.metricsKey.keep("");
+    this.#problem(had ? "That key does not open the metrics." : "");
+    this.#find("#c-key-form").hidden = false;
+    this.#find("#c-key").focus();
+  }
+
+  #take(replicas, now) {
+    for (const [name, card] of this.#cards) {
+      if (replicas.has(name)) continue;
+      card.root.remove();
+      this.#cards.delete(name);
+    }
+    for (const [name, values] of replicas) {
+      if (!this.#cards.has(name)) this.#cards.set(name, this.#newCard(name));
+      const card = this.#cards.get(name);
+      card.readings = [...card.readings, { now, values }].slice(-KEPT - WINDOW);
+      this.#showCard(card);
+    }
+    this.#find(".replicas-empty").hidden = replicas.size > 0;
+    this.#showTotals([...this.#cards.values()]);
+  }
+
+  #newCard(name) {
+    const fields = new Map();
+    const list = element("dl", "meters");
+    for (const [field, label] of FIELDS) {
+      const value = element("dd", "", "–");
+      fields.set(field, value);
+      list.append(element("div", HEROES.includes(field) ? "meter hero" : "meter", element("dt", "", label), value));
+    }
+    const chart = element("div", "spark");
+    const since = element("p", "note");
+    const title = element("h3", "", `Replica ${name}`);
+    const root = element("section", "card replica", title, list, chart, since);
+    root.setAttribute("aria-label", `Replica ${name}`);
+    this.#find(".replicas").append(root);
+    return { root, fields, since, plot: new Plot(chart, 96), readings: [] };
+  }
+
+  #showCard(card) {
+    const { readings, fields } = card;
+    const { values } = readings.at(-1);
+    const facts = { ...values, ...recent(readings, readings.length - 1) };
+    card.facts = facts;
+    for (const [field, , format] of FIELDS) fields.get(field).textContent = format(facts[field]);
+    const held = values.drafted ? `, ${percent(values.accepted / values.drafted)} of drafts held` : "";
+    const steps = values.steps ? `, ${two.format(values.stepTokens / values.steps)} a step` : "";
+    card.since.textContent = `Since it started: ${whole.format(values.tokens)} tokens${steps}${held}. ${whole.format(values.pages)} K/V pages.`;
+    const points = readings.map(({ now }, i) => ({ x: now, y: recent(readings, i).tokensPerSecond ?? 0 })).slice(-KEPT);
+    const last = points.at(-1).x;
+    const line = points.map(({ x, y }) => ({ x: x - last + KEPT, y }));
+    card.plot.show((canvas) => {
+      const most = Math.max(...line.map(({ y }) => y), 1);
+      canvas.axes({ xEnd: KEPT, xTicks: [], yEnd: most, xLabel: "the last minute", yLabel: "tokens/s" });
+      canvas.line(line, "plain");
+    });
+  }
+
+  #showTotals(cards) {
+    this.#find(".totals").hidden = cards.length < 2;
+    const sum = (field) => cards.reduce((total, { facts }) => total + (facts[field] ?? 0), 0);
+    const say = (name, text) => (this.#find(`[data-total=${name}]`).textContent = text);
+    say("replicas", whole.format(cards.length));
+    say("tokensPerSecond", one.format(sum("tokensPerSecond")));
+    say("running", whole.format(sum("running")));
+    say("waiting", whole.format(sum("waiting")));
+  }
+}
+
+// The rates of reading `i`, over the last few seconds before it.
+function recent(readings, i) {
+  const before = readings[Math.max(0, i - WINDOW)];
+  return between(before.values, readings[i].values, readings[i].now - before.now);
+}

@@ -1,0 +1,53 @@
+// The machine's step time against rows, as the engine measured it at start-up, and where an answer's steps lie on it.
+
+import { draftingStep, median, plainStep, stepTimes } from "./stats.js";
+
+const MOST_DOTS = 600;
+const one = new Intl.NumberFormat("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 });
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const two = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
+
+/** Where the steps of a recording lie: the median of rows and of milliseconds; null where there is no step. */
+export function operatingPoint(recording) {
+  const times = recording ? stepTimes(recording.steps) : [];
+  if (!times.length) return null;
+  return { rows: median(times.map(({ rows }) => rows)), ms: median(times.map(({ ms }) => ms)) };
+}
+
+/** Paint the curve, the steps of `recording` as dots, and their median. */
+export function drawCurve(canvas, cost, recording, blockLength) {
+  const times = recording ? stepTimes(recording.steps) : [];
+  const point = operatingPoint(recording);
+  const end = Math.max(cost.rows.at(-1), ...times.map(({ rows }) => rows));
+  const rows = [1, ...cost.rows.filter((row) => row > 1), ...(end > cost.rows.at(-1) ? [end] : [])];
+  const plain = rows.map((x) => ({ x, y: plainStep(cost, x) }));
+  const drafting = rows.map((x) => ({ x, y: draftingStep(cost, x, Math.max(1, (blockLength || 1) - 1)) }));
+  // A step that waited for something else may take ten times as long: it shall not flatten the curve.
+  const highest = Math.max(...plain.map(({ y }) => y), ...drafting.map(({ y }) => y), point ? 1.3 * point.ms : 0);
+  canvas.axes({ xEnd: end, yEnd: highest, xLabel: "rows in one step", yLabel: "ms" });
+  canvas.line(plain, "plain");
+  if (blockLength) canvas.line(drafting, "drafting");
+  const stride = Math.ceil(times.length / MOST_DOTS);
+  const shown = times.filter(({ ms }, i) => i % stride === 0 && ms <= highest);
+  canvas.dots(shown.map(({ rows: x, ms: y }) => ({ x, y })), "step", 2.5);
+  if (point) canvas.dots([{ x: point.rows, y: point.ms }], "median", 6);
+}
+
+/** The curve in words: what the rows of this answer cost here, and whether its tokens paid for them. */
+export function tellCurve(cost, recording) {
+  const single = plainStep(cost, 1);
+  const base = `A plain step of one row takes ${one.format(single)} ms here.`;
+  const point = operatingPoint(recording);
+  if (!point) {
+    const last = cost.rows.at(-1);
+    const ratio = plainStep(cost, last) / single;
+    return `${base} One of ${last} rows takes ${one.format(ratio)} times as long, not ${last} times: where the curve is flat, drafts are free.`;
+  }
+  const times = stepTimes(recording.steps);
+  const token = times.reduce((sum, { ms }) => sum + ms, 0) / times.reduce((sum, { tokens }) => sum + tokens, 0);
+  const longer = two.format(point.ms / single);
+  const where = `The middle step of this answer ran ${whole.format(point.rows)} rows in ${one.format(point.ms)} ms: ${whole.format(point.rows)} times the rows for ${longer} times the time.`;
+  if (point.rows <= 1) return `${base} The middle step of this answer was one: ${one.format(point.ms)} ms.`;
+  const paid = token < single ? "so the drafts paid" : "so the drafts did not pay";
+  return `${base} ${where} Over all steps a token took ${one.format(token)} ms, ${paid} here.`;
+}

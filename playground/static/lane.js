@@ -1,0 +1,93 @@
+// One lane of the race: its answer, its numbers, all its runs.
+
+import { answerText } from "./answer.js";
+import { button } from "./dom.js";
+import { Meters } from "./meters.js";
+import { replay, Run } from "./run.js";
+import { median } from "./stats.js";
+import { newTally, rates } from "./trace.js";
+
+export class Lane {
+  runs = [];
+  #root;
+  #meters;
+  #inside;
+
+  constructor(root, lookInside) {
+    this.#root = root;
+    this.#meters = new Meters(root);
+    this.#inside = button("quiet", "Look inside", () => lookInside(this.latest.recording));
+    this.#inside.hidden = true;
+    root.append(this.#inside);
+  }
+
+  get latest() {
+    return this.runs.at(-1);
+  }
+
+  name(text) {
+    this.#root.querySelector("h3").textContent = text;
+  }
+
+  clear() {
+    this.runs = [];
+    this.#root.querySelector(".lane-text").replaceChildren();
+    this.#meters.show(rates(newTally()), { insist: true });
+    this.#inside.hidden = true;
+    this.#state("waits");
+  }
+
+  #state(text) {
+    this.#root.querySelector("[data-lane-state]").textContent = text;
+  }
+
+  #freshText() {
+    const text = answerText("Text of this run");
+    this.#root.querySelector(".lane-text").replaceChildren(text);
+    return text;
+  }
+
+  // The end of the answer stays in sight, in a box as high as the other lane's.
+  #follow(text) {
+    text.scrollTop = text.scrollHeight;
+  }
+
+  async measure(recording, open, signal) {
+    const text = this.#freshText();
+    const run = new Run(text, recording, {
+      drawn: () => {
+        this.#meters.show(run.rates());
+        this.#follow(text);
+      },
+    });
+    this.runs.push(run);
+    this.#state("measuring");
+    await run.read(open, signal);
+    this.#show(run);
+  }
+
+  #show(run) {
+    this.#meters.show({ ...run.finalRates(), perSecond: this.speed(), firstToken: this.firstToken() }, { insist: true });
+    this.#inside.hidden = false;
+    this.#state(run.complete ? `measured ${this.runs.length === 1 ? "once" : `${this.runs.length} times`}` : "broken off");
+  }
+
+  /** Draw the latest run again at the times at which it came. */
+  async replay(signal) {
+    const text = this.#freshText();
+    this.#root.dataset.replay = "";
+    this.#state("replay");
+    await replay(this.latest.recording, text, signal, () => this.#follow(text));
+    delete this.#root.dataset.replay;
+    this.#state(signal.aborted ? "replay stopped" : "replay over");
+  }
+
+  /** Tokens per second over all runs: the middle one. */
+  speed() {
+    return median(this.runs.map((run) => run.rates().perSecond).filter(Boolean));
+  }
+
+  firstToken() {
+    return median(this.runs.map((run) => run.rates().firstToken).filter((value) => value !== null)) ?? 0;
+  }
+}

@@ -1,0 +1,140 @@
+// The page: its tabs, the server behind it, and what the views share.
+
+import { Chat } from "./chat.js";
+import { Cluster } from "./cluster.js";
+import { Hood } from "./hood.js";
+import { Race } from "./race.js";
+import { Server } from "./server.js";
+import { Settings } from "./settings.js";
+import { Shelf } from "./shelf.js";
+import { Tabs } from "./tabs.js";
+
+class Page {
+  #root;
+  #server;
+  #views = {};
+  #tabs = null;
+
+  constructor(root, address) {
+    this.#root = root;
+    this.#server = new Server(address);
+    const shelf = new Shelf();
+    const shared = {
+      root,
+      server: this.#server,
+      settings: new Settings(root, this.#server),
+      shelf,
+      problem: (text) => this.#problem(text),
+      wantKey: () => this.#wantKey(),
+      lookInside: (recording) => {
+        shelf.choose(recording);
+        this.#tabs.open("hood");
+      },
+    };
+    this.#views.chat = new Chat(shared);
+    this.#views.race = new Race(shared);
+    this.#views.hood = new Hood(shared);
+    this.#views.cluster = new Cluster(shared);
+    this.#tabs = new Tabs(root, (name) => this.#opened(name));
+    shared.settings.show();
+    this.#listen();
+    this.#showKey();
+    this.#server.findModels();
+  }
+
+  #find(selector) {
+    return this.#root.querySelector(selector);
+  }
+
+  #opened(name) {
+    for (const [of, view] of Object.entries(this.#views)) view.visible?.(of === name);
+  }
+
+  #listen() {
+    this.#find("#t-key-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#useKey(this.#find("#t-key").value.trim());
+    });
+    this.#find("#t-forget").addEventListener("click", () => this.#useKey(""));
+    for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
+      radio.addEventListener("change", () => (this.#root.dataset.ghosts = radio.value));
+    }
+    const marks = this.#find("#t-marks");
+    marks.addEventListener("change", () => (this.#root.dataset.marks = marks.checked ? "on" : "off"));
+    this.#server.addEventListener("models", () => this.#showServer());
+    this.#server.addEventListener("key", () => this.#showKey());
+    this.#listenToTheme();
+  }
+
+  #listenToTheme() {
+    const button = this.#find("#t-theme");
+    const theme = window.tidarTheme;
+    const words = { auto: ["Auto", "as the system"], light: ["Light", "light"], dark: ["Dark", "dark"] };
+    const show = () => {
+      const [label, spoken] = words[theme.read()];
+      button.querySelector("[data-theme-name]").textContent = label;
+      button.setAttribute("aria-label", `Colours: ${spoken}`);
+    };
+    button.addEventListener("click", () => {
+      theme.write(theme.names[(theme.names.indexOf(theme.read()) + 1) % theme.names.length]);
+      show();
+    });
+    theme.apply();
+    show();
+  }
+
+  // ---- the server and its key ----
+
+  #showServer() {
+    const { failure, model, facts, key } = this.#server;
+    const served = this.#find("#t-served");
+    const say = (text) => (served.querySelector("[data-served]").textContent = text);
+    served.dataset.state = model && !failure ? "up" : "down";
+    if (failure) {
+      say(failure.status === 401 ? "Waiting for an API key" : "No answer from the server");
+      if (failure.status !== 401 || key.value) this.#problem(failure.message);
+      if (failure.status === 401) this.#wantKey();
+      return;
+    }
+    if (!model) return say("No model is being served");
+    const exact = facts.exact === undefined ? "" : facts.exact ? "exact" : "not bit-exact";
+    const dtype = { bfloat16: "bf16", float16: "fp16", float32: "fp32" }[facts.dtype] ?? facts.dtype;
+    say([model.id.split("/").at(-1), dtype, facts.device, exact].filter(Boolean).join(" · "));
+  }
+
+  #wantKey() {
+    this.#server.dropKey();
+    this.#find("#t-key-form").hidden = false;
+    this.#find("#t-key").focus();
+  }
+
+  async #useKey(value) {
+    this.#find("#t-key").value = "";
+    this.#find("#t-key-form").hidden = true;
+    this.#problem("");
+    this.#views.chat.focus();
+    await this.#server.useKey(value);
+  }
+
+  #showKey() {
+    this.#find(".kept-key").hidden = !this.#server.key.value;
+  }
+
+  #problem(text) {
+    const line = this.#find("#t-problem");
+    line.textContent = text;
+    line.hidden = !text;
+  }
+
+  focus() {
+    if (this.#root.dataset.tab === "chat") this.#views.chat.focus();
+  }
+}
+
+/** Bring the page inside `element` to life. The API lies beside the playground: /playground/ and /v1/. */
+export function start(element) {
+  const root = element.querySelector(".tidar");
+  const page = new Page(root, new URL("../", document.baseURI));
+  root.hidden = false;
+  page.focus();
+}

@@ -1,0 +1,203 @@
+// A recorded answer: what the server sent, and when. Pure functions, no DOM.
+//
+// The page keeps every answer in this form, replays it, exports it and opens it again. A file may come from anyone:
+// `parseRecording` takes over nothing that is not of the kind that it must be.
+
+export const FORMAT = "tidar-trace/1";
+export const LARGEST_FILE = 64 * 2 ** 20; // bytes
+
+const MOST_STEPS = 200_000;
+const MOST_TOKENS = 1024; // of one step: far above any block length
+const LONGEST_TEXT = 2 ** 20;
+const FINISHES = ["stop", "length", "abort", "error"];
+const MODES = ["auto", "full", "off"];
+
+/** A trace as drawing code may rely on it, whatever a server left out; null where there is none. */
+export function readTrace(trace) {
+  if (!trace || typeof trace.step !== "number") return null;
+  const drafted = trace.drafted ?? [];
+  return {
+    ...trace,
+    drafted,
+    accepted: Math.min(trace.accepted ?? 0, drafted.length),
+    anchor: trace.anchor ?? null,
+    block: trace.block ?? 0,
+    proposals: trace.proposals ?? [],
+    used: trace.used ?? null,
+    rows: { verify: trace.rows?.verify ?? 1 + drafted.length, mask: trace.rows?.mask ?? 0 },
+  };
+}
+
+/** What the page keeps of a streamed chunk that came `at` milliseconds after the question was sent. */
+export function readChunk(chunk, at) {
+  const choice = chunk.choices?.[0];
+  return {
+    at,
+    text: choice?.delta?.content ?? "",
+    trace: readTrace(chunk.tidar),
+    logprobs: choice?.logprobs?.content ?? null,
+  };
+}
+
+/** A recording without steps yet. `model` is an entry of `/v1/models`. */
+export function newRecording({ title, asked, model, settings }) {
+  const { id, tidar = {} } = model;
+  const { block_length, exact, dtype, device, step_cost = null } = tidar;
+  return {
+    format: FORMAT,
+    title,
+    asked,
+    made: new Date().toISOString(),
+    model: { id, block_length, exact, dtype, device, step_cost },
+    settings,
+    seed: null,
+    finish: null,
+    steps: [],
+  };
+}
+
+/** The recording as the text of a file. */
+export function formatRecording(recording) {
+  const { opened, ...kept } = recording;
+  return JSON.stringify(kept);
+}
+
+/** The recording in a file's text. Throws an Error whose message is one line for the reader. */
+export function parseRecording(text) {
+  let data;
+  try {
+    data = JSON.parse(text);
+  } catch {
+    throw new Error("This file is no trace: it is not JSON.");
+  }
+  if (data?.format !== FORMAT) throw new Error(`This file is no trace: its "format" is not "${FORMAT}".`);
+  const model = record(data.model, "model");
+  return {
+    format: FORMAT,
+    title: string(data.title, "title"),
+    asked: string(data.asked, "asked"),
+    made: string(data.made, "made"),
+    model: {
+      id: string(model.id, "model.id"),
+      block_length: optional(model.block_length, (value) => count(value, "model.block_length")),
+      exact: optional(model.exact, Boolean) ?? undefined,
+      dtype: optional(model.dtype, (value) => string(value, "model.dtype")),
+      device: optional(model.device, (value) => string(value, "model.device")),
+      step_cost: optional(model.step_cost, stepCost),
+    },
+    settings: settingsOf(record(data.settings, "settings")),
+    seed: optional(data.seed, (value) => string(value, "seed")),
+    finish: FINISHES.includes(data.finish) ? data.finish : null,
+    steps: stepsOf(data.steps),
+    opened: true,
+  };
+}
+
+function fault(what, wanted) {
+  return new Error(`This trace cannot be read: ${what} is not ${wanted}.`);
+}
+
+function record(value, what) {
+  if (value === null || typeof value !== "object" || Array.isArray(value)) throw fault(what, "an object");
+  return value;
+}
+
+function optional(value, read) {
+  return value === null || value === undefined ? null : read(value);
+}
+
+function string(value, what) {
+  if (typeof value !== "string" || value.length > LONGEST_TEXT) throw fault(what, "a text");
+  return value;
+}
+
+function number(value, what) {
+  if (typeof value !== "number" || !Number.isFinite(value)) throw fault(what, "a number");
+  return value;
+}
+
+function count(value, what) {
+  if (!Number.isSafeInteger(value) || value < 0 || value > 1e9) throw fault(what, "a count");
+  return value;
+}
+
+function list(value, what, most, read) {
+  if (!Array.isArray(value) || value.length > most) throw fault(what, `a list of at most ${most}`);
+  return value.map((item, i) => read(item, `${what}[${i}]`));
+}
+
+function settingsOf(value) {
+  const drafts = MODES.includes(value.drafts) ? value.drafts : "auto";
+  const numbers = ["maxTokens", "block", "temperature", "topP", "topK"].filter((name) => Number.isFinite(value[name]));
+  return { drafts, ...Object.fromEntries(numbers.map((name) => [name, value[name]])) };
+}
+
+function stepCost(value) {
+  const names = ["rows", "trunk_ms", "head_ms", "adapter_ms"];
+  const cost = Object.fromEntries(
+    names.map((name) => [name, list(record(value, "step_cost")[name], `step_cost.${name}`, 512, number)]),
+  );
+  const { rows } = cost;
+  const rising = rows.length > 0 && rows.every((row, i) => row > (rows[i - 1] ?? 0));
+  if (!rising || names.some((name) => cost[name].length !== rows.length)) throw fault("step_cost", "a curve");
+  return cost;
+}
+
+function stepsOf(value) {
+  let before = 0;
+  return list(value, "steps", MOST_STEPS, (step, what) => {
+    const at = number(record(step, what).at, `${what}.at`);
+    if (at < before) throw fault(`${what}.at`, "behind the step before it");
+    before = at;
+    return {
+      at,
+      text: string(step.text, `${what}.text`),
+      trace: optional(step.trace, (trace) => traceOf(trace, `${what}.trace`)),
+      logprobs: optional(step.logprobs, (entries) => list(entries, `${what}.logprobs`, MOST_TOKENS, logprob)),
+    };
+  });
+}
+
+function traceOf(value, what) {
+  const { step, t_ms, drafted, accepted, anchor, block, proposals, used, rows, replica } = record(value, what);
+  const trace = {
+    step: count(step, `${what}.step`),
+    t_ms: number(t_ms, `${what}.t_ms`),
+    drafted: list(drafted, `${what}.drafted`, MOST_TOKENS, token),
+    accepted: count(accepted, `${what}.accepted`),
+    anchor: optional(anchor, (said) => token(said, `${what}.anchor`)),
+    block: count(block, `${what}.block`),
+    proposals: list(proposals, `${what}.proposals`, MOST_TOKENS, (one, name) => ({
+      a: count(record(one, name).a, `${name}.a`),
+    })),
+    used: optional(used, (a) => count(a, `${what}.used`)),
+    rows: {
+      verify: count(record(rows, `${what}.rows`).verify, `${what}.rows.verify`),
+      mask: count(rows.mask, `${what}.rows.mask`),
+    },
+  };
+  if (trace.accepted > trace.drafted.length) throw fault(`${what}.accepted`, "at most the number of drafts");
+  if (trace.block > MOST_TOKENS) throw fault(`${what}.block`, "a block length");
+  if (trace.proposals.some(({ a }) => a < 1 || a > trace.drafted.length + 1)) {
+    throw fault(`${what}.proposals`, "a list of outcomes of this step");
+  }
+  if (replica !== undefined) trace.replica = string(replica, `${what}.replica`);
+  return trace;
+}
+
+function token(value, what) {
+  const { id, text } = record(value, what);
+  return { id: count(id, `${what}.id`), text: string(text, `${what}.text`) };
+}
+
+function logprob(value, what) {
+  const { token: text, logprob: chance, top_logprobs: top = [] } = record(value, what);
+  return {
+    token: string(text, `${what}.token`),
+    logprob: number(chance, `${what}.logprob`),
+    top_logprobs: list(top, `${what}.top_logprobs`, 64, (one, name) => ({
+      token: string(record(one, name).token, `${name}.token`),
+      logprob: number(one.logprob, `${name}.logprob`),
+    })),
+  };
+}

@@ -1,0 +1,70 @@
+// The server as this visitor sees it: its models, and the keys that open it.
+
+import { KeptKey } from "./browser.js";
+import { fetchText, listModels, postJson, stream } from "./stream.js";
+
+/**
+ * Routes lie beside the playground: /playground/ and /v1/. Tells "models" when the list of models is known or could
+ * not be had (`failure`), and "key" when a key was kept or dropped.
+ */
+export class Server extends EventTarget {
+  models = [];
+  chosen = "";
+  failure = null;
+  key = new KeptKey("tidar.api_key");
+  metricsKey = new KeptKey("tidar.metrics_key");
+  #root;
+
+  constructor(root) {
+    super();
+    this.#root = root;
+  }
+
+  get model() {
+    return this.models.find(({ id }) => id === this.chosen) ?? this.models[0];
+  }
+
+  /** What the model's entry says beyond OpenAI's fields. */
+  get facts() {
+    return this.model?.tidar ?? {};
+  }
+
+  async findModels() {
+    this.failure = null;
+    try {
+      this.models = await listModels(new URL("v1/", this.#root), this.key.value);
+    } catch (error) {
+      this.failure = error;
+    }
+    this.dispatchEvent(new Event("models"));
+  }
+
+  useKey(value) {
+    this.key.keep(value);
+    this.dispatchEvent(new Event("key"));
+    return this.findModels();
+  }
+
+  /** The key we had, if any, was refused. */
+  dropKey() {
+    this.key.keep("");
+    this.dispatchEvent(new Event("key"));
+  }
+
+  chat(body, signal) {
+    return stream(new URL("v1/chat/completions", this.#root), body, { key: this.key.value, signal });
+  }
+
+  complete(body, signal) {
+    return stream(new URL("v1/completions", this.#root), body, { key: this.key.value, signal });
+  }
+
+  async tokenize(data, signal) {
+    return postJson(new URL("tokenize", this.#root), data, { key: this.key.value, signal });
+  }
+
+  /** The metrics page. Where metrics have no key of their own, the API's opens them. */
+  metrics() {
+    return fetchText(new URL("metrics", this.#root), this.metricsKey.value || this.key.value);
+  }
+}

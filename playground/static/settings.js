@@ -1,0 +1,83 @@
+// The settings card: what the next answer is asked for with.
+
+export class Settings {
+  #root;
+  #form;
+  #server;
+
+  constructor(root, server) {
+    this.#root = root;
+    this.#server = server;
+    this.#form = this.#find("#t-form");
+    this.#form.addEventListener("submit", (event) => event.preventDefault());
+    root.addEventListener("input", () => this.show());
+    this.#find("#t-model").addEventListener("change", (event) => (server.chosen = event.target.value));
+    server.addEventListener("models", () => this.#showModels());
+    this.show();
+  }
+
+  #find(selector) {
+    return this.#root.querySelector(selector);
+  }
+
+  /** How the chat drafts: "auto", "full" or "off". */
+  get drafts() {
+    return this.#find("[name=t-drafts]:checked").value;
+  }
+
+  /** All that is set; `block` is left to the server where drafts are off. */
+  read(drafts = this.drafts) {
+    const number = (id) => Number(this.#find(id).value);
+    return {
+      drafts,
+      maxTokens: number("#t-max"),
+      block: number("#t-block"),
+      temperature: number("#t-temperature"),
+      topP: number("#t-top-p"),
+      topK: number("#t-top-k"),
+      seed: this.#find("#t-seed").value.trim(),
+      system: this.#find("#t-system").value.trim(),
+      logprobs: this.#find("#t-logprobs").checked,
+    };
+  }
+
+  useSeed(seed) {
+    this.#find("#t-seed").value = seed;
+  }
+
+  /** Whether every field holds what it may. The form is folded on a phone: open it, so that a fault can be shown. */
+  hold() {
+    if (this.#form.checkValidity()) return true;
+    this.#find("#t-settings").open = true;
+    this.#form.reportValidity();
+    return false;
+  }
+
+  #showModels() {
+    const select = this.#find("#t-model");
+    const chosen = select.value;
+    const { models } = this.#server;
+    select.replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === chosen)));
+    select.closest("label").hidden = models.length < 2;
+    this.show();
+  }
+
+  /** Bring outputs and limits up to date. */
+  show() {
+    for (const output of this.#root.querySelectorAll("[data-output]")) {
+      output.value = Number(this.#find(`#${output.dataset.output}`).value).toFixed(2);
+    }
+    const { model, facts } = this.#server;
+    if (!model) return;
+    const drafter = facts.block_length !== 0;
+    for (const choice of this.#root.querySelectorAll("[name=t-drafts], [name=r-drafts]")) choice.disabled = !drafter;
+    for (const note of this.#root.querySelectorAll("[data-drafts-note]")) {
+      note.textContent = drafter ? "They change the speed, never the text." : "This model has no drafter.";
+    }
+    const block = this.#find("#t-block");
+    block.disabled = !drafter || (this.drafts === "off" && this.#root.dataset.tab === "chat");
+    if (facts.block_length > 0) block.max = facts.block_length;
+    else block.removeAttribute("max");
+    if (model.max_model_len) this.#find("#t-max").max = model.max_model_len;
+  }
+}
