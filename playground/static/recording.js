@@ -41,6 +41,7 @@ export function readChunk(chunk, at) {
 
 /** A recording without steps yet. `model` is an entry of `/v1/models`. */
 export function newRecording({ title, asked, model, settings }) {
+  const { logprobs, cacheSalt, ...chosen } = settings;
   const { id, tidar = {} } = model;
   const { block_length, exact, dtype, device, step_cost = null } = tidar;
   return {
@@ -49,7 +50,7 @@ export function newRecording({ title, asked, model, settings }) {
     asked,
     made: new Date().toISOString(),
     model: { id, block_length, exact, dtype, device, step_cost },
-    settings,
+    settings: chosen,
     seed: null,
     finish: null,
     steps: [],
@@ -128,8 +129,9 @@ function list(value, what, most, read) {
 
 function settingsOf(value) {
   const drafts = MODES.includes(value.drafts) ? value.drafts : "auto";
-  const numbers = ["maxTokens", "block", "temperature", "topP", "topK"].filter((name) => Number.isFinite(value[name]));
-  return { drafts, ...Object.fromEntries(numbers.map((name) => [name, value[name]])) };
+  const kinds = { number: ["maxTokens", "block", "temperature", "topP", "topK"], string: ["seed", "system"] };
+  const known = Object.entries(kinds).flatMap(([kind, names]) => names.filter((name) => typeof value[name] === kind));
+  return { drafts, ...Object.fromEntries(known.map((name) => [name, value[name]])) };
 }
 
 function stepCost(value) {

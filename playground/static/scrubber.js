@@ -2,7 +2,7 @@
 
 import { Inspector } from "./inspector.js";
 import { drawStep, tellStep } from "./figure.js";
-import { keep, layOut } from "./answer.js";
+import { answerText, keep, layOut } from "./answer.js";
 
 const PLAY_MS = 700; // a step, at a pace at which it can be read
 
@@ -55,8 +55,9 @@ export class Scrubber {
   #layOutText(steps) {
     const index = new Map(this.#steps.map(({ trace }, i) => [trace, i]));
     let now = 0;
-    const root = this.#find("[data-text]");
-    root.replaceChildren();
+    const root = answerText("The answer up to this step");
+    root.classList.add("scrub-text");
+    this.#find("[data-text]").replaceChildren(root);
     layOut(steps, (step, pieces) => {
       if (step.trace) now = index.get(step.trace);
       for (const piece of pieces) {

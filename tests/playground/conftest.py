@@ -97,11 +97,20 @@ def recorded_server() -> Iterator[RecordedServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def blank(chromium: Browser, recorded_server: RecordedServer) -> Iterator[Page]:
+    """A page of the server's origin with nothing on it, to run one of the page's scripts in."""
+    page = chromium.new_page()
+    page.goto(f"{recorded_server.address}/v1/models")
+    yield page
+    page.close()
+
+
 @pytest.fixture
 def recorded(recorded_server: RecordedServer) -> Iterator[RecordedServer]:
-    recorded_server.wanted_key = None
+    recorded_server.forget()
     yield recorded_server
-    recorded_server.wanted_key = None
+    recorded_server.forget()
 
 
 @pytest.fixture

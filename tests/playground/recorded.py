@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,29 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from cluster.metrics import Load, ReplicaMetrics, Timing, render
 from playground.page import mount
+from tidar_core.request import StepOutput, StepTrace
+
+HOSTILE_REPLICA = 'r<b>"\\{}'
 
 MODEL = {
     "id": "recorded/SmolLM2-135M-Instruct",
     "object": "model",
     "max_model_len": 8192,
-    "tidar": {"block_length": 8, "exact": True, "adapter": "default", "dtype": "bfloat16", "device": "cpu"},
+    "tidar": {
+        "block_length": 8,
+        "exact": True,
+        "adapter": "default",
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "step_cost": {
+            "rows": [1, 4, 16, 64],
+            "trunk_ms": [18.0, 19.0, 30.0, 96.0],
+            "head_ms": [2.0, 2.5, 6.0, 20.0],
+            "adapter_ms": [0.5, 1.0, 4.0, 16.0],
+        },
+    },
 }
 
 
@@ -35,6 +52,7 @@ class Step:
     accepted: int
     anchor: str | None
     delta: str
+    logprobs: dict[str, Any] | None = None
 
 
 @dataclass
@@ -54,6 +72,11 @@ def event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
+def token_id(text: str) -> int:
+    """An id for a token: the same for the same text, as a tokenizer has it."""
+    return zlib.crc32(text.encode()) % 49_152
+
+
 def recording(steps: Sequence[Step], pause: float = 0.0, finish: str = "stop") -> Recording:
     """The events of an answer made of `steps`, as the API sends them; step 0 is the one that reads the prompt."""
     events = []
@@ -61,9 +84,9 @@ def recording(steps: Sequence[Step], pause: float = 0.0, finish: str = "stop") -
         trace = {
             "step": number,
             "t_ms": 80.0 + 40.0 * number,
-            "drafted": [{"id": 1000 + i, "text": text} for i, text in enumerate(step.drafted)],
+            "drafted": [{"id": token_id(text), "text": text} for text in step.drafted],
             "accepted": step.accepted,
-            "anchor": None if step.anchor is None else {"id": 7, "text": step.anchor},
+            "anchor": None if step.anchor is None else {"id": token_id(step.anchor), "text": step.anchor},
             "block": 4,
             "proposals": [{"a": 1}],
             "used": None,
@@ -71,10 +94,38 @@ def recording(steps: Sequence[Step], pause: float = 0.0, finish: str = "stop") -
             "replica": "r1",
         }
         reason = finish if number == len(steps) - 1 else None
-        choices = [{"index": 0, "delta": {"content": step.delta}, "finish_reason": reason}]
+        choices = [{"index": 0, "delta": {"content": step.delta}, "finish_reason": reason, "logprobs": step.logprobs}]
         events.append(event({"object": "chat.completion.chunk", "choices": choices, "tidar": trace, "usage": None}))
     events.append(event({"choices": [], "usage": usage(steps), "metrics": metrics(steps)}))
     return Recording(events, pause)
+
+
+def burst(answers: int, steps: int, pause: float = 0.0) -> Recording:
+    """A completion of several prompts: every answer one token a step, and the last to end alone."""
+    events = []
+    for number in range(steps + answers - 1):
+        for index in range(answers):
+            if number >= steps + index:
+                continue
+            trace = {"step": number, "drafted": [], "accepted": 0, "anchor": {"id": 7, "text": "x"}, "proposals": []}
+            trace |= {"t_ms": 10.0 * number, "rows": {"verify": 1, "mask": 4 if answers - index < 3 else 0}, "block": 4}
+            reason = "length" if number == steps + index - 1 else None
+            choice = {"index": index, "text": "x", "finish_reason": reason}
+            events.append(event({"object": "text_completion", "choices": [choice], "tidar": trace}))
+    return Recording(events, pause)
+
+
+def metrics_pages(steps: int, names: tuple[str, ...] = ("one", HOSTILE_REPLICA)) -> list[str]:
+    """Metrics pages of a real `ReplicaMetrics`: each has `steps` steps more than the one before it."""
+    replicas = {name: ReplicaMetrics("m", name, 4) for name in names}
+    made = []
+    for _ in range(30):
+        for metrics in replicas.values():
+            for _ in range(steps):
+                trace = StepTrace(3, 0.1, (1, 2), 1, 9, 4, (1,), None, 3, 4)
+                metrics.stepped(StepOutput("x", (1, 9), trace), Timing(0.0), 1.0)
+        made.append(render(metrics.collect(Load(2, 1, 25, 100)) for metrics in replicas.values()).decode())
+    return made
 
 
 def usage(steps: Sequence[Step]) -> dict[str, int]:
@@ -123,6 +174,11 @@ class RecordedServer:
     keys: list[str | None] = field(default_factory=list)
     wanted_key: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    under_way: int = 0
+    most_under_way: int = 0
+    metrics: list[str] = field(default_factory=list)
+    metrics_key: str | None = None
+    model: dict[str, Any] = field(default_factory=lambda: MODEL)
 
     def play(self, *answers: Recording) -> None:
         """Answer the next chat requests so; forget what was asked before."""
@@ -130,6 +186,14 @@ class RecordedServer:
         self.bodies.clear()
         self.keys.clear()
         self.cancelled.clear()
+        self.most_under_way = 0
+
+    def forget(self) -> None:
+        """As new: nothing to play, no keys wanted."""
+        self.play()
+        self.wanted_key = self.metrics_key = None
+        self.metrics[:] = []
+        self.model = MODEL
 
 
 def api(server: RecordedServer) -> FastAPI:
@@ -145,8 +209,21 @@ def api(server: RecordedServer) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return refused(request) or JSONResponse({"object": "list", "data": [MODEL]})
+        return refused(request) or JSONResponse({"object": "list", "data": [server.model]})
 
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if server.metrics_key and request.headers.get("authorization") != f"Bearer {server.metrics_key}":
+            return JSONResponse({"error": {"message": "This server wants an API key."}}, 401)
+        page = server.metrics.pop(0) if len(server.metrics) > 1 else server.metrics[0]
+        return Response(page, media_type="text/plain")
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        text = json.loads(await request.body())["messages"][0]["content"]
+        return JSONResponse({"tokens": list(text.encode()), "count": len(text)})
+
+    @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         if refusal := refused(request):
@@ -162,6 +239,8 @@ def api(server: RecordedServer) -> FastAPI:
 
 async def play(server: RecordedServer, answer: Recording) -> AsyncIterator[bytes]:
     begun = time.monotonic()
+    server.under_way += 1
+    server.most_under_way = max(server.most_under_way, server.under_way)
     try:
         for number, one in enumerate(answer.events):
             ahead = begun + number * answer.pause - time.monotonic()
@@ -172,6 +251,8 @@ async def play(server: RecordedServer, answer: Recording) -> AsyncIterator[bytes
     except asyncio.CancelledError:
         server.cancelled.set()
         raise
+    finally:
+        server.under_way -= 1
 
 
 @contextlib.contextmanager

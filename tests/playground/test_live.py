@@ -33,7 +33,7 @@ def live(context: BrowserContext, base_url: str) -> Iterator[Visit]:
 def ask(live: Visit, text: str, tokens: int) -> str:
     """The text of the answer as the page shows it, with full drafts."""
     page = live.page
-    page.locator("label:has(> [value=full])").click()
+    page.locator("label:has(> [name=t-drafts][value=full])").click()
     page.fill("#t-max", str(tokens))
     page.fill("#t-prompt", text)
     page.press("#t-prompt", "Enter")
@@ -59,8 +59,11 @@ def test_an_answer_streams_with_held_and_rejected_drafts(live: Visit, base_url: 
     assert text == whole(base_url, question, 48, "full") == whole(base_url, question, 48, "off")
     for mark in (".piece.held", ".piece.own", ".ghost"):
         assert page.locator(f".answer-text {mark}").count() > 0, mark
-    assert float(page.locator("[data-meter=perStep]").text_content() or "") > 1
-    assert int(page.locator("[data-meter=steps]").text_content() or "") == page.locator(".column-of-step").count() - 1
+    assert float(page.locator(".live [data-meter=perStep]").text_content() or "") > 1
+    assert (
+        int(page.locator(".live [data-meter=steps]").text_content() or "")
+        == page.locator(".column-of-step").count() - 1
+    )
     expect(page.locator("[data-badge]")).to_have_text("counted by the server")
 
 

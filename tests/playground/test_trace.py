@@ -1,33 +1,16 @@
 """The page's arithmetic, run in the browser that will run it: which token a character belongs to, and the numbers."""
 
 import codecs
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Page
 
 from playground.files import read_files
-from tests.playground.recorded import RecordedServer
-
-IMPORT = "async ([file, name, args]) => (await import(file))[name](...args)"
-
-
-@pytest.fixture(scope="module")
-def blank(chromium: Browser, recorded_server: RecordedServer) -> Iterator[Page]:
-    """A page of the server's origin with nothing on it."""
-    page = chromium.new_page()
-    page.goto(f"{recorded_server.address}/v1/models")
-    yield page
-    page.close()
-
-
-def call(page: Page, file: str, name: str, *args: Any) -> Any:
-    """The result of an exported function of one of the page's scripts."""
-    return page.evaluate(IMPORT, [f"/playground/{read_files().address}/{file}", name, args])
+from tests.playground.asking import call
 
 
 def token(text: str, kind: str = "held") -> dict[str, Any]:

@@ -1,0 +1,247 @@
+"""The chat in a real Chromium, fed recordings: what is drawn, what is sent, and what a token tells of itself."""
+
+import json
+
+from playwright.sync_api import Browser, expect
+
+from tests.playground.asking import TEXT, TOKENS, ask, look, shown, texts
+from tests.playground.conftest import Visit
+from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording, token_id
+
+
+def test_the_page_names_the_model_and_itself(opened: Visit) -> None:
+    page = opened.page
+    expect(page.locator("#t-served")).to_have_text("SmolLM2-135M-Instruct · bf16 · cpu · exact")
+    expect(page).to_have_title("TiDAR playground")
+    expect(page.locator("#t-prompt")).to_be_focused()
+    assert page.evaluate("document.querySelector('link[rel=icon]').href").endswith("icon.svg")
+
+
+def test_an_answer_is_told_apart(opened: Visit, recorded: RecordedServer) -> None:
+    steps = [
+        Step((), 0, "The", "The"),
+        Step((" quick", " red", " fox"), 1, " brown", " quick brown"),
+        Step((" fox", " jumps"), 2, ".", " fox jumps."),
+    ]
+    recorded.play(recording(steps))
+    ask(opened.page, "Go on")
+    opened.settle()
+    page = opened.page
+    assert shown(page) == "The quick brown fox jumps."
+    assert texts(page.locator(".answer-text .piece.own")) == ["The", " brown", "."]
+    assert texts(page.locator(".answer-text .piece.held")) == [" quick", " fox", " jumps"]
+    assert texts(page.locator(".answer-text .ghost")) == [" red", " fox"]
+    order = texts(page.locator(".answer-text :is(.piece, .ghost)"))
+    assert order == ["The", " quick", " red", " fox", " brown", " fox", " jumps", "."], (
+        "ghosts stand before what was said"
+    )
+    looks = [look(page.locator(".answer-text " + one).first) for one in (".held .ink", ".own.ink", ".ghost")]
+    assert len({colour for colour, _ in looks}) == 3
+    assert [line for _, line in looks] == ["underline solid", "underline dotted", "line-through solid"]
+
+
+def test_what_is_sent(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    page.fill("#t-max", "33")
+    page.fill("#t-temperature", "0.7")
+    page.fill("#t-seed", "18446744073709551615")
+    page.fill("#t-system", "Be brief.")
+    page.locator("label:has(> [name=t-drafts][value=off])").click()
+    expect(page.locator("#t-block")).to_be_disabled()
+    page.fill("#t-prompt", "First line")
+    page.press("#t-prompt", "Shift+Enter")
+    page.keyboard.type("second line")
+    page.press("#t-prompt", "Enter")
+    opened.settle()
+    (body,) = recorded.bodies
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "First line\nsecond line"},
+    ]
+    assert (body["max_tokens"], body["temperature"], body["seed"]) == (33, 0.7, 2**64 - 1)
+    assert body["tidar"] == {"trace": True, "drafts": "off"}
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert body["model"] == "recorded/SmolLM2-135M-Instruct"
+
+
+def test_numbers_at_the_end_are_the_servers(opened: Visit, recorded: RecordedServer) -> None:
+    answer = recording(plain_steps(TOKENS))
+    last = json.loads(answer.events[-1].removeprefix("data: "))
+    last["metrics"]["tidar"] |= {"decode_steps": 77, "tokens_per_step": 3.21}
+    last["metrics"]["speculative_decoding"]["draft_acceptance_rate"] = 0.123
+    recorded.play(Recording([*answer.events[:-1], event(last)]))
+    page = opened.page
+    page.fill("#t-temperature", "1")
+    ask(page, "Go")
+    opened.settle()
+    expect(page.locator(".live [data-meter=steps]")).to_have_text("77")
+    expect(page.locator(".live [data-meter=perStep]")).to_have_text("3.21")
+    expect(page.locator(".live [data-meter=acceptance]")).to_have_text("12 %")
+    expect(page.locator("[data-badge]")).to_have_text("counted by the server")
+    expect(page.locator(".facts")).to_contain_text("14 tokens")
+    page.locator(".facts .link").click()
+    expect(page.locator("#t-seed")).to_have_value("18446744073709551615")  # more than a JavaScript number holds
+
+
+def test_numbers_move_while_the_answer_grows(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 8), pause=0.04))
+    ask(opened.page, "Go")
+    page = opened.page
+    page.wait_for_function("Number(document.querySelector('.live [data-meter=steps]').textContent) >= 3")
+    expect(page.locator("[data-badge]")).to_have_text("measuring")
+    expect(page.locator("#t-status")).to_have_text("Answering…")
+    early = {
+        name: page.locator(f".live [data-meter={name}]").text_content()
+        for name in ("perSecond", "perStep", "acceptance")
+    }
+    assert "–" not in early.values()
+    assert page.locator(".column-of-step").count() >= 3
+    opened.settle()
+    expect(page.locator("#t-status")).to_contain_text("Done: 112 tokens")
+
+
+def test_turns_follow_one_another_and_clear_ends_them(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    for question in ("One?", "Two?"):
+        ask(page, question)
+        opened.settle()
+    assert recorded.bodies[1]["messages"] == [
+        {"role": "user", "content": "One?"},
+        {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "Two?"},
+    ]
+    assert texts(page.locator(".asked")) == ["One?", "Two?"]
+    page.click("#t-clear")
+    expect(page.locator(".welcome")).to_be_visible()
+    assert page.locator(".asked, .answered").count() == 0
+    page.locator(".examples button").first.click()
+    page.wait_for_selector(".facts")
+    assert len(recorded.bodies[2]["messages"]) == 1
+
+
+def test_stop_closes_the_stream_and_keeps_the_text(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 40), pause=0.03))
+    page = opened.page
+    ask(page, "Go")
+    page.wait_for_selector(".piece.held")
+    page.click("#t-stop")
+    assert recorded.cancelled.wait(5), "the server saw the client go"
+    expect(page.locator("#t-send")).to_be_visible()
+    expect(page.locator("#t-status")).to_have_text("Stopped.")
+    so_far = shown(page)
+    assert so_far
+    assert (TEXT * 40).startswith(so_far)
+    recorded.play(recording(plain_steps(TOKENS)))
+    ask(page, "And?")
+    opened.settle()
+    assert recorded.bodies[0]["messages"][1]["content"] == so_far
+
+
+def test_clear_and_a_closed_page_close_the_stream(chromium: Browser, opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 40), pause=0.03))
+    ask(opened.page, "Go")
+    opened.page.wait_for_selector(".piece.held")
+    opened.page.click("#t-clear")
+    assert recorded.cancelled.wait(5)
+    recorded.cancelled.clear()
+    ask(opened.page, "Again")
+    opened.page.wait_for_selector(".piece.held")
+    opened.page.close()
+    assert recorded.cancelled.wait(5)
+
+
+COPIED = """() => {
+  const data = new DataTransfer();
+  const copy = new ClipboardEvent("copy", { clipboardData: data, bubbles: true, cancelable: true });
+  getSelection().anchorNode.dispatchEvent(copy);
+  return data.getData("text/plain");
+}"""
+
+
+def test_lines_and_code(opened: Visit, recorded: RecordedServer) -> None:
+    tokens = ["So", ":\n", "``", "`py\n", "  x", " =", " 1\n", "```\n", "Done", ".\n\n", "End"]
+    recorded.play(recording(plain_steps(tokens)))
+    ask(opened.page, "Go")
+    opened.settle()
+    assert shown(opened.page) == "".join(tokens)
+    lines = opened.page.locator(".answer-text .line").evaluate_all("all => all.map(one => one.className)")
+    assert lines == ["line", "line code", "line code", "line code", "line", "line"]
+    opened.page.locator(".answer-text").evaluate("one => getSelection().selectAllChildren(one)")
+    assert opened.page.evaluate(COPIED) == "".join(tokens), "no ghosts, and no line end twice"
+
+
+def test_ghosts_fade_stay_or_hide(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    ask(page, "Go")
+    opened.settle()
+    ghosts = page.locator(".answer-text .ghosts")
+    expect(ghosts.first).to_be_visible()
+    assert ghosts.first.get_attribute("aria-hidden") == "true"
+    expect(ghosts.first).to_be_hidden(timeout=5000)
+    assert page.locator(".answer-text .ghosts.gone").count() == ghosts.count()
+    page.locator("label:has(> [value=keep])").click()
+    expect(ghosts.first).to_be_visible()
+    page.locator("label:has(> [value=hide])").click()
+    expect(ghosts.first).to_be_hidden()
+    page.locator(".switch:has(#t-marks)").click()
+    assert look(page.locator(".answer-text .held .ink").first)[1].startswith("none")
+
+
+def test_tokens_tell_about_themselves(opened: Visit, recorded: RecordedServer) -> None:
+    steps = [Step((), 0, "The", "The"), Step((" quick", " red"), 1, " brown", " quick brown")]
+    recorded.play(recording(steps))
+    page = opened.page
+    page.locator("label:has(> [value=keep])").click()
+    ask(page, "Go")
+    opened.settle()
+    hint = page.locator("#t-hint")
+    page.hover(".answer-text .held .ink")
+    expect(hint).to_contain_text("Draft that held")
+    expect(hint).to_contain_text(f"step 1 · place 1 in the block · 120 ms · token {token_id(' quick')} · replica r1")
+    page.hover(".answer-text .ghost")
+    expect(hint).to_contain_text("The model said “ brown” instead.")
+    page.mouse.move(5, 5)
+    expect(hint).to_be_hidden()
+
+    page.locator(".answer-text").focus()
+    heard = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "End", "Home"):
+        page.keyboard.press(key)
+        heard.append(hint.locator(".hint-title").text_content())
+    held, own, rejected = "Draft that held", "Said by the model itself", "Rejected draft"
+    assert heard == [own, held, rejected, own, own]
+    assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "t-hint"
+    page.keyboard.press("Escape")
+    expect(hint).to_be_hidden()
+
+
+def test_wrong_settings_are_pointed_at(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    page.fill("#t-max", "0")
+    page.fill("#t-prompt", "Go")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-max")).to_be_focused()
+    page.fill("#t-max", "10")
+    page.fill("#t-seed", "abc")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-seed")).to_be_focused()
+    assert recorded.bodies == []
+
+
+def test_readers_who_scroll_up_stay_there(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 60), pause=0.01))
+    page = opened.page
+    ask(page, "Go")
+    page.wait_for_function("document.scrollingElement.scrollTop > 300")
+    page.mouse.move(400, 300)
+    page.mouse.wheel(0, -250)
+    page.wait_for_timeout(150)
+    place = page.evaluate("document.scrollingElement.scrollTop")
+    page.wait_for_timeout(400)
+    assert page.evaluate("document.scrollingElement.scrollTop") == place
+    opened.settle()

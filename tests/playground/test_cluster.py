@@ -1,0 +1,118 @@
+"""The cluster tab: what it makes of the metrics page, the key it asks for, and the burst."""
+
+import re
+
+from playwright.sync_api import Browser, Page, expect
+
+from tests.playground.asking import overflow
+from tests.playground.conftest import Visit, visit
+from tests.playground.recorded import HOSTILE_REPLICA, RecordedServer, burst, metrics_pages
+
+
+def fields(page: Page, card: int = 0) -> dict[str, str]:
+    found = page.locator(".replica").nth(card).locator(".meter")
+    pairs = found.evaluate_all("all => all.map(one => [...one.children].map(part => part.textContent))")
+    return dict(pairs)
+
+
+def test_replicas_live(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = metrics_pages(10)
+    page = opened.page
+    page.click("#tab-cluster")
+    expect(page.locator(".replica")).to_have_count(2)
+    page.wait_for_function("document.querySelector('.replica dd').textContent !== '–'")
+    page.wait_for_function("parseFloat(document.querySelector('.replica dd').textContent) > 0")
+    found = fields(page)
+    # 10 steps of 2 tokens a second, 2 drafts of which 1 held, 3 + 4 rows.
+    assert 10 < float(found["Tokens per second"]) < 30
+    assert found["Tokens per step"] == "2.00"
+    assert found["Acceptance"] == "50.0 %"
+    assert found["Rows per step"] == "7.0"
+    assert (found["Running"], found["Waiting"], found["K/V in use"]) == ("2", "1", "25.0 %")
+    expect(page.locator("[data-total=running]")).to_have_text("4")
+    names = page.locator(".replica h3").all_text_contents()
+    assert sorted(names) == sorted(["Replica one", f"Replica {HOSTILE_REPLICA}"])
+    assert page.locator(".replica b").count() == 0
+    assert page.locator(".replica .spark path").count() == 2
+    assert overflow(page) <= 0
+    # A replica that is gone leaves; nobody asks while nobody looks.
+    recorded.metrics[:] = metrics_pages(1, ("one",))
+    expect(page.locator(".replica")).to_have_count(1)
+    page.click("#tab-chat")
+    page.wait_for_timeout(300)
+    before = len(opened.requests)
+    page.wait_for_timeout(1500)
+    assert len(opened.requests) == before
+
+
+def test_a_metrics_key_is_asked_for_and_kept(chromium: Browser, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.metrics_key = "mk-1"
+    context = chromium.new_context()
+    page = visit(context, recorded.address).page
+    page.click("#tab-cluster")
+    expect(page.locator("#c-key")).to_be_focused()
+    expect(page.locator("#c-state")).to_be_hidden()
+    page.fill("#c-key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#c-state")).to_have_text("That key does not open the metrics.")
+    page.fill("#c-key", "mk-1")
+    page.keyboard.press("Enter")
+    expect(page.locator(".replica")).to_have_count(2)
+    expect(page.locator("#c-key-form")).to_be_hidden()
+    page.reload()
+    expect(page.locator(".replica")).to_have_count(2)  # the tab is in the address, the key in the browser
+    context.close()
+
+
+def test_a_burst_is_bounded_and_tells_how_the_batch_went(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.play(burst(5, 20, pause=0.005))
+    page = opened.page
+    page.click("#tab-cluster")
+    page.fill("#b-answers", "65")
+    page.click("#b-start")
+    assert recorded.bodies == [], "64 at most"
+    page.fill("#b-answers", "5")
+    page.fill("#b-tokens", "20")
+    page.click("#b-start")
+    expect(page.locator("#b-status")).to_contain_text("Done: 5 of 5 answers finished, 110 tokens")
+    (body,) = recorded.bodies
+    assert len(body["prompt"]) == 5
+    assert len({tuple(prompt) for prompt in body["prompt"]}) == 5, "every prompt is another"
+    assert body["max_tokens"] == 20
+    assert body["tidar"] == {"trace": True, "drafts": "auto"}
+    shown = page.locator("[data-chart=classes] li").all_text_contents()
+    assert [re.split(r"(?<=at once)", one)[0] for one in shown] == [
+        "1 at once",
+        "2 at once",
+        "3–4 at once",
+        "5–8 at once",
+    ]
+    assert "5.0 rows, 1.00 tokens" in shown[0]
+    assert page.locator("[data-chart=burst] path").count() == 2
+
+
+def test_a_burst_can_be_stopped(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.play(burst(4, 100, pause=0.02))
+    page = opened.page
+    page.click("#tab-cluster")
+    page.click("#b-start")
+    expect(page.locator("#b-status")).to_contain_text("Measuring")
+    page.click("#b-stop")
+    expect(page.locator("#b-status")).to_contain_text("Stopped: 0 of 16 answers finished")
+    assert recorded.cancelled.wait(5)
+    expect(page.locator("#b-start")).to_be_visible()
+
+
+def test_metrics_that_do_not_answer_are_one_line(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = metrics_pages(1)
+    page = opened.page
+    page.click("#tab-cluster")
+    expect(page.locator(".replica")).to_have_count(2)
+    page.route("**/metrics", lambda route: route.abort())
+    expect(page.locator("#c-state")).to_contain_text("The server cannot be reached.")
+    page.unroute("**/metrics")
+    expect(page.locator("#c-state")).to_be_hidden()
+    opened.complaints.clear()  # the browser's own note of the request that failed

@@ -1,0 +1,321 @@
+"""Under the hood: the figures of a recorded answer, its steps one by one, and traces as files."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.playground.asking import HOSTILE, MARKUP, TOKENS, ask, overflow, texts
+from tests.playground.conftest import Visit
+from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording
+
+STEPS = [
+    Step((), 0, "The", "The"),
+    Step((" quick", " red", " fox"), 1, " brown", " quick brown"),
+    Step((" fox", " jumps"), 2, " over", " fox jumps over"),
+    Step((" a",), 0, " the", " the"),
+]
+
+
+def shaped(answer: Recording) -> Recording:
+    """The steps of `STEPS` with proposals: step 1 drafts for all outcomes, the second of which comes true."""
+    events = [json.loads(one.removeprefix("data: ")) for one in answer.events]
+    events[1]["tidar"] |= {"proposals": [{"a": a} for a in (1, 2, 3, 4)], "used": 2, "rows": {"verify": 4, "mask": 16}}
+    return Recording([event(one) for one in events])
+
+
+def inside(opened: Visit, recorded: RecordedServer, answer: Recording) -> Page:
+    """Ask in the chat, then look inside the answer."""
+    recorded.play(answer)
+    ask(opened.page, "Go on")
+    opened.settle()
+    opened.page.get_by_role("button", name="Look inside").first.click()
+    return opened.page
+
+
+def bars(page: Page, chart: str) -> list[list[str]]:
+    found = page.locator(f"[data-chart={chart}] li")
+    return found.evaluate_all(
+        "all => all.map(one => [...one.querySelectorAll('.bar-label, .bar-value')].map(part => part.textContent))"
+    )
+
+
+def cells(page: Page, row: str) -> list[list[str]]:
+    """(kind, text) of the cells of a row of the figure that hold something."""
+    found = page.locator(f".step-figure tr.{row} td:not(.none)")
+    return found.evaluate_all("all => all.map(one => [one.className, one.textContent])")
+
+
+def test_numbers_of_an_answer(opened: Visit, recorded: RecordedServer) -> None:
+    page = inside(opened, recorded, shaped(recording(STEPS)))
+    assert bars(page, "acceptance") == [
+        ["draft 1", "67 % · 2 of 3"],
+        ["draft 2", "50 % · 1 of 2"],
+        ["draft 3", "0 % · 0 of 1"],
+    ]
+    assert bars(page, "tokens") == [["1 token", "1 step"], ["2 tokens", "1 step"], ["3 tokens", "1 step"]]
+    expect(page.locator("[data-note=tokens]")).to_contain_text("6 tokens in 3 steps: 2.00 tokens a step.")
+    assert sorted(bars(page, "shapes")) == [
+        ["verify 1 draft, draft for 1 outcome × 4 slots", "1 step"],
+        ["verify 2 drafts, draft for 1 outcome × 4 slots", "1 step"],
+        ["verify 3 drafts, draft for 4 outcomes × 4 slots", "1 step"],
+    ]
+    expect(page.locator("[data-note=shapes]")).to_have_text("Full drafting was asked for.")
+    assert page.locator("[data-chart=rows] path.column-verify").count() == 1
+    assert page.locator("[data-chart=curve] path.line-drafting").count() == 1
+    assert page.locator("[data-chart=curve] .dot-median").count() == 1
+    # One row costs 18 + 2 ms; the steps of the recording took 40 ms each, for 20, 7 and 6 rows.
+    expect(page.locator("[data-note=curve]")).to_have_text(
+        "A plain step of one row takes 20.0 ms here. The middle step of this answer ran 7 rows in 40.0 ms: "
+        "7 times the rows for 2.00 times the time. Over all steps a token took 20.0 ms, so the drafts did not pay here."
+    )
+    assert overflow(page) <= 0
+
+
+def test_the_curve_is_there_before_anything_was_asked(opened: Visit) -> None:
+    page = opened.page
+    page.goto(page.url + "#hood")
+    expect(page.locator("[data-curve]")).to_be_visible()
+    expect(page.locator(".hood-empty")).to_be_visible()
+    expect(page.locator("#h-export")).to_be_disabled()
+    expect(page.locator(".scrubber")).to_be_hidden()
+    expect(page.locator("[data-note=curve]")).to_contain_text("One of 64 rows takes 5.8 times as long, not 64 times")
+
+
+def test_step_by_step(opened: Visit, recorded: RecordedServer) -> None:
+    page = inside(opened, recorded, shaped(recording(STEPS)))
+    expect(page.locator(".replay-badge")).to_have_text("replay of a recording")
+    # It opens at the first step of which some drafts held and some did not.
+    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    assert cells(page, "verify") == [
+        ["anchor", "The"],
+        ["held", " quick"],
+        ["rejected", " red"],
+        ["rejected", " fox"],
+    ]
+    assert cells(page, "says") == [["held", " quick"], ["own", " brown"]]
+    assert cells(page, "used") == [
+        ["slot used", "·"],
+        ["slot used", " fox"],
+        ["slot used", " jumps"],
+        ["slot used", "·"],
+    ]
+    assert texts(page.locator(".step-figure tr.proposal th")) == [
+        "If none holds",
+        "If 1 holdscame true",
+        "If 2 hold",
+        "If all hold",
+    ]
+    slots = page.locator(".step-figure tr.used td")
+    assert slots.evaluate_all("all => all.findIndex(one => one.className !== 'none')") == 2, (
+        "a proposal for 2 rows begins at position p+2"
+    )
+    expect(page.locator("[data-story]")).to_have_text(
+        "Step 1 verified 3 drafts: 1 held, and the model said “ brown” itself. "
+        "In the same pass 16 mask rows drafted ahead, for 4 outcomes × 4 slots: one of them came true."
+    )
+    text = page.locator(".scrub-text")
+    assert texts(text.locator(".now")) == [" quick", " brown"]
+    assert texts(text.locator(".ahead")) == [" fox", " jumps", " over", " the"]
+    slider = page.get_by_role("slider", name="Step", exact=True)
+    slider.focus()
+    page.keyboard.press("End")
+    expect(page.locator("[data-count]")).to_have_text("4 of 4")
+    assert text.locator(".ahead").count() == 0
+    assert (slider.get_attribute("aria-valuetext") or "").startswith("Step 3 verified 1 draft: none held")
+    page.keyboard.press("Home")
+    assert cells(page, "verify") == [["anchor", "prompt"]]
+    expect(page.locator("[data-story]")).to_contain_text("Step 0 read the prompt")
+    page.get_by_role("button", name="Play").click()
+    expect(page.locator("[data-count]")).to_have_text("4 of 4")
+    expect(page.locator("[data-play]")).to_have_text("Play")
+    assert len(recorded.bodies) == 1, "a replay asks for nothing"
+
+
+def test_a_long_answer_scrubs_smoothly(opened: Visit, recorded: RecordedServer) -> None:
+    page = inside(opened, recorded, recording(plain_steps(TOKENS * 150)))
+    took = page.evaluate("""() => {
+      const slider = document.querySelector(".transport input");
+      const begun = performance.now();
+      for (let at = 0; at <= Number(slider.max); at += 20) {
+        slider.value = at;
+        slider.dispatchEvent(new Event("input", { bubbles: true }));
+        document.body.offsetHeight;
+      }
+      return (performance.now() - begun) / (Number(slider.max) / 20);
+    }""")
+    print(f"{took:.1f} ms a step")
+    assert took < 100
+
+
+def exported(page: Page, directory: Path) -> Path:
+    with page.expect_download() as download:
+        page.click("#h-export")
+    assert download.value.suggested_filename.startswith("tidar-trace-")
+    path = directory / "trace.json"
+    download.value.save_as(path)
+    return path
+
+
+def reopen(opened: Visit, file: Path) -> Page:
+    """Open a trace in a page that was loaded anew."""
+    page = opened.page
+    page.reload()
+    page.click("#tab-hood")
+    page.set_input_files("#h-file", file)
+    return page
+
+
+def test_a_trace_goes_out_and_comes_back(opened: Visit, recorded: RecordedServer, tmp_path: Path) -> None:
+    page = inside(opened, recorded, shaped(recording(STEPS)))
+    charts = ("acceptance", "tokens", "shapes")
+    before = [bars(page, chart) for chart in charts]
+    file = exported(page, tmp_path)
+    data = json.loads(file.read_text())
+    assert data["format"] == "tidar-trace/1"
+    assert data["asked"] == "Go on"
+    assert data["seed"] == "18446744073709551615"
+    assert [step["text"] for step in data["steps"]] == [step.delta for step in STEPS]
+    page = reopen(opened, file)
+    expect(page.locator("[data-origin]")).to_contain_text("Nothing in it was measured here.")
+    expect(page.locator("#h-which option")).to_contain_text("File: Chat (full): Go on")
+    assert [bars(page, chart) for chart in charts] == before
+    assert json.loads(exported(page, tmp_path).read_text()) == data
+
+
+def trace_file(steps: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    return {
+        "format": "tidar-trace/1",
+        "title": "Chat",
+        "asked": "Go on",
+        "made": "2026-11-20T10:00:00.000Z",
+        "model": {"id": "m"},
+        "settings": {"drafts": "full"},
+        "seed": None,
+        "finish": "stop",
+        "steps": steps,
+        **fields,
+    }
+
+
+def traced(text: str, drafted: list[str], accepted: int, anchor: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "at": 1.0,
+        "text": text,
+        "logprobs": [{"token": text, "logprob": -0.1, "top_logprobs": [{"token": MARKUP[3], "logprob": -3}]}],
+        "trace": {
+            "step": 1,
+            "t_ms": 1.0,
+            "drafted": [{"id": 1, "text": one} for one in drafted],
+            "accepted": accepted,
+            "anchor": {"id": 2, "text": anchor},
+            "block": 4,
+            "proposals": [{"a": 1}],
+            "used": 1,
+            "rows": {"verify": 2, "mask": 4},
+            "replica": MARKUP[4],
+            **fields,
+        },
+    }
+
+
+def test_a_file_of_a_stranger_is_text(opened: Visit, recorded: RecordedServer, tmp_path: Path) -> None:
+    steps = [traced(text, [text, MARKUP[0] + MARKUP[1] + MARKUP[2]], 1, text) for text in HOSTILE]
+    model = {"id": MARKUP[0], "dtype": MARKUP[1], "device": MARKUP[2]}
+    polluted = {"__proto__": {"hidden": True}, "constructor": {"prototype": {"drafts": 1}}}
+    file = tmp_path / "hostile.json"
+    file.write_text(json.dumps(trace_file(steps, title=MARKUP[3], asked=MARKUP[4], model=model, **polluted)))
+    page = reopen(opened, file)
+    expect(page.locator("[data-origin]")).to_contain_text(MARKUP[0])
+    expect(page.locator("#h-which option")).to_contain_text(MARKUP[3])
+    shown = page.locator(".scrub-text")
+    assert shown.text_content() == "".join(HOSTILE)
+    for step in range(len(HOSTILE)):
+        page.get_by_role("slider", name="Step", exact=True).fill(str(step))
+        assert overflow(page) <= 0
+    page.locator(".scrub-text .piece").first.hover()
+    expect(page.locator("#t-hint")).to_contain_text(MARKUP[3])
+    expect(page.locator("#t-hint")).to_contain_text(MARKUP[4])
+    for place in ("#panel-hood", "#t-hint"):
+        assert page.locator(f"{place} :is(img, script, h1, a, iframe, style, b)").count() == 0
+    assert page.evaluate("({}).hidden === undefined && ({}).drafts === undefined")
+
+
+WRONG = [
+    ("{", "This file is no trace: it is not JSON."),
+    ("[]", 'This file is no trace: its "format" is not "tidar-trace/1".'),
+    ({"format": "tidar-trace/1"}, "This trace cannot be read: model is not an object."),
+    (trace_file([]), "This trace holds no steps."),
+    (trace_file("no"), "This trace cannot be read: steps is not a list of at most 200000."),  # type: ignore[arg-type]
+    (
+        trace_file([traced("x", ["a"], 2, "b")]),
+        "This trace cannot be read: steps[0].trace.accepted is not at most the number of drafts.",
+    ),
+    (
+        trace_file([traced("x", ["a"], 1, "b", block=10**6)]),
+        "This trace cannot be read: steps[0].trace.block is not a block length.",
+    ),
+    (
+        trace_file([traced("x", ["a"], 1, "b", proposals=[{"a": 9}])]),
+        "This trace cannot be read: steps[0].trace.proposals is not a list of outcomes of this step.",
+    ),
+    (
+        trace_file([traced("x", ["a"], 1, {"x": 1})]),  # type: ignore[arg-type]
+        "This trace cannot be read: steps[0].trace.anchor.text is not a text.",
+    ),
+    (
+        trace_file([traced("x", ["a"], 1, "b", t_ms=3.0), {**traced("y", [], 0, "b"), "at": 0.5}]),
+        "This trace cannot be read: steps[1].at is not behind the step before it.",
+    ),
+    (
+        trace_file(
+            [traced("x", ["a"], 1, "b")],
+            model={
+                "id": "m",
+                "step_cost": dict.fromkeys(("rows", "trunk_ms", "head_ms", "adapter_ms"), [4, 1]),
+            },
+        ),
+        "This trace cannot be read: step_cost is not a curve.",
+    ),
+]
+
+
+def test_a_file_that_is_no_trace_is_one_line(opened: Visit, tmp_path: Path) -> None:
+    page = opened.page
+    page.click("#tab-hood")
+    for number, (content, line) in enumerate(WRONG):
+        file = tmp_path / f"{number}.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        page.set_input_files("#h-file", file)
+        expect(page.locator("#t-problem")).to_have_text(line)
+        expect(page.locator(".scrubber")).to_be_hidden()
+
+
+def entry(token: str, share: float, rivals: dict[str, float]) -> dict[str, Any]:
+    top = [{"token": text, "logprob": math.log(chance)} for text, chance in {token: share, **rivals}.items()]
+    return {"token": token, "logprob": math.log(share), "top_logprobs": top}
+
+
+@pytest.mark.parametrize("way", ["pointer", "keys"])
+def test_probabilities_and_runners_up(opened: Visit, recorded: RecordedServer, way: str) -> None:
+    chances = {"content": [entry(" quick", 0.9, {" slow": 0.06}), entry(" brown", 0.4, {" red": 0.35, "<b>": 0.0002})]}
+    first, second = STEPS[0], STEPS[1]
+    recorded.play(recording([first, Step(second.drafted, 1, " brown", " quick brown", chances)]))
+    page = opened.page
+    page.locator("label:has(#t-logprobs)").click()
+    ask(page, "Go")
+    opened.settle()
+    assert recorded.bodies[0]["logprobs"] is True
+    assert recorded.bodies[0]["top_logprobs"] == 5
+    if way == "pointer":
+        page.locator(".answer-text .own .ink").last.hover()
+    else:
+        page.locator(".answer-text").focus()
+        page.keyboard.press("End")
+    hint = page.locator("#t-hint")
+    assert texts(hint.locator(".chance-text")) == ["“ brown”", "“ red”", "“<b>”"]
+    assert texts(hint.locator(".chance-share")) == ["40.0 %", "35.0 %", "< 0.1 %"]
+    assert hint.locator(".own-chance").count() == 1

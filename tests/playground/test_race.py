@@ -1,0 +1,140 @@
+"""The race: both runs really asked for and measured, in turns, and compared truthfully."""
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.playground.asking import TEXT, TOKENS, overflow
+from tests.playground.conftest import Visit
+from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording
+
+SLOW = recording([Step((), 0, token, token) for token in TOKENS], pause=0.03)
+QUICK = recording(plain_steps(TOKENS), pause=0.03)
+
+
+def race(opened: Visit, prompt: str = "Go", rounds: int = 1) -> Page:
+    """Run a race to its end."""
+    page = opened.page
+    page.click("#tab-race")
+    page.locator(f"label:has(> [name=r-rounds][value='{rounds}'])").click()
+    page.fill("#r-prompt", prompt)
+    page.click("#r-start")
+    page.wait_for_selector(".verdict:not([hidden])")
+    return page
+
+
+def number(page: Page, selector: str) -> float:
+    found = re.search(r"\d+(\.\d+)?", page.locator(selector).text_content() or "")
+    assert found, selector
+    return float(found[0])
+
+
+def lane_text(page: Page, lane: str) -> str:
+    pieces = page.locator(f"[data-lane={lane}] .piece")
+    return "".join(pieces.evaluate_all("all => all.map(piece => piece.textContent)"))
+
+
+def test_both_are_measured_in_turn_and_compared(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(SLOW, QUICK)
+    page = race(opened)
+    expect(page.locator("[data-same]")).to_have_text("Same text: all 14 tokens are equal.")
+    expect(page.locator("[data-same]")).to_have_attribute("data-state", "same")
+    assert lane_text(page, "off") == lane_text(page, "drafts") == TEXT
+    speeds = [number(page, f"[data-lane={lane}] [data-meter=perSecond]") for lane in ("off", "drafts")]
+    # 13 tokens in 13 steps against 13 tokens in fewer, both 30 ms a step.
+    assert speeds[0] == pytest.approx(1000 / 30, rel=0.25)
+    assert speeds[1] > 1.3 * speeds[0]
+    assert number(page, "[data-speed-up]") == pytest.approx(speeds[1] / speeds[0], abs=0.02)
+    expect(page.locator("[data-speed-words]")).to_have_text("as many tokens per second with drafts as without.")
+    assert number(page, "[data-lane=off] [data-meter=perStep]") == 1
+    assert number(page, "[data-lane=drafts] [data-meter=perStep]") > 1
+    assert "–" not in page.locator("[data-lane] [data-meter=firstToken]").all_text_contents()
+    expect(page.locator("[data-how]")).to_contain_text("one after the other")
+    assert recorded.most_under_way == 1, "never both at once"
+    assert [body["tidar"]["drafts"] for body in recorded.bodies] == ["off", "auto"]
+    salts = [body["cache_salt"] for body in recorded.bodies]
+    assert len(set(salts)) == 2, "the second run finds nothing of the first in the cache"
+    same = [{key: body[key] for key in ("messages", "max_tokens", "temperature", "model")} for body in recorded.bodies]
+    assert same[0] == same[1]
+    assert overflow(page) <= 0
+
+
+def test_three_rounds_take_turns_with_one_seed(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(QUICK)
+    opened.page.fill("#t-temperature", "0.8")
+    opened.page.click("#tab-race")
+    opened.page.locator("label:has(> [name=r-drafts][value=full])").click()
+    page = race(opened, rounds=3)
+    drafts = [body["tidar"]["drafts"] for body in recorded.bodies]
+    assert drafts == ["off", "full", "full", "off", "off", "full"]
+    assert len({body["seed"] for body in recorded.bodies}) == 1
+    assert recorded.bodies[0]["seed"] > 0
+    expect(page.locator("[data-lane=off] [data-lane-state]")).to_have_text("measured 3 times")
+    expect(page.locator("[data-how]")).to_contain_text("3 runs each, taking turns")
+    expect(page.locator("[data-how]")).to_contain_text("the same seed")
+
+
+def test_drafts_that_cost_more_than_they_bring_are_told_so(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording(SLOW.events, 0.01), Recording(QUICK.events, 0.1))
+    page = race(opened)
+    assert number(page, "[data-speed-up]") < 0.9
+    words = "the drafts of this answer cost more time than they saved"
+    expect(page.locator("[data-speed-words]")).to_contain_text(words)
+
+
+@pytest.mark.parametrize(("exact", "why"), [(True, "please report it"), (False, "does not claim to be exact")])
+def test_texts_that_differ_are_told_so(opened: Visit, recorded: RecordedServer, exact: bool, why: str) -> None:
+    recorded.model = {**recorded.model, "tidar": {**recorded.model["tidar"], "exact": exact}}
+    opened.page.reload()
+    other = [*TOKENS[:5], " <b>sits</b>", *TOKENS[6:]]
+    recorded.play(SLOW, recording(plain_steps(other)))
+    page = race(opened)
+    same = page.locator("[data-same]")
+    expect(same).to_have_attribute("data-state", "different")
+    expect(same).to_contain_text("The texts differ from character 27 on: “over the lazy dog")
+    expect(same).to_contain_text("“<b>sits</b> the")
+    expect(same).to_contain_text(why)
+    assert same.locator("b").count() == 0
+
+
+def test_the_same_text_out_of_other_tokens_is_no_equality(opened: Visit, recorded: RecordedServer) -> None:
+    whole = [TOKENS[0], TOKENS[1] + TOKENS[2], *TOKENS[3:]]
+    recorded.play(SLOW, recording([Step((), 0, token, token) for token in whole]))
+    page = race(opened)
+    expect(page.locator("[data-same]")).to_contain_text("The texts differ from token 14 on")
+
+
+def test_a_race_that_was_stopped_or_broke_off_has_no_winner(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording(SLOW.events, 0.2))
+    page = opened.page
+    page.click("#tab-race")
+    page.click("#r-start")
+    page.wait_for_selector("[data-lane=off] .piece")
+    page.click("#r-stop")
+    expect(page.locator("#r-status")).to_have_text("Stopped: nothing to compare.")
+    assert recorded.cancelled.wait(5)
+    expect(page.locator(".verdict")).to_be_hidden()
+    recorded.play(SLOW, Recording([*QUICK.events[:3], event({"error": {"message": "The replica died."}})]))
+    page.click("#r-start")
+    expect(page.locator("#t-problem")).to_have_text("The replica died.")
+    expect(page.locator(".verdict")).to_be_hidden()
+    expect(page.locator("#r-start")).to_be_visible()
+
+
+def test_a_replay_is_called_one_and_asks_for_nothing(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(SLOW, QUICK)
+    page = race(opened)
+    asked = len(recorded.bodies)
+    speed = page.locator("[data-speed-up]").text_content()
+    page.click("#r-replay")
+    expect(page.locator("#r-status")).to_have_text("A replay at the recorded times: nothing is measured.")
+    assert page.locator("[data-lane-state]").all_text_contents() == ["replay", "replay"]
+    page.wait_for_function(
+        "document.querySelectorAll('[data-lane=drafts] .piece').length"
+        " > document.querySelectorAll('[data-lane=off] .piece').length"
+    )
+    expect(page.locator("#r-status")).to_have_text("The replay is over.")
+    assert lane_text(page, "off") == lane_text(page, "drafts") == TEXT
+    assert len(recorded.bodies) == asked
+    assert page.locator("[data-speed-up]").text_content() == speed

@@ -1,0 +1,97 @@
+"""What goes wrong well: keys that are wanted, refusals, streams that break off, a server that is gone."""
+
+import pytest
+from playwright.sync_api import BrowserContext, expect
+
+from tests.playground.asking import TEXT, TOKENS, ask, shown
+from tests.playground.conftest import Visit, visit
+from tests.playground.recorded import RecordedServer, Recording, event, plain_steps, recording
+
+
+def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.wanted_key = "sk-1"
+    recorded.play(recording(plain_steps(TOKENS)))
+    opened = visit(context, recorded.address)
+    page = opened.page
+    expect(page.locator("#t-key")).to_be_focused()
+    expect(page.locator("#t-served")).to_have_text("Waiting for an API key")
+    expect(page.locator("#t-problem")).to_be_hidden()
+    page.fill("#t-key", "wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator("#t-problem")).to_have_text("Incorrect API key provided.")
+    expect(page.locator("#t-key")).to_be_focused()
+    assert page.evaluate("localStorage.getItem('tidar.api_key')") is None
+    page.fill("#t-key", "sk-1")
+    page.keyboard.press("Enter")
+    expect(page.locator("#t-key-form")).to_be_hidden()
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    ask(page, "Go")
+    page.wait_for_selector(".facts")
+    assert recorded.keys[-1] == "Bearer sk-1"
+    page.reload()
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    assert page.evaluate("localStorage.getItem('tidar.api_key')") == "sk-1"
+    page.click("#t-forget")
+    expect(page.locator("#t-key")).to_be_focused()
+    assert page.evaluate("localStorage.getItem('tidar.api_key')") is None
+    # The key runs out in the middle: the question comes back, so that nothing has to be written twice.
+    page.fill("#t-key", "sk-1")
+    page.keyboard.press("Enter")
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    recorded.wanted_key = "sk-2"
+    ask(page, "Still there?")
+    expect(page.locator("#t-key")).to_be_focused()
+    expect(page.locator("#t-prompt")).to_have_value("Still there?")
+
+
+def refusal(status: int, message: str, **headers: str) -> Recording:
+    return Recording(status=status, body={"error": {"message": message, "type": "x"}}, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        (
+            refusal(400, "max_tokens is too large:\n <img src=x onerror=alert(1)>"),
+            "max_tokens is too large: <img src=x onerror=alert(1)>",
+        ),
+        (refusal(429, "The server is full.", **{"Retry-After": "3"}), "The server is full. Try again in 3 s."),
+        (Recording(status=502, body={"detail": "?"}), "The server answered 502 Bad Gateway."),
+        (Recording([event({"error": {"message": "The engine\nstopped."}})]), "The engine stopped."),
+        (Recording([], end=""), "The connection closed before the answer was complete."),
+    ],
+)
+def test_an_error_is_one_line(context: BrowserContext, recorded: RecordedServer, answer: Recording, line: str) -> None:
+    recorded.play(answer)
+    opened = visit(context, recorded.address)
+    page = opened.page
+    ask(page, "Will it?")
+    expect(page.locator("#t-problem")).to_have_text(line)
+    expect(page.locator("#t-problem")).to_have_attribute("role", "alert")
+    expect(page.locator("#t-prompt")).to_have_value("Will it?")
+    expect(page.locator(".welcome")).to_be_visible()
+    assert page.locator(".answered, #t-problem img").count() == 0
+    # And the next question works.
+    recorded.play(recording(plain_steps(TOKENS)))
+    page.press("#t-prompt", "Enter")
+    page.wait_for_selector(".facts")
+    expect(page.locator("#t-problem")).to_be_hidden()
+    assert opened.dialogs == []
+
+
+def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: RecordedServer) -> None:
+    begun = recording(plain_steps(TOKENS)).events[:3]
+    recorded.play(Recording([*begun, event({"error": {"message": "The replica died."}})]))
+    ask(opened.page, "Go")
+    expect(opened.page.locator("#t-problem")).to_have_text("The replica died.")
+    assert TEXT.startswith(shown(opened.page))
+    assert shown(opened.page)
+    expect(opened.page.locator("[data-badge]")).to_have_text("as far as it came")
+
+
+def test_a_server_that_is_gone_is_one_line(context: BrowserContext, recorded: RecordedServer) -> None:
+    opened = visit(context, recorded.address)
+    context.route("**/v1/**", lambda route: route.abort())
+    ask(opened.page, "Anyone?")
+    expect(opened.page.locator("#t-problem")).to_have_text("The server cannot be reached. Is it still running?")
+    expect(opened.page.locator("#t-prompt")).to_have_value("Anyone?")
