@@ -74,9 +74,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from tidar_core.cli import main; main()", *arguments]
 
 
-def start(directory: Path, *arguments: str) -> Server:
-    """Start `tidar up` on a free port, from `directory`, which is not the repository's."""
-    port = free_port()
+def start(directory: Path, *arguments: str, port: int | None = None) -> Server:
+    """Start `tidar up` on a free port or `port`, from `directory`, which is not the repository's."""
+    port = port or free_port()
     return launch(directory, port, command("up", "--port", str(port), *arguments))
 
 

@@ -1,7 +1,7 @@
 // The metrics page as numbers: Prometheus' text format, and what two readings of it say. Pure functions, no DOM.
 
-const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
-const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/g;
+const SAMPLE = /^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/s;
+const LABEL = /([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"/gs;
 
 /** Every sample of a page: its name, labels and value. Lines that are none are skipped. */
 export function parseMetrics(text) {
@@ -11,7 +11,7 @@ export function parseMetrics(text) {
     if (!found) continue;
     const labels = {};
     for (const [, name, value] of (found[2] ?? "").matchAll(LABEL)) {
-      labels[name] = value.replace(/\\(.)/g, (_, letter) => (letter === "n" ? "\n" : letter));
+      labels[name] = value.replace(/\\(.)/gs, (_, letter) => (letter === "n" ? "\n" : letter));
     }
     samples.push({ name: found[1], labels, value: Number(found[3]) });
   }

@@ -215,8 +215,8 @@ def api(server: RecordedServer) -> FastAPI:
     async def metrics(request: Request) -> Response:
         if server.metrics_key and request.headers.get("authorization") != f"Bearer {server.metrics_key}":
             return JSONResponse({"error": {"message": "This server wants an API key."}}, 401)
-        page = server.metrics.pop(0) if len(server.metrics) > 1 else server.metrics[0]
-        return Response(page, media_type="text/plain")
+        pages = server.metrics or [""]
+        return Response(pages.pop(0) if len(pages) > 1 else pages[0], media_type="text/plain")
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

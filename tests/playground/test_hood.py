@@ -275,7 +275,7 @@ WRONG = [
             [traced("x", ["a"], 1, "b")],
             model={
                 "id": "m",
-                "step_cost": dict.fromkeys(("rows", "trunk_ms", "head_ms", "adapter_ms"), [4, 1]),
+                "step_cost": {name: [4, 1] for name in ("rows", "trunk_ms", "head_ms", "adapter_ms")},
             },
         ),
         "This trace cannot be read: step_cost is not a curve.",

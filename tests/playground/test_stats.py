@@ -72,13 +72,11 @@ def test_drafts_behind_a_stop_count_as_not_judged(blank: Page) -> None:
     assert call(blank, "stats.js", "acceptanceByPosition", [cut]) == [{"judged": 1, "held": 1}]
 
 
+curves = st.dictionaries(st.integers(1, 200), st.integers(1, 1000), min_size=1, max_size=6)
+
+
 @settings(max_examples=80, deadline=None)
-@given(
-    points=st.lists(
-        st.tuples(st.integers(1, 200), st.integers(1, 1000)), min_size=1, max_size=6, unique_by=lambda p: p[0]
-    ),
-    rows=st.integers(1, 400),
-)
+@given(curve=curves, rows=st.integers(1, 400))
 def test_the_curve_is_read_as_the_policy_reads_it(blank: Page, curve: dict[int, int], rows: int) -> None:
     xs = sorted(curve)
     ys = [float(curve[x]) for x in xs]
