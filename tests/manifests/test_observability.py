@@ -13,17 +13,12 @@ import httpx
 import pytest
 import yaml
 
-import cluster.metrics
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import Server
 
 OBSERVABILITY = MANIFESTS / "observability"
 PROMTOOL = shutil.which("promtool", path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: `make promtool` brings it")
-# Counted by the ingress that hands streams over; asked for as soon as the code has it.
-COMING = {"tidar:stream_handovers_total"} - {
-    f"{name}_total" for name in re.findall(r"tidar:\w+", Path(cluster.metrics.__file__).read_text())
-}
 METRIC = re.compile(r"\b(?:vllm|tidar):[a-z_]+")
 
 
@@ -83,7 +78,7 @@ def test_every_metric_that_is_named_is_served(server: Server) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     named = {name for expr in expressions() for name in METRIC.findall(expr)}
     named |= {name for rule in rules() for name in METRIC.findall(rule["expr"])} - recorded
-    assert named - served == COMING
+    assert named <= served, named - served
     assert len(named) >= 15
 
 
