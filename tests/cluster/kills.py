@@ -25,6 +25,7 @@ from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
 
 REPLICA_TITLE = "ray::ServeReplica:api:Engine"
+REPLICA_LOG = re.compile(r"replica_api_Engine_(\w+)\.log")
 
 
 def slow_model(directory: Path) -> tuple[Path, Path]:
@@ -145,25 +146,30 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
     return recording
 
 
-def engine_processes(server: Server) -> list[psutil.Process]:
-    """The replicas' processes that are not stopped, the one that has lived longest first."""
-    found = [
-        process
-        for process in server.processes()
-        if REPLICA_TITLE in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED
-    ]
-    return sorted(found, key=lambda process: process.create_time())
+def engine_processes(server: Server) -> dict[str, psutil.Process]:
+    """The replicas' processes that are not stopped, by name, the one that has lived longest first."""
+    found: dict[str, psutil.Process] = {}
+    for process in sorted(server.processes(), key=lambda process: process.create_time()):
+        try:
+            if REPLICA_TITLE in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED:
+                found |= {name[1]: process for file in process.open_files() if (name := REPLICA_LOG.search(file.path))}
+        except psutil.Error:
+            continue
+    return found
 
 
-def ready_replicas(server: Server) -> int:
-    """How many replicas are on the metrics page."""
+def requests_by_replica(server: Server) -> dict[str, float]:
+    """How many requests each replica on the metrics page runs."""
     page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
-    return sum(line.startswith("tidar:kv_pages{") for line in page.splitlines())
+    return {
+        name: float(count)
+        for name, count in re.findall(r'^vllm:num_requests_running.*engine="(\w+)".* (\S+)$', page, re.M)
+    }
 
 
 def wait_for_replicas(server: Server, count: int, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
-    while ready_replicas(server) < count:
+    while len(requests_by_replica(server)) < count:
         assert time.monotonic() < deadline, f"never {count} replicas"
         time.sleep(0.2)
 
@@ -191,25 +197,29 @@ def stop_for(seconds: float) -> Blow:
     return stop
 
 
-def strike(
-    server: Server, streams: int, every: float, blow: Blow, victim: int, over: threading.Event, blows: list[float]
-) -> None:
-    """Every so many seconds, while two replicas are ready at least, one is hit: by age, 0 is the oldest."""
+def busiest(server: Server, spared: int) -> psutil.Process | None:
+    """The replica with most requests, but for the `spared` that have lived longest; None where fewer than two replicas
+    are ready, or that one has none: a blow would hit nobody."""
+    requests = requests_by_replica(server)
+    there = {name: process for name, process in list(engine_processes(server).items())[spared:] if requests.get(name)}
+    return there[max(there, key=requests.__getitem__)] if there and len(requests) > 1 else None
+
+
+def strike(server: Server, every: float, blow: Blow, spared: int, over: threading.Event, blows: list[float]) -> None:
+    """Every so many seconds, while two replicas are ready at least, the busiest is hit."""
     while not over.wait(every):
-        # A blow between two turns of the streams would hit nobody.
-        while ready_replicas(server) < 2 or server.metric("vllm:num_requests_running") < streams / 4:
+        while (process := busiest(server, spared)) is None:
             if over.wait(0.1):
                 return
-        process = engine_processes(server)[victim]
         blows.append(time.monotonic())
         blow(process)
 
 
 def streams_under_blows(
-    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow, victim: int = 0
+    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow, spared: int = 0
 ) -> tuple[list[Told], int]:
     """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile (see
-    `strike`)."""
+    `busiest`)."""
     address = httpx.URL(server.url)
     assert address.port is not None
     end = time.monotonic() + seconds
@@ -226,7 +236,7 @@ def streams_under_blows(
 
     blows: list[float] = []
     over = threading.Event()
-    striker = threading.Thread(target=strike, args=(server, streams, every, blow, victim, over, blows))
+    striker = threading.Thread(target=strike, args=(server, every, blow, spared, over, blows))
     striker.start()
     try:
         recordings = asyncio.run(all_places())
