@@ -42,7 +42,7 @@ from cluster.schemas import (
     refuse_unsupported,
     sampling_params,
 )
-from cluster.streams import Admission, Answer, requests_for
+from cluster.streams import Admission, Answer, Echo, requests_for
 from tidar_core.request import TokenLogprobs
 
 PLAYGROUND = "/playground/"
@@ -122,7 +122,9 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         ]
         head = new_head(card.name, chat)
         repeated = [prompt for prompt in prompts for _ in choices]
-        made = Answer(card, requests_for(head.id, repeated, params, body.cache_salt or ""), body.tidar.trace)
+        asked = requests_for(head.id, repeated, params, body.cache_salt or "")
+        echoes = echoes_of(body, prompts, backend)
+        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None)
         pieces = made.pieces(carrier, admission, len(directory.replicas))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
@@ -188,6 +190,19 @@ def add_service_routes(app: FastAPI, directory: Directory, counts: IngressMetric
     @app.get("/")
     async def home() -> Response:
         return RedirectResponse(PLAYGROUND)
+
+
+def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
+    """What stands before each choice where the prompt is to be repeated: its text as it came, or as its tokens say."""
+    if not (isinstance(body, CompletionBody) and body.echo):
+        return []
+    texts = [
+        given if isinstance(given, str) else backend.decode(prompt, skip_special_tokens=False)
+        for given, prompt in zip(body.prompt, prompts, strict=True)
+    ]
+    logprobs = body.logprobs is not None
+    pairs = zip(texts, prompts, strict=True)
+    return [Echo(text, prompt[0], logprobs) for text, prompt in pairs for _ in range(body.n or 1)]
 
 
 BodyT = TypeVar("BodyT", bound=Body)

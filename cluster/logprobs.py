@@ -1,6 +1,8 @@
 """Log-probabilities on the wire, in the forms of OpenAI's two endpoints."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 from openai.types.chat import ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import ChoiceLogprobs
@@ -30,16 +32,34 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell, bytes_of: Call
     return ChoiceLogprobs(content=content, refusal=None)
 
 
-def completion_logprobs(entries: Sequence[TokenLogprobs], spell: Spell, offset: int) -> Logprobs:
-    """`logprobs` of a completion choice. `offset`: characters of the answer before the first of these tokens."""
-    texts = [spell(entry.token) for entry in entries]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return Logprobs(
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], spell: Spell, offset: int, leading: int | None = None
+) -> dict[str, Any]:
+    """`logprobs` of a completion choice, as OpenAI's `Logprobs` has it. `offset`: characters before the first of these
+    tokens, each spelled by itself. `leading`: a token in front that has no log-probability, which no type of OpenAI's
+    allows, though its server said null there."""
+    front = [] if leading is None else [leading]
+    texts = [spell(token) for token in (*front, *(entry.token for entry in entries))]
+    told = Logprobs(
         tokens=texts,
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=[{spell(token): logprob for token, logprob in entry.top} for entry in entries],
-        text_offset=offsets,
-    )
+        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+    ).model_dump()
+    for name in ("token_logprobs", "top_logprobs"):
+        told[name] = [None] * len(front) + told[name]
+    return told
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first itself and the likeliest, by id."""
+    told: list[dict[str, Any] | None] = [None]
+    for entry in entries:
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
+        told.append(
+            {
+                str(token): {"logprob": logprob, "rank": rank, "decoded_token": spell(token)}
+                for token, logprob, rank in ((entry.token, entry.logprob, entry.rank), *ranked)
+            }
+        )
+    return told

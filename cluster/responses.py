@@ -20,7 +20,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
-from cluster.logprobs import chat_logprobs, completion_logprobs
+from cluster.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from cluster.streams import Answer, Choice, Piece, spell
 from tidar_core.request import Finish, TokenLogprobs
 from tidar_core.text import token_bytes
@@ -73,7 +73,13 @@ def logprobs_of(
     spelled = partial(spell, tokenizer)
     if head.chat:
         return chat_logprobs(entries, spelled, partial(token_bytes, tokenizer)).model_dump()
-    return completion_logprobs(entries, spelled, offset).model_dump()
+    leading = answer.echoes[choice].first if answer.echoes and offset == 0 else None
+    return completion_logprobs(entries, spelled, offset, leading)
+
+
+def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
+    """vLLM's `prompt_logprobs`."""
+    return prompt_logprobs(choice.prompt_logprobs, partial(spell, answer.card.tokenizer))
 
 
 def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[Sequence[TokenLogprobs]]) -> bytes:
@@ -91,10 +97,15 @@ def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[S
             message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
             made.append(ChatChoice(message=message, **end))
         else:
-            made.append(CompletionChoice(text=text, **end))
+            if answer.tells_prompt:
+                end["prompt_logprobs"] = told_of_prompt(answer, choice)
+            # OpenAI's type forbids the null that stands for the first token of a prompt.
+            made.append(CompletionChoice.model_construct(text=text, **end))
     common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": made}
     extra: dict[str, Any] = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
     if head.chat:
+        if answer.tells_prompt:
+            extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
         return dump(ChatCompletion(object="chat.completion", **common, **extra))
     return dump(Completion(object="text_completion", **common, **extra))
 
@@ -134,7 +145,7 @@ def chunk_object(head: Head, choices: list[Any], extra: dict[str, Any]) -> BaseM
 
 
 def dump(answer: BaseModel) -> bytes:
-    return answer.model_dump_json(exclude_unset=True).encode()
+    return answer.model_dump_json(exclude_unset=True, warnings=False).encode()
 
 
 def event(answer: BaseModel) -> bytes:

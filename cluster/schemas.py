@@ -33,7 +33,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -45,7 +44,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -158,6 +156,7 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -172,6 +171,12 @@ class Body(BaseModel):
     @classmethod
     def null_is_default(cls, value: object) -> object:
         return TidarOptions() if value is None else value
+
+    @model_validator(mode="after")
+    def prompt_is_read_whole(self) -> "Body":
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not available where stream is true")
+        return self
 
     @model_validator(mode="after")
     def usage_needs_stream(self) -> "Body":
@@ -194,6 +199,11 @@ class Body(BaseModel):
         return None
 
     @property
+    def wanted_of_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
     def ignored(self) -> list[str]:
         """Names of fields that this server does not know, for its log."""
         extra = self.model_extra or {}
@@ -206,10 +216,15 @@ class CompletionBody(Body):
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts)]
     add_special_tokens: bool = True
     logprobs: int | None = None
+    echo: bool | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def wanted_of_prompt(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class Message(BaseModel):
@@ -234,6 +249,7 @@ class ChatBody(Body):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     logprobs: bool | None = None
+    echo: Literal[False] | None = None  # of completions alone
     top_logprobs: int | None = None
 
     @model_validator(mode="after")
@@ -325,6 +341,7 @@ def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) 
             repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
             logit_bias=logit_bias(body.logit_bias or {}, card.vocab_size),
             logprobs=body.wanted_logprobs,
+            prompt_logprobs=body.wanted_of_prompt,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=frozenset(body.stop_token_ids or ()),

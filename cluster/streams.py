@@ -35,6 +35,16 @@ class Piece:
     offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated in front of its answer: its text and its first token, of which no log-probability
+    can be told. logprobs: whether those of the others are."""
+
+    text: str
+    first: int
+    logprobs: bool
+
+
 @dataclass(slots=True)
 class Choice:
     """One answer as it grows: its text, its counts, how it ended."""
@@ -45,6 +55,8 @@ class Choice:
     text: TextStream
     spelling: "Spelling | None"
     tokenizer: PreTrainedTokenizerFast
+    echo: "Echo | None" = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completion_tokens: int = 0
     cached_tokens: int = 0
     characters: int = 0
@@ -68,6 +80,12 @@ class Choice:
             trace = self.spelling.describe(output, output.trace, replica)
         entries = output.logprobs[: len(shown)]
         offset = self.characters
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        if self.echo is not None:
+            if self.echo.logprobs:
+                self.characters += len(spell(self.tokenizer, self.echo.first))
+                entries = (*output.prompt_logprobs, *entries)
+            text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
         return Piece(self.number, text, finish, trace, entries, offset)
 
@@ -122,6 +140,8 @@ class Answer:
     card: ModelCard
     requests: Sequence[Request]
     trace: bool
+    echoes: Sequence[Echo] = ()
+    tells_prompt: bool = False
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,6 +154,7 @@ class Answer:
                 text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,
                 tokenizer=self.card.tokenizer,
+                echo=self.echoes[number] if self.echoes else None,
             )
             for number, request in enumerate(self.requests)
         ]

@@ -37,8 +37,9 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used
     modulo 2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores
     first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
-    the likeliest. `grammar` is what the answer has to follow; where that ends, so does the answer. `drafts` and `block`
-    change the speed, never the tokens: `block` k allows at most k slots a proposal and k - 1 verified drafts.
+    the likeliest, `prompt_logprobs` the same for the tokens of the prompt. `grammar` is what the answer has to follow;
+    where that ends, so does the answer. `drafts` and `block` change the speed, never the tokens: `block` k allows at
+    most k slots a proposal and k - 1 verified drafts.
     """
 
     max_tokens: int
@@ -53,6 +54,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -81,8 +83,10 @@ class SamplingParams:
             raise RequestError("repetition_penalty must be above 0 and at most 100", "repetition_penalty")
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError("a logit bias must lie between -100 and 100", "logit_bias")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"at most {MAX_LOGPROBS} log-probabilities a token can be asked for", "logprobs")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted = getattr(self, name)
+            if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+                raise RequestError(f"{name} must lie between 0 and {MAX_LOGPROBS}, so many a token", name)
         if self.block is not None and self.block < 1:
             raise RequestError("block must be at least 1", "tidar.block")
         if any(not text for text in self.stop):
@@ -150,23 +154,26 @@ class StepTrace:
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log-probabilities of the model's raw scores at one position: of the token that was picked, and of the
-    likeliest tokens (id, log-probability), best first."""
+    likeliest tokens (id, log-probability), best first. rank: of the token among all, from 1; told for prompts alone."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step emitted for one request; `finish` is set on the last. `trace` is None where no rows ran.
-    `logprobs` has an entry a token where the request asked for them."""
+    `logprobs` has an entry a token where the request asked for them, `prompt_logprobs`, in the first output, one for
+    each token of the prompt but its first."""
 
     request_id: str
     tokens: tuple[int, ...]
     trace: StepTrace | None = None
     finish: Finish | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Shown(Protocol):
@@ -226,7 +233,8 @@ class Sequence:
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held.
+    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. prompt_logprobs: of
+    the prompt's tokens from the second on, as far as they were read.
     """
 
     request: Request
@@ -242,10 +250,21 @@ class Sequence:
     stop_watch: StopWatch | None = None
     acceptance: HeldDrafts | None = None
     constraint: Constraint | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """The prompt's log-probabilities are still to be told: its K/V alone would not do."""
+        request = self.request
+        return (
+            request.params.prompt_logprobs is not None
+            and not request.emitted
+            and len(self.prompt_logprobs) < len(request.prompt) - 1
+        )
 
     @property
     def generated(self) -> int:

@@ -180,6 +180,16 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     assert name in error.message
 
 
+def test_echo_is_for_completions() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(echo=True)
+    assert (caught.value.status, caught.value.param) == (400, "echo")
+    assert chat(echo=False).wanted_of_prompt is None
+    assert completion(echo=True).wanted_of_prompt is None
+    assert completion(echo=True, logprobs=2).wanted_of_prompt == 2
+    assert completion(echo=True, logprobs=2, prompt_logprobs=1).wanted_of_prompt == 1
+
+
 def test_zero_logprobs_is_a_wish_for_logprobs(card: ModelCard) -> None:
     def wanted(body: CompletionBody | ChatBody) -> int | None:
         return sampling_params(body, card, 4, 1).logprobs

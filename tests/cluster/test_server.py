@@ -242,6 +242,71 @@ def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=messages, top_logprobs=3)
 
 
+def test_a_prompt_is_repeated_with_its_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "max_tokens": 6, "logprobs": 2, "seed": 2}
+    prompts: Any = {"text": "The quick größe", "ids": [300, 5, 301], "one": [300]}
+    for prompt in prompts.values():
+        plain = client.completions.create(prompt=prompt, **body)
+        echoed = client.completions.create(prompt=prompt, echo=True, n=2, **body)
+        given = (
+            prompt
+            if isinstance(prompt, str)
+            else client.completions.create(
+                prompt=prompt, echo=True, model="tiny", max_tokens=1, logit_bias={"300": 100}, temperature=0
+            )
+            .choices[0]
+            .text.removesuffix(plain_text_of(client, 300))
+        )
+        assert echoed.choices[0].text == given + plain.choices[0].text
+        logprobs, answer = echoed.choices[0].logprobs, plain.choices[0].logprobs
+        assert logprobs is not None
+        assert answer is not None
+        known = len(logprobs.tokens or []) - 6
+        assert (logprobs.tokens or [])[known:] == answer.tokens
+        assert (logprobs.token_logprobs or [])[known:] == answer.token_logprobs
+        assert (logprobs.token_logprobs or [])[0] is None
+        assert (logprobs.top_logprobs or [])[0] is None
+        assert all(value < 0 for value in (logprobs.token_logprobs or [])[1:])
+        assert (logprobs.text_offset or [])[0] == 0
+        streamed: list[Any] = [[], []]
+        for chunk in client.completions.create(prompt=prompt, echo=True, n=2, stream=True, **body):
+            streamed[chunk.choices[0].index].append(chunk.choices[0])
+        for chunks, whole in zip(streamed, echoed.choices, strict=True):
+            assert "".join(one.text for one in chunks) == whole.text
+            assert whole.logprobs is not None
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                told = [item for one in chunks for item in getattr(one.logprobs, name)]
+                assert told == getattr(whole.logprobs, name)
+    again = client.completions.create(prompt="The quick größe", echo=True, model="tiny", max_tokens=1)
+    assert again.choices[0].logprobs is None
+    assert again.choices[0].text.startswith("The quick größe")
+
+
+def plain_text_of(client: openai.OpenAI, token: int) -> str:
+    answer = client.completions.create(
+        model="tiny", prompt="a", max_tokens=1, temperature=0, logit_bias={str(token): 100}
+    )
+    return answer.choices[0].text
+
+
+def test_prompt_log_probabilities_in_vllms_form(http: httpx.Client) -> None:
+    prompt = http.post("/tokenize", json={"prompt": "In the beginning there was"}).json()["tokens"]
+    body = {"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 1}
+    first, second = (http.post("/v1/completions", json=body).json()["choices"][0] for _ in range(2))
+    assert first["prompt_logprobs"] == second["prompt_logprobs"]
+    nothing, *told = first["prompt_logprobs"]
+    assert nothing is None
+    for token, entry in zip(prompt[1:], told, strict=True):
+        assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"}
+        assert {one["rank"] for one in entry.values()} == {1, entry[str(token)]["rank"]}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prompt_logprobs": 0}
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    for wrong in ({"stream": True}, {"prompt_logprobs": 21}):
+        refused = http.post("/v1/completions", json=body | wrong)
+        assert (refused.status_code, "prompt_logprobs" in refused.text) == (400, True)
+
+
 def test_bias_and_penalties_reach_the_token_rule(client: openai.OpenAI) -> None:
     body: Any = {"model": "tiny", "prompt": "The quick", "max_tokens": 30}
     plain = client.completions.create(**body, **GREEDY)

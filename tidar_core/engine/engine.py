@@ -13,13 +13,15 @@ from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import StepCost, StepSize
 from tidar_core.engine.grammars import GrammarQueue, Grammars
-from tidar_core.engine.runner import Runner, token_logprobs
+from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.layout import WithinBlock
 from tidar_core.penalties import History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
 from tidar_core.sampling import TokenRule, pick_tokens
 from tidar_core.text import TextStream
+
+READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +123,27 @@ class Engine:
             plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
         )
         size = _size(plans, batch)
-        scores = self._score(size, batch, self._runner.forward(batch))
+        hidden = self._runner.forward(batch)
+        self._read_prompts(plans, hidden)
+        scores = self._score(size, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, scores, outputs)
         self._scheduler.policy.took(size, time.monotonic() - began)
         return ended + outputs
+
+    def _read_prompts(self, plans: Items[SequencePlan], hidden: Tensor) -> None:
+        """Notes the log-probabilities of prompt tokens, for the requests that ask for them."""
+        row = 0
+        for plan in plans:
+            sequence, wanted = plan.sequence, plan.sequence.request.params.prompt_logprobs
+            if wanted is not None and sequence.reads_prompt:
+                first = max(plan.start, len(sequence.prompt_logprobs))  # read before it was preempted
+                last = min(plan.start + len(plan.known), sequence.prompt_length - 1)
+                for start in range(first, last, READ_AT_ONCE):
+                    end = min(start + READ_AT_ONCE, last)
+                    logits = self._runner.scores(hidden, range(row + start - plan.start, row + end - plan.start))
+                    sequence.prompt_logprobs += ranked_logprobs(logits, sequence.tokens[start + 1 : end + 1], wanted)
+            row += plan.verify_rows
 
     def _score(self, size: StepSize, batch: Batch, hidden: Tensor) -> "Scores":
         """The scores of the verify rows; those of all slots with them where one pass over the head costs less."""

@@ -60,3 +60,17 @@ def token_logprobs(logits: Tensor, tokens: Items[int], rules: Items[TokenRule]) 
         top = tuple(zip(ids.tolist(), best.tolist(), strict=True))
         found.append(TokenLogprobs(token, float(logprobs[token]), top))
     return found
+
+
+@torch.inference_mode()
+def ranked_logprobs(logits: Tensor, tokens: Items[int], wanted: int) -> list[TokenLogprobs]:
+    """Log-probabilities and ranks of one token a row, and of the `wanted` likeliest beside it."""
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(-1, torch.tensor(tokens, device=logprobs.device).unsqueeze(-1))
+    ranks = (logprobs > own).sum(-1) + 1
+    best, ids = logprobs.topk(wanted)
+    rows = zip(tokens, own.squeeze(-1).tolist(), ids.tolist(), best.tolist(), ranks.tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(likeliest, scores, strict=True)), rank)
+        for token, logprob, likeliest, scores, rank in rows
+    ]

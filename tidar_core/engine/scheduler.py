@@ -171,6 +171,9 @@ class Scheduler:
 
     def _reuse(self, sequence: Sequence) -> None:
         """Takes the pages of a prefix that was computed before; at least one token is left to compute."""
+        if sequence.reads_prompt:
+            sequence.cached = 0
+            return
         size, tokens = self.limits.page_size, sequence.tokens
         if len(sequence.prefix_keys) != (len(tokens) - 1) // size:  # a request may wait here for many steps
             sequence.prefix_keys = list(page_keys(tokens[:-1], size, first_key(sequence.request.cache_salt)))
@@ -228,7 +231,8 @@ class Scheduler:
             mask_rows=shape.mask_rows,
             cached=min(sequence.cached or 0, sequence.prompt_length) if first else 0,
         )
-        return StepOutput(sequence.request.request_id, tuple(kept), trace, finish)
+        read = tuple(sequence.prompt_logprobs) if first else ()
+        return StepOutput(sequence.request.request_id, tuple(kept), trace, finish, prompt_logprobs=read)
 
     def _settle(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], Finish | None]:
         """The part of `emitted` that is sent, cut at the first stop, and how the sequence ends, if it does."""
