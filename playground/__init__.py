@@ -1,13 +1,23 @@
 """The playground: a page on which a model is seen drafting, checking and answering, token by token.
 
-It knows the cluster by its public HTTP API alone. Gradio gives the frame and Ray Serve the process; the answer is
-drawn in the browser, by the scripts in `static/`, which read `/v1` on the page's own origin as any client does:
+It knows the cluster by its public HTTP API alone. Gradio gives the page and Ray Serve the process; everything on it is
+drawn in the browser, by the scripts in `static/`, which read `/v1` on the page's own origin as any client does. (Tabs,
+controls and charts are the page's own too: those of Gradio would keep a session on the server for every visitor.)
 
-    chat.js -> stream.js (POST /v1/chat/completions, SSE) -> turn.js -> answer.js (textContent, once a frame)
-                                                                     -> meters.js (numbers, ribbon)
-    trace.js holds the arithmetic, pure: which token each character belongs to, what the numbers are.
+    page.js      tabs (tabs.js), the server and its keys (server.js, browser.js), settings.js, shelf.js
+    chat.js      a question -> turn.js -> run.js (reads stream.js, counts, records) -> answer.js (draws, once a frame)
+    race.js      the same question without drafts and with them, in turns -> lane.js -> run.js
+    hood.js      one recording: scrubber.js and figure.js step by step, charts.js, curve.js
+    cluster.js   /metrics, once a second while it is looked at; burst.js sends many prompts in one request
+    inspector.js, meters.js, dom.js    the hint at a token, the numbers, makers of elements
+    trace.js, stats.js, recording.js, prometheus.js    pure: tokens and numbers of a step, of an answer, of a file,
+                                                       of a metrics page
 
-Model text never passes through Python, a template or `innerHTML`: the only markup is `static/chat.html`, a constant.
+Every answer is kept as a recording (recording.js): what came and when. A replay plays one and says that it does; an
+export writes it to a file; a file that is opened is read field by field, since it may come from anyone.
+
+Model text never passes through Python, a template or `innerHTML`: the only markup is `static/page.html` and the parts
+named in it, constants.
 No session of a visitor lives on the server, so a closed tab is a closed socket and a reload loses nothing there.
 
     files.py   the static files, read once at start-up, served under a name that changes with their content
