@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -265,6 +266,39 @@ def decode(
 
 
 @bench.command()
+def policy(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts whose answers are walked through.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt at most.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that each setting is walked through.")] = 2000,
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What the draft policy is worth: simulated on this machine's step costs and on how far real drafts held,
+    against drafts off, full, the best fixed shape, and an oracle that knows what holds."""
+    with user_errors():
+        from tidar_core.bench.policy import run_policy_bench
+        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+
+        config = EngineConfig(model, adapter, dtype, device, threads)
+        engine = load(config)
+        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
+        results = run_policy_bench(
+            engine, config, chosen, batches=batch or [1, 4, 8, 16, 32], max_tokens=max_tokens, tokens=tokens
+        )
+        table = Table("batch", "setting", "tokens/s", "tokens per step", "shape", title=f"{model}, {dtype}, simulated")
+        for r in results:
+            shape = "" if r.shape is None else f"n {r.shape.drafts}, P {set(r.shape.proposals)}, b {r.shape.block}"
+            table.add_row(str(r.batch), r.setting, f"{r.tokens_per_second:.1f}", f"{r.tokens_per_step:.2f}", shape)
+        Console().print(table)
+        write_record(json_file, {"engine": engine.info, "policy": [asdict(result) for result in results]})
+
+
+@bench.command()
 def kernels(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as a record.")] = None,
 ) -> None:
@@ -282,7 +316,6 @@ def kernels(
 def write_record(path: Path | None, record: dict[str, Any]) -> None:
     """A measurement as JSON: when, with which command, on which engine, and what came out."""
     if path is not None:
-        from dataclasses import asdict
         from datetime import UTC, datetime
 
         if "engine" in record:

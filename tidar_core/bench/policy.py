@@ -1,0 +1,74 @@
+"""`tidar bench policy`: what the draft policy's choices are worth, from this machine's step costs and real answers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tidar_core.bench.drive import answer_all
+from tidar_core.bench.simulate import Simulated, Trace, compare_settings
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.convert.forward import frozen_base
+from tidar_core.convert.held_out import HeldOut, judge_windows
+from tidar_core.convert.shards import Kind
+from tidar_core.engine import Engine
+from tidar_core.model.adapter import default_adapter_for, identify_base, load_adapter
+from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.request import SamplingParams
+
+
+def run_policy_bench(
+    engine: Engine,
+    config: EngineConfig,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    batches: Sequence[int],
+    max_tokens: int,
+    tokens: int,
+) -> list[Simulated]:
+    """Answers the prompts greedily, judges the drafter behind each of their tokens, and walks the settings through
+    `tokens` tokens at each batch size. Raises ConfigError where the model has no drafter."""
+    if not engine.info.block_length:
+        raise ConfigError("the policy has nothing to choose without a drafter: name one with --adapter")
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts="off")
+    answers = [answer.tokens for answer in answer_all(engine, prompts, [params] * len(prompts))]
+    traces = record_traces(engine, config, prompts, answers)
+    return [
+        found
+        for batch in batches
+        for found in compare_settings(engine.info.cost, traces, engine.info.block_length, batch, tokens)
+    ]
+
+
+def record_traces(
+    engine: Engine, config: EngineConfig, prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[int]]
+) -> list[Trace]:
+    """How far drafts behind each token of the answers hold, all of them computed at once by the trainer's passes."""
+    source = find_model(config.model)
+    model = load_config(source)
+    device = torch.device(engine.info.device)
+    weights = load_weights(source, model, getattr(torch, config.dtype), device)
+    identity = identify_base(source.name, model, weights, load_tokenizer(source))
+    path = default_adapter_for(identity) if config.adapter == "default" else Path(config.adapter)
+    if path is None:
+        raise ConfigError("no drafter adapter is shipped for this model: name one with --adapter")
+    adapter = load_adapter(path, identity, getattr(torch, config.dtype), device).weights
+    told = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    documents = tuple(
+        (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)])) for prompt, answer in told
+    )
+    windows = tuple(np.arange(len(prompt), len(prompt) + len(answer)) for prompt, answer in told)
+    own: Kind = "prompt"
+    base = frozen_base(model, weights)
+    judged = judge_windows(
+        base,
+        adapter,
+        HeldOut(documents, windows, (own,) * len(told)),
+        engine.info.block_length,
+        engine.info.within_block,
+    )
+    return [
+        Trace(tuple(np.logical_and.accumulate(holds[:, 1:], axis=1).sum(1).tolist()), len(prompt))
+        for holds, (prompt, _) in zip(judged, told, strict=True)
+    ]
