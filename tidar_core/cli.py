@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName, EngineConfig
 from tidar_core.convert.command import convert_command
 from tidar_core.request import DraftMode, RequestError
@@ -204,33 +205,46 @@ def exact(
 def acceptance(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
-    prompts: Count = 164,
+    prompt_set: Annotated[
+        list[PromptSet] | None, typer.Option("--set", help="Prompt set; repeat it for several. [default: humaneval]")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts of each set, at most.")] = 164,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     drafts: Drafts = "full",
+    block: Annotated[int, typer.Option(min=0, help="Slots a proposal at most; 0: what the drafter has.")] = 0,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per step on HumanEval prompts in the chat template, end of sequence honoured."""
+    """Tokens per step in the chat template, end of sequence honoured."""
     with user_errors():
         from tidar_core.bench.acceptance import measure_acceptance
-        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.bench.prompts import chat_prompt, read_set
         from tidar_core.request import SamplingParams
 
+        texts = {name: read_set(name, prompts) for name in prompt_set or ["humaneval"]}
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
-        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, drafts=drafts)
-        result = measure_acceptance(engine, chosen, params)
-        table = Table("figure", "value", title=f"{model}, drafter {engine.info.adapter}, drafts {drafts}")
-        for name, value in result.as_record().items():
-            values = value if isinstance(value, tuple) else (value,)
-            table.add_row(
-                name.replace("_", " "), " ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
-            )
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, drafts=drafts, block=block or None)
+        results = {
+            name: measure_acceptance(engine, [chat_prompt(engine.tokenizer, text) for text in chosen], params)
+            for name, chosen in texts.items()
+        }
+        table = Table("figure", *results, title=f"{model}, drafter {engine.info.adapter}, drafts {drafts}")
+        records = [result.as_record() for result in results.values()]
+        for figure in records[0]:
+            table.add_row(figure.replace("_", " "), *(_figures(record[figure]) for record in records))
         Console().print(table)
-        write_record(json_file, {"engine": engine.info, "acceptance": result.as_record()})
+        if len(results) > 1:
+            mean = sum(result.tokens_per_step for result in results.values()) / len(results)
+            Console().print(f"mean of the sets: {mean:.3f} tokens per step")
+        write_record(json_file, {"engine": engine.info, "acceptance": dict(zip(results, records, strict=True))})
+
+
+def _figures(value: object) -> str:
+    values = value if isinstance(value, tuple) else (value,)
+    return " ".join(f"{v:.3f}" if isinstance(v, float) else str(v) for v in values)
 
 
 @bench.command()

@@ -2,8 +2,9 @@
 
 `prompts.py` reads prompt sets from installed packages, `drive.py` runs requests through an engine to their end.
 `exact.py` checks the first promise (drafts change the speed, never the text) against transformers and against
-plain decoding; `acceptance.py` measures tokens per step, `decode.py` tokens per second; `policy.py` records how far
-drafts hold and walks the draft policy through it on the measured step costs, without a model (`simulate.py`). `kernels.py` (with
-`kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and `launches.py`) holds every GPU kernel
-against its oracle and its limit. Each command prints what it finds as a table and, with `--json FILE`, as a record.
+plain decoding; `acceptance.py` measures tokens per step, `decode.py` tokens per second. `policy.py` records how far
+drafts hold in real answers and walks the draft policy through them on the measured step costs, without a model
+(`simulate.py`). `kernels.py` (with `kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and
+`launches.py`) holds every GPU kernel against its oracle and its limit. Each command prints what it finds as a table
+and, with `--json FILE`, as a record.
 """

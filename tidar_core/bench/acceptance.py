@@ -7,11 +7,14 @@ from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.engine import Engine
 from tidar_core.request import FinishReason, SamplingParams
 
+LOOP_TOKENS, LONGEST_LOOP = 64, 24
+
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceResult:
     """tokens_per_step: emitted / decode steps, prefill tokens left out. acceptance_by_position: how often draft i
-    held of the steps that verified it. ended: answers that came to an end by themselves."""
+    held of the steps that verified it. ended: answers that came to an end by themselves. looping: those that repeat
+    themselves at their end, which any drafter guesses well."""
 
     prompts: int
     tokens: int
@@ -19,6 +22,7 @@ class AcceptanceResult:
     tokens_per_step: float
     acceptance_by_position: tuple[float, ...]
     ended: int
+    looping: int
 
     def as_record(self) -> dict[str, object]:
         return asdict(self)
@@ -39,4 +43,13 @@ def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], param
         tokens_per_step=tokens_per_step(answers),
         acceptance_by_position=tuple(by_position),
         ended=sum(a.finish is not None and a.finish.reason is FinishReason.STOP for a in answers),
+        looping=sum(loops(answer.tokens) for answer in answers),
     )
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether the last `LOOP_TOKENS` tokens are one short run of tokens over and over."""
+    end = list(tokens[-LOOP_TOKENS:])
+    if len(end) < LOOP_TOKENS:
+        return False
+    return any(end[period:] == end[:-period] for period in range(1, LONGEST_LOOP + 1))

