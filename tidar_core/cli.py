@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -19,6 +19,7 @@ from tidar_core.convert.command import convert_command
 from tidar_core.request import DraftMode, RequestError
 
 Device = Literal["auto", "cpu", "cuda"]
+PeerName = Literal["vllm", "transformers", "llama.cpp"]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -310,6 +311,45 @@ def policy(
             table.add_row(str(r.batch), r.setting, f"{r.tokens_per_second:.1f}", f"{r.tokens_per_step:.2f}", shape)
         Console().print(table)
         write_record(json_file, {"engine": engine.info, "policy": [asdict(result) for result in results]})
+
+
+@bench.command()
+def peers(
+    directory: Annotated[Path, typer.Argument(help="Where install.sh put the peers' environments.")],
+    peer: Annotated[
+        list[PeerName] | None, typer.Option(help="A peer; repeat it for several. [default: those installed]")
+    ] = None,
+    model: Model = DEFAULT_MODEL,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
+    honour_end: Annotated[bool, typer.Option(help="End where the model does; else all do the same work.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens per second beside other engines: same weights, prompts (HumanEval, MT-Bench) and machine, in turn."""
+    with user_errors():
+        from tidar_core.bench.peers.compare import compare_engines, model_for, own_engines, peer_engine
+        from tidar_core.bench.prompts import chat_text, read_set
+        from tidar_core.kernels.cpu import cache_directory
+        from tidar_core.model.loading import find_model, load_tokenizer
+
+        source = find_model(model)
+        names = peer or [name for name in get_args(PeerName) if (directory / name).exists()]
+        context, folder = 2048, cache_directory() / "peers"
+        engines = own_engines(model, context)
+        engines += [peer_engine(name, directory, model_for(name, source, folder), context) for name in names]
+        pairs = zip(read_set("humaneval"), read_set("mtbench"), strict=False)
+        texts = [chat_text(load_tokenizer(source), text) for pair in pairs for text in pair]
+        results = compare_engines(
+            engines, texts, batches=batch or [1, 8, 32], rounds=rounds, at_least=prompts, max_tokens=max_tokens,
+            honour_end=honour_end, say=Console(stderr=True).print,
+        )  # fmt: skip
+        table = Table("batch", "engine", "tokens/s", "against the first", title=f"{source.name}, bf16")
+        for r in results:
+            table.add_row(str(r.batch), r.engine, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
+        Console().print(table)
+        write_record(json_file, {"model": source.name, "peers": [result.as_record() for result in results]})
 
 
 @bench.command()

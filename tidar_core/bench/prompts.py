@@ -72,6 +72,12 @@ def chat_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, .
     return tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
 
+def chat_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> str:
+    """One user turn in the model's chat template, for engines that tokenize by themselves."""
+    turns = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+
+
 def plain_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, ...]:
     """Token ids of the text as a completion prompt."""
     return tuple(tokenizer(text)["input_ids"])

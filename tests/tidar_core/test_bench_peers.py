@@ -1,0 +1,54 @@
+"""Engines compared as processes: the real workers, on a tiny checkpoint."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.tiny import tiny_checkpoint
+from tidar_core.bench.peers.compare import WORKER, Engine, compare_engines, model_for, own_engines, peer_engine
+from tidar_core.config import ConfigError
+from tidar_core.model.loading import find_model
+
+
+def test_our_engine_and_transformers_do_the_same_work(tmp_path):
+    model = str(tiny_checkpoint(tmp_path / "model"))
+    words = (sys.executable, str(WORKER), "transformers", model, "--context", "64")
+    engines = [own_engines(model, 64)[0], Engine("transformers", words)]
+    said: list[str] = []
+    results = compare_engines(
+        engines, ["a b c", "def f", "x"], batches=[1, 2], rounds=2, at_least=2, max_tokens=8, honour_end=False,
+        say=said.append,
+    )  # fmt: skip
+    assert [(r.batch, r.engine) for r in results] == [
+        (batch, engine) for batch in (1, 2) for engine in ("tidar, drafts off", "transformers")
+    ]
+    assert all(r.tokens_per_second > 0 and len(r.rounds) == 2 for r in results)
+    assert results[0].ratio == results[2].ratio == 1.0
+    assert said[-1].startswith("batch 2, round 2 of 2: tidar, drafts off ")
+
+
+def test_an_engine_that_does_not_start_is_named(tmp_path):
+    broken = Engine("broken", (sys.executable, str(WORKER), "tidar", str(tmp_path / "nothing"), "--drafts", "off"))
+    with pytest.raises(ConfigError, match="broken ended by itself"):
+        compare_engines([broken], ["a"], batches=[1], rounds=1, at_least=1, max_tokens=1, honour_end=True)
+
+
+def test_a_peer_that_is_not_there_names_what_installs_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"vllm is not installed in .*install\.sh .* vllm"):
+        peer_engine("vllm", tmp_path, "model", 64)
+
+
+def test_peers_get_the_form_that_they_read(tmp_path):
+    checkpoint = find_model(str(tiny_checkpoint(tmp_path / "model")))
+    assert model_for("vllm", checkpoint, tmp_path) == str(checkpoint.directory)
+    with pytest.raises(ConfigError, match="GGUF"):
+        model_for("llama.cpp", checkpoint, tmp_path)
+
+
+def test_the_script_is_a_script():
+    done = subprocess.run(
+        ["bash", str(WORKER.with_name("install.sh"))], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode != 0
+    assert "usage: install.sh DIR" in done.stderr

@@ -1,0 +1,160 @@
+"""Sends the same rounds to several engines in turn."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import tidar_core
+from tidar_core.config import ConfigError
+from tidar_core.model.loading import ModelSource, load_tokenizer
+from tidar_core.request import DraftMode
+
+WORKER = Path(__file__).with_name("worker.py")
+DRAFTS: tuple[DraftMode, ...] = ("off", "auto")
+ENDS_WITHIN = 10.0  # seconds that a process has to end by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine of the comparison: its name in the table, and the command that starts its process."""
+
+    name: str
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """Medians over the rounds. ratio: tokens per second against the first engine's in the same round."""
+
+    engine: str
+    batch: int
+    tokens_per_second: float
+    ratio: float
+    rounds: tuple[float, ...]
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def own_engines(model: str, context: int) -> list[Engine]:
+    """Ours with drafts off and auto."""
+    base = (sys.executable, str(WORKER), "tidar", model, "--context", str(context), "--drafts")
+    return [Engine(f"tidar, drafts {mode}", (*base, mode)) for mode in DRAFTS]
+
+
+def peer_engine(name: str, directory: Path, model: str, context: int) -> Engine:
+    """A peer in the environment that `install.sh` made in `directory`. Raises ConfigError where it is not there."""
+    python = directory / name / "bin" / "python"
+    if not python.exists():
+        script = WORKER.with_name("install.sh")
+        raise ConfigError(f"{name} is not installed in {directory}: bash {script} {directory} {name}")
+    return Engine(name, (str(python), str(WORKER), name, model, "--context", str(context)))
+
+
+def model_for(peer: str, source: ModelSource, folder: Path) -> str:
+    """The model as a peer reads it: llama.cpp a GGUF file, the others a directory in bf16, which is written to `folder`
+    where the model is a GGUF file. Raises ConfigError where there is no such form."""
+    if peer == "llama.cpp":
+        if source.gguf_path is None:
+            raise ConfigError("llama.cpp reads GGUF files: give one as the model, or leave this peer out")
+        return str(source.gguf_path)
+    if source.gguf_path is None:
+        return str(source.directory)
+    target = folder / source.name
+    if not (target / "config.json").exists():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.directory, gguf_file=source.gguf_file, dtype=torch.bfloat16, local_files_only=True
+        )
+        model.save_pretrained(target)
+        load_tokenizer(source).save_pretrained(target)
+    return str(target)
+
+
+def compare_engines(
+    engines: Sequence[Engine],
+    prompts: Sequence[str],
+    *,
+    batches: Sequence[int],
+    rounds: int,
+    at_least: int,
+    max_tokens: int,
+    honour_end: bool,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[PeerResult]:
+    """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn.
+
+    Raises ConfigError where an engine does not start or dies.
+    """
+    results = []
+    with ExitStack() as stack:
+        running = [stack.enter_context(_running(engine, say)) for engine in engines]
+        for batch in batches:
+            speeds: list[list[float]] = [[] for _ in engines]
+            parts = -(-at_least // batch)
+            for number in range(rounds):
+                first = number * parts * batch
+                for index, ask in enumerate(running):
+                    replies = [
+                        ask(_round(prompts, first + part * batch, batch, max_tokens, honour_end))
+                        for part in range(parts)
+                    ]
+                    tokens = sum(reply["tokens"] for reply in replies)
+                    speeds[index].append(tokens / sum(reply["seconds"] for reply in replies))
+                said = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
+                say(f"batch {batch}, round {number + 1} of {rounds}: {said} tokens/s")
+            for engine, mine in zip(engines, speeds, strict=True):
+                ratios = [speed / base for speed, base in zip(mine, speeds[0], strict=True)]
+                told = tuple(round(speed, 1) for speed in mine)
+                results.append(PeerResult(engine.name, batch, median(mine), median(ratios), told))
+    return results
+
+
+def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, honour_end: bool) -> dict[str, Any]:
+    chosen = [prompts[(first + i) % len(prompts)] for i in range(batch)]
+    return {"prompts": chosen, "max_tokens": max_tokens, "honour_end": honour_end}
+
+
+@contextmanager
+def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """The engine's process, ready; gives the function that sends it a round."""
+    say(f"starting {engine.name}")
+    root = str(Path(tidar_core.__file__).parent.parent)
+    process = subprocess.Popen(
+        engine.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=root
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    questions, answers = process.stdin, process.stdout
+
+    def reply() -> dict[str, Any]:
+        line = answers.readline()
+        if not line:
+            shown = " ".join(engine.command)
+            raise ConfigError(f"{engine.name} ended by itself (status {process.wait()}); to see why, run: {shown}")
+        read: dict[str, Any] = json.loads(line)
+        return read
+
+    def ask(question: dict[str, Any]) -> dict[str, Any]:
+        questions.write(json.dumps(question) + "\n")
+        questions.flush()
+        return reply()
+
+    try:
+        reply()
+        yield ask
+    finally:
+        questions.close()
+        try:
+            process.wait(ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
