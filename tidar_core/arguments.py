@@ -1,0 +1,50 @@
+"""What the commands have in common: options, errors in one line, the engine with a progress bar."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from tidar_core.config import ConfigError, DTypeName, EngineConfig
+from tidar_core.request import DraftMode, RequestError
+
+Device = Literal["auto", "cpu", "cuda"]
+Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
+AdapterPath = Annotated[
+    str, typer.Option(help="The drafter: a directory, 'default' (the one shipped for the model) or 'none'.")
+]
+DType = Annotated[DTypeName, typer.Option(help="Weights and arithmetic.")]
+DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
+Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """One line on stderr and exit status 1 for what the user can mend; everything else is a fault of ours."""
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        Console(stderr=True).print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def load(config: EngineConfig, report: Callable[[str], None] | None = None) -> Any:
+    """The engine, with a progress bar on stderr while the weights are read."""
+    from tidar_core.engine import load_engine
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(line: str) -> None:
+            bar.update(task, description=line)
+            if report is not None:
+                report(line)
+
+        engine = load_engine(config, show, lambda done, total: bar.update(task, completed=done, total=total))
+    return engine
