@@ -146,7 +146,7 @@ def test_probabilities_of_a_real_answer(live: Visit) -> None:
     page = live.page
     page.locator("label:has(#t-logprobs)").click()
     ask(live, QUESTION, 8)
-    page.locator(".answer-text .piece").nth(2).hover()
+    page.locator(".answer-text .piece").first.hover()
     expect(page.locator("#t-hint .chance")).to_have_count(5)
     shares = page.locator("#t-hint .chance").evaluate_all(
         "all => all.map(one => Number(one.style.getPropertyValue('--part')))"
