@@ -51,7 +51,7 @@ def whole(address: str, text: str) -> str:
 def test_twenty_sessions_at_once(chromium: Browser, contexts: list[BrowserContext], server: Server) -> None:
     visits = []
     for _ in range(SESSIONS):
-        contexts.append(chromium.new_context(viewport={"width": 800, "height": 600}))
+        contexts.append(chromium.new_context(viewport={"width": 1280, "height": 720}))
         visits.append(visit(contexts[-1], server.url))
     questions = [f"Question {number}: what is {number} times {number}?" for number in range(SESSIONS)]
     for opened, question in zip(visits, questions, strict=True):
@@ -74,25 +74,23 @@ def test_twenty_sessions_at_once(chromium: Browser, contexts: list[BrowserContex
 
 
 def test_a_restart_of_the_server_is_survived_by_a_reload(
-    contexts: list[BrowserContext], chromium: Browser, directory: Path, options: tuple[str, ...]
+    contexts: list[BrowserContext], chromium: Browser, server: Server, directory: Path, options: tuple[str, ...]
 ) -> None:
+    """The last test of this server: it is stopped, and another takes its port."""
     contexts.append(chromium.new_context())
-    with running(start(directory, *options)) as first:
-        opened = visit(contexts[-1], first.url)
-        page = opened.page
-        ask(page, "Before?")
-        assert shown(page) == whole(first.url, "Before?")
-        assert first.interrupt() == 0
-        page.fill("#t-prompt", "Meanwhile?")
-        page.press("#t-prompt", "Enter")
-        expect(page.locator("#t-problem")).to_contain_text("cannot be reached")
-        expect(page.locator("#t-prompt")).to_have_value("Meanwhile?")
-    port = int(first.url.rpartition(":")[2])
-    with running(start(directory, *options, port=port)) as second:
+    page = visit(contexts[-1], server.url).page
+    ask(page, "Before?")
+    assert shown(page) == whole(server.url, "Before?")
+    assert server.interrupt() == 0
+    page.fill("#t-prompt", "Meanwhile?")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-problem")).to_contain_text("cannot be reached")
+    expect(page.locator("#t-prompt")).to_have_value("Meanwhile?")
+    with running(start(directory, *options, port=int(server.url.rpartition(":")[2]))) as anew:
         page.reload()
         page.wait_for_selector("#t-served[data-state=up]", timeout=60_000)
         ask(page, "After?")
-        assert shown(page) == whole(second.url, "After?")
+        assert shown(page) == whole(anew.url, "After?")
 
 
 def ask(page: Page, text: str) -> None:
