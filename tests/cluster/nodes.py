@@ -47,7 +47,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         http = HTTPOptions(host="127.0.0.1", port=port)
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
-        target = serve.RunTarget(app.build(options), name=API, route_prefix="/")
+        target = serve.RunTarget(app.application(options), name=API, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         # The ingress asks for no CPU: it goes where there is a node, and so far there is one.
         while not answers(f"http://127.0.0.1:{port}/health"):
