@@ -44,7 +44,8 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args=one)
     try:
         ray.init(address=cluster.address, namespace="tidar", log_to_driver=False, logging_level=logging.ERROR)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for ends in (signal.SIGINT, signal.SIGTERM):  # a shell's background job would be deaf to the first
+            signal.signal(ends, signal.default_int_handler)
         http = HTTPOptions(host="127.0.0.1", port=port)
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
         target = serve.RunTarget(app.application(options), name=API, route_prefix="/")
