@@ -14,6 +14,7 @@ from rich.table import Table
 from tidar_core.arguments import AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
 from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
+from tidar_core.request import DraftMode
 
 
 class PeerName(StrEnum):
@@ -120,6 +121,7 @@ def decode(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
+    full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
@@ -132,8 +134,9 @@ def decode(
 
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
         chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
+        modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
         results = measure_decode(
-            engine, chosen, batches=batch or [1, 8, 32], modes=("off", "auto", "full"),
+            engine, chosen, batches=batch or [1, 8, 32], modes=modes,
             rounds=rounds, max_tokens=max_tokens, at_least=prompts,
         )  # fmt: skip
         table = Table("batch", "drafts", "tokens/s", "against off", "tokens per step", title=f"{model}, {dtype}")
