@@ -15,9 +15,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def torch_threads() -> int:
+    """As many as torch takes by itself."""
+    return torch.get_num_threads()
+
+
 @pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    """What a test sets for its own engine must not slow those behind it."""
-    before = torch.get_num_threads()
+def threads_as_before(torch_threads: int) -> Iterator[None]:
+    """What a test sets for its own engine, or a module for all of its tests, must not slow those behind it."""
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(torch_threads)
