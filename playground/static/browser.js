@@ -45,3 +45,9 @@ export class Follower {
     if (this.#near) document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
   }
 }
+
+/** Make a text field as high as what is written in it. */
+export function fitHeight(field) {
+  field.style.height = "auto";
+  field.style.height = `${field.scrollHeight}px`;
+}

@@ -179,7 +179,7 @@ export class Burst {
       found.map(([end, sums]) => ({
         label: className(end),
         share: rows(sums) / most,
-        value: `${one.format(rows(sums))} rows, ${two.format(sums.tokens / sums.steps)} tokens`,
+        value: `${one.format(sums.verify / sums.steps)} verify + ${one.format(sums.mask / sums.steps)} mask rows, ${two.format(sums.tokens / sums.steps)} tokens`,
       })),
     );
   }

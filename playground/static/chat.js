@@ -1,6 +1,6 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
-import { Follower } from "./browser.js";
+import { fitHeight, Follower } from "./browser.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
 import { newRecording } from "./recording.js";
@@ -63,9 +63,7 @@ export class Chat {
   }
 
   #fitPrompt() {
-    const prompt = this.#find("#t-prompt");
-    prompt.style.height = "auto";
-    prompt.style.height = `${prompt.scrollHeight}px`;
+    fitHeight(this.#find("#t-prompt"));
   }
 
   #setPrompt(text) {

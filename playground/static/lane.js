@@ -52,6 +52,11 @@ export class Lane {
     text.scrollTop = text.scrollHeight;
   }
 
+  /** Show the answer from its start, to be compared with the other lane's. */
+  toTop() {
+    this.#root.querySelector(".answer-text").scrollTop = 0;
+  }
+
   async measure(recording, open, signal) {
     const text = this.#freshText();
     const run = new Run(text, recording, {

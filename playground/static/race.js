@@ -3,6 +3,7 @@
 // Both runs at once would share one engine's steps and slow each other down, so they take turns. Each run has a cache
 // salt of its own: the second would otherwise find the first one's prompt in the cache and start sooner.
 
+import { fitHeight } from "./browser.js";
 import { Inspector } from "./inspector.js";
 import { Lane } from "./lane.js";
 import { formatTime } from "./meters.js";
@@ -29,6 +30,7 @@ export class Race {
     };
     new Inspector(this.#root.querySelector(".lanes"), page.root.querySelector("#t-hint"));
     const prompt = this.#find("#r-prompt");
+    prompt.addEventListener("input", () => fitHeight(prompt));
     prompt.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -44,6 +46,10 @@ export class Race {
 
   #find(selector) {
     return this.#root.querySelector(selector);
+  }
+
+  visible(now) {
+    if (now) fitHeight(this.#find("#r-prompt"));
   }
 
   #status(text) {
@@ -125,6 +131,7 @@ export class Race {
     const speeds = [off.speed(), drafts.speed()];
     const ratio = speeds[0] && speeds[1] ? speeds[1] / speeds[0] : null;
     this.#find(".verdict").hidden = false;
+    for (const lane of [off, drafts]) lane.toTop();
     this.#find("[data-speed-up]").textContent = ratio === null ? "–" : `${two.format(ratio)}×`;
     this.#find("[data-speed-words]").textContent = speedWords(ratio, drafts);
     const same = this.#compare([...off.runs, ...drafts.runs]);

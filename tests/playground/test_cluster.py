@@ -89,7 +89,7 @@ def test_a_burst_is_bounded_and_tells_how_the_batch_went(opened: Visit, recorded
         "3–4 at once",
         "5–8 at once",
     ]
-    assert "5.0 rows, 1.00 tokens" in shown[0]
+    assert "1.0 verify + 4.0 mask rows, 1.00 tokens" in shown[0]
     assert page.locator("[data-chart=burst] path").count() == 2
 
 
