@@ -11,7 +11,7 @@ from cluster.acceptance import Acceptance
 from cluster.metrics import Load, ReplicaMetrics, Timing, render
 from playground.files import read_files
 from tests.playground.asking import call
-from tidar_core.engine.draft_policy import StepCost
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import StepOutput, StepTrace
 
 

@@ -9,7 +9,7 @@ import torch
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import start
-from tidar_core.engine.draft_policy import StepCost
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.request import SamplingParams

@@ -9,7 +9,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.bench.policy import record_traces, run_policy_bench
 from tidar_core.bench.simulate import Trace, compare_settings
 from tidar_core.config import EngineConfig
-from tidar_core.engine.draft_policy import StepCost
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import SamplingParams
 
 ROWS = (1, 4, 16, 64)

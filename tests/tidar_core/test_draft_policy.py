@@ -12,13 +12,13 @@ from tidar_core.engine.draft_policy import (
     DraftPolicy,
     Load,
     SequenceView,
-    StepCost,
-    StepSize,
     best_choice,
+    best_shape,
     candidate_shapes,
     outcome_probabilities,
     tokens_per_second,
 )
+from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape
 
 ROWS = (4, 16, 64)
@@ -130,6 +130,25 @@ def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     shapes = policy.choose([SequenceView("auto", 3, 4, 0, book) for book in books], 0)
     assert shapes[2].drafts > 0
     assert [shapes[i] for i in (0, 1, 3)] == [Shape()] * 3
+
+
+@given(
+    st.tuples(*[st.floats(0.0, 1.0)] * 7),
+    st.sampled_from([FLAT, STEEP, replace(STEEP, reading=0.01, attending=0.02, drafting=1.2)]),
+    st.sampled_from((2, 3, 4, 8)),
+    st.integers(1, 9),
+    st.integers(0, 100),
+)
+def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known):
+    load = Load(sequences, known, 200)
+    for drafting in {1, sequences}:
+        shape, rate = best_shape(cost, holds, block_limit, load, drafting)
+        rates = {
+            candidate: tokens_per_second(cost, load, candidate, chances, drafting)
+            for candidate, chances in candidate_shapes(holds, block_limit)
+        }
+        assert abs(rate - max(rates.values())) < 1e-9 * rate
+        assert abs(rates[shape] - rate) < 1e-9 * rate
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(*[st.floats(0.01, 0.99)] * 3), min_size=12, max_size=12))

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from tidar_core.engine.draft_policy import Acceptance, DraftPolicy, SequenceView, StepCost, StepSize, candidate_shapes
+from tidar_core.engine.draft_policy import Acceptance, DraftPolicy, SequenceView, candidate_shapes
+from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape, fit_shape, full_shape
 
 

@@ -7,16 +7,20 @@ shapes and with plain autoregression, at the size that the batch has now. Rows a
 where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tidar_core.engine.step_cost import FloatArray, StepCost, StepSize, curve_at
 from tidar_core.layout import Shape, full_shape
 from tidar_core.request import DraftMode, HeldDrafts
 
+IntArray = NDArray[np.int64]
 PRIOR_HOLDS = 0.55
 PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
@@ -24,86 +28,6 @@ FADING = 0.995  # weight that it keeps through a step without drafts
 BIAS_MEMORY, BIAS_MOST = 0.95, 3.0  # of how long real steps take; a step that others held up counts no more than this
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """What a step runs. known: rows of prompts that emit nothing. verify: rows whose scores are wanted. mask: mask
-    rows. slots: those of them that may become drafts; picked: those that do where every sequence finds its outcome
-    drafted for. context: tokens that each of the `sequences` has, on average."""
-
-    known: float
-    verify: float
-    mask: float = 0.0
-    slots: float = 0.0
-    picked: float = 0.0
-    sequences: float = 0.0
-    context: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Measured seconds at a few row counts (ascending); interpolated between, extended linearly beyond.
-
-    trunk: all layers, with next to no context. head: scores and the token rule. adapter: what mask rows cost beside
-    the trunk. reading, attending: what a token of context costs each sequence, and each row. plain, drafting: real
-    steps without and with mask rows took so many times what the curves say.
-    """
-
-    rows: tuple[int, ...]
-    trunk: tuple[float, ...]
-    head: tuple[float, ...]
-    adapter: tuple[float, ...]
-    reading: float = 0.0
-    attending: float = 0.0
-    plain: float = 1.0
-    drafting: float = 1.0
-
-    def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
-        """A whole step. any_hit: the probability that drafts are picked at all."""
-        rows = size.known + size.verify + size.mask
-        attention = size.context * (size.sequences * self.reading + rows * self.attending)
-        trunk = self.trunk_seconds(rows) + attention
-        if not size.mask:
-            return self.plain * (trunk + self.head_seconds(size.verify))
-        if self.at_once(size.verify, size.picked, size.slots):
-            head = self.head_seconds(size.verify + size.slots)
-        else:
-            head = self.head_seconds(size.verify) + any_hit * self.head_seconds(size.picked)
-        return self.drafting * (trunk + self.adapter_seconds(size.mask) + head)
-
-    def trunk_seconds(self, rows: float) -> float:
-        """All layers of so many rows of whichever kind, without the adapter and without context."""
-        return self._at(self.trunk, rows)
-
-    def adapter_seconds(self, mask: float) -> float:
-        """What so many mask rows cost beside the trunk."""
-        return self._at(self.adapter, mask) if mask else 0.0
-
-    def head_seconds(self, rows: float) -> float:
-        """Scores and tokens of so many rows, in one pass over the head."""
-        return self._at(self.head, rows) if rows else 0.0
-
-    def at_once(self, verify: float, picked: float, slots: float) -> bool:
-        """Whether the head had better see all `slots` together with the verify rows, than first these and then the
-        `picked` slots of the proposals that came true."""
-        return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
-
-    def describe(self) -> dict[str, list[float]]:
-        """The measured points for people and other programs: row counts, and milliseconds of each part there."""
-        curves = {"trunk_ms": self.trunk, "head_ms": self.head, "adapter_ms": self.adapter}
-        described = {name: [round(1000 * seconds, 4) for seconds in curve] for name, curve in curves.items()}
-        return {"rows": list(self.rows), **described}
-
-    def _at(self, curve: tuple[float, ...], rows: float) -> float:
-        if rows <= self.rows[0]:
-            return curve[0]
-        if len(self.rows) == 1:
-            return curve[0] * rows / self.rows[0]
-        right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
-        low, high = self.rows[right - 1], self.rows[right]
-        share = (rows - low) / (high - low)
-        return curve[right - 1] + share * (curve[right] - curve[right - 1])
 
 
 class Acceptance:
@@ -234,12 +158,15 @@ class DraftPolicy:
         """
         if size.known or not size.verify:
             return
-        kind = "drafting" if size.mask else "plain"
-        bias = min(BIAS_MOST, seconds / self.cost.seconds(size) * getattr(self.cost, kind))
-        self.cost = replace(self.cost, **{kind: BIAS_MEMORY * getattr(self.cost, kind) + (1 - BIAS_MEMORY) * bias})
-        if not size.mask:
-            fading = self.cost.plain + FADING * (self.cost.drafting - self.cost.plain)
-            self.cost = replace(self.cost, drafting=fading)
+        plain, drafting = self.cost.plain, self.cost.drafting
+        expected = self.cost.seconds(size) / (drafting if size.mask else plain)
+        bias = (1 - BIAS_MEMORY) * min(BIAS_MOST, seconds / expected)
+        if size.mask:
+            self.cost = replace(self.cost, drafting=BIAS_MEMORY * drafting + bias)
+            return
+        # What makes plain steps take longer does so to all; the rest of the difference fades.
+        now = BIAS_MEMORY * plain + bias
+        self.cost = replace(self.cost, plain=now, drafting=now * (1 + FADING * (drafting / plain - 1)))
 
     def _limit(self, view: SequenceView) -> int:
         return min(view.block_limit, self.block_length)
@@ -308,12 +235,62 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
     drafting = load.sequences
     while drafting:
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
-        for shape, chances in candidate_shapes(holds, block_limit):
-            rate = tokens_per_second(cost, load, shape, chances, drafting)
-            if rate > best_rate:
-                best, best_rate = Choice(shape, drafting), rate
+        shape, rate = best_shape(cost, holds, block_limit, load, drafting)
+        if rate > best_rate:
+            best, best_rate = Choice(shape, drafting), rate
         drafting //= 2
     return best
+
+
+def best_shape(
+    cost: StepCost, holds: Sequence[float], block_limit: int, load: Load, drafting: int
+) -> tuple[Shape, float]:
+    """The one of `candidate_shapes` with the highest `tokens_per_second`, and that: all of them at once, since a busy
+    engine asks often."""
+    drafts, blocks, counts = _candidates(block_limit)
+    longest = int(drafts.max())
+    hits, tokens = np.zeros((longest + 1, longest + 2)), np.zeros(longest + 1)
+    chances = [np.array(outcome_probabilities(holds, n)) for n in range(longest + 1)]
+    for n in range(1, longest + 1):
+        hits[n, 1 : n + 2] = np.sort(chances[n])[::-1].cumsum()
+        tokens[n] = chances[n] @ np.arange(1, n + 2)
+    hit: FloatArray = hits[drafts, counts].clip(0.0, 1.0)
+    in_hand: FloatArray = 1.0 / (2.0 - hit)
+    seconds: FloatArray = in_hand * _all_seconds(cost, load, drafting, drafts, blocks, counts, hit)
+    one = np.ones_like(drafts)
+    seconds += (1.0 - in_hand) * _all_seconds(cost, load, drafting, 0 * one, blocks, one, np.ones_like(hit))
+    per_sequence = in_hand * tokens[drafts] + 1.0 - in_hand
+    rates = (drafting * per_sequence + load.sequences - drafting) / seconds
+    found = int(rates.argmax())
+    likeliest = np.argsort(-chances[drafts[found]], kind="stable")[: counts[found]] + 1
+    return Shape(int(drafts[found]), tuple(sorted(likeliest.tolist())), int(blocks[found])), float(rates[found])
+
+
+@lru_cache(maxsize=64)
+def _candidates(block_limit: int) -> tuple[IntArray, IntArray, IntArray]:
+    """n, b and the number of outcomes of every candidate."""
+    sizes = [(n, b, count) for b, n in _sizes(block_limit) for count in range(1, n + 2)]
+    drafts, blocks, counts = np.array(sizes).T
+    return drafts, blocks, counts
+
+
+def _all_seconds(
+    cost: StepCost, load: Load, drafting: int, drafts: IntArray, blocks: IntArray, counts: IntArray, hit: FloatArray
+) -> FloatArray:
+    """`_step_seconds` of many shapes, each with mask rows."""
+    any_hit = 1.0 - (1.0 - hit) ** drafting
+    verify, mask = load.sequences + drafting * drafts, drafting * counts * blocks
+    slots = drafting * (blocks - 1)
+    picked = slots * np.divide(hit, any_hit, out=np.zeros_like(hit), where=any_hit > 0)
+    rows = load.known_rows + verify + mask
+    trunk = curve_at(cost.rows, cost.trunk, rows)
+    attention: FloatArray = load.context * (load.sequences * cost.reading + rows * cost.attending)
+    first, second = curve_at(cost.rows, cost.head, verify), curve_at(cost.rows, cost.head, picked)
+    second[picked == 0] = 0.0
+    once = curve_at(cost.rows, cost.head, verify + slots * counts)
+    head = np.where(once <= first + second, once, first + any_hit * second)
+    seconds: FloatArray = cost.drafting * (trunk + attention + curve_at(cost.rows, cost.adapter, mask) + head)
+    return seconds
 
 
 def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequence[float], drafting: int) -> float:

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.constraint import constrained, guess_within
-from tidar_core.engine.draft_policy import StepCost, StepSize
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
+from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import WithinBlock
 from tidar_core.penalties import History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput

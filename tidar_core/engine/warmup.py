@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from math import inf
 
 import torch
 from torch import Tensor
 
 from tidar_core.engine.batch import Batch, build_batch
-from tidar_core.engine.draft_policy import StepCost
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import Shape, WithinBlock, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
@@ -22,7 +24,7 @@ PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, where its price is measured
 TRIAL_BYTES = 128 << 20  # most that the pages for it take
-REPEATS = 4
+REPEATS = 5
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
@@ -131,48 +133,59 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
         plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
         return _batch(runner, plans, within_block)
 
-    trunk = tuple(_timed(runner, partial(runner.forward, batch(rows, 0))) for rows in COST_ROWS)
-    head = tuple(_pick_seconds(runner, rows) for rows in COST_ROWS)
+    def passes(*batches: Batch) -> list[float]:
+        return _timed(runner, [partial(runner.forward, each) for each in batches])
+
+    # Mask rows come in whole proposals: the adapter is measured at those counts and read off between them.
+    proposals = sorted({max(1, round(rows / block)) for rows in COST_ROWS}) if block else []
+    found = passes(*(batch(rows, 0) for rows in COST_ROWS), *(batch(count, count) for count in proposals))
+    trunk, drafting = _rising(found[: len(COST_ROWS)]), found[len(COST_ROWS) :]
+    head = _rising(_timed(runner, [_picking(runner, rows) for rows in COST_ROWS]))
+
+    # What a token of context adds. c sequences of one row: c (reading + attending); one sequence of 1 + b rows:
+    # reading + (1 + b) attending.
     further = max(1, longer - context)
-
-    def added(sequences: int, drafting: int) -> float:
-        """What a token of context adds to a step."""
-        far, near = batch(sequences, drafting, longer), batch(sequences, drafting)
-        return (
-            max(0.0, _timed(runner, partial(runner.forward, far)) - _timed(runner, partial(runner.forward, near)))
-            / further
-        )
-
-    # c sequences of one row: c (reading + attending); one sequence of 1 + b rows: reading + (1 + b) attending.
-    one_row = added(CONTEXT_ROWS, 0) / CONTEXT_ROWS
-    attending = min(one_row, max(0.0, added(1, 1) - one_row) / block) if block else one_row
+    several, one = (CONTEXT_ROWS, 0), (1, 1 if block else 0)
+    near_several, far_several, near_one, far_one = passes(
+        batch(*several), batch(*several, longer), batch(*one), batch(*one, longer)
+    )
+    one_row = max(0.0, far_several - near_several) / further / CONTEXT_ROWS
+    more_rows = max(0.0, (far_one - near_one) / further - one_row)
+    attending = min(one_row, more_rows / block) if block else one_row
     base = StepCost(COST_ROWS, trunk, head, (0.0,) * len(COST_ROWS), one_row - attending, attending)
     if not block:
         return base
-    # Mask rows come in whole proposals: the adapter is measured at those counts and read off between them.
-    proposals = sorted({max(1, round(rows / block)) for rows in COST_ROWS})
     extra = tuple(
-        max(0.0, _timed(runner, partial(runner.forward, batch(count, count))) - base.trunk_seconds(count * (1 + block)))
-        for count in proposals
+        max(0.0, seconds - base.trunk_seconds(count * (1 + block)))
+        for count, seconds in zip(proposals, drafting, strict=True)
     )
     known = StepCost(tuple(count * block for count in proposals), extra, extra, extra)
     return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in COST_ROWS))
 
 
-def _timed(runner: Runner, work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS + 1):
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-        began = time.perf_counter()
-        work()
-        if runner.device.type == "cuda":
-            torch.cuda.synchronize(runner.device)
-        times.append(time.perf_counter() - began)
-    return min(times[1:])  # what else the machine does only adds to it
+def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:
+    """The fastest of a few runs of each: what else the machine does only adds to it. They take turns, so that no other
+    program's moment falls on one of them alone."""
+    best = [inf] * len(works)
+    for turn in range(REPEATS + 1):
+        for index, work in enumerate(works):
+            if runner.device.type == "cuda":
+                torch.cuda.synchronize(runner.device)
+            began = time.perf_counter()
+            work()
+            if runner.device.type == "cuda":
+                torch.cuda.synchronize(runner.device)
+            if turn:  # the first finds cold caches
+                best[index] = min(best[index], time.perf_counter() - began)
+    return best
 
 
-def _pick_seconds(runner: Runner, rows: int) -> float:
+def _rising(seconds: list[float]) -> tuple[float, ...]:
+    """The curve without the points that more rows undercut."""
+    return tuple(min(seconds[index:]) for index in range(len(seconds)))
+
+
+def _picking(runner: Runner, rows: int) -> Callable[[], object]:
     hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     rules = [TokenRule(GREEDY, 1)] * rows
-    return _timed(runner, lambda: pick_tokens(runner.scores(hidden, range(rows)), rules))
+    return lambda: pick_tokens(runner.scores(hidden, range(rows)), rules)

@@ -1,0 +1,107 @@
+"""What a step costs here: curves measured at warm-up, and how to read them."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step runs. known: rows of prompts that emit nothing. verify: rows whose scores are wanted. mask: mask
+    rows. slots: those of them that may become drafts; picked: those that do where every sequence finds its outcome
+    drafted for. context: tokens that each of the `sequences` has, on average."""
+
+    known: float
+    verify: float
+    mask: float = 0.0
+    slots: float = 0.0
+    picked: float = 0.0
+    sequences: float = 0.0
+    context: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Measured seconds at a few row counts (ascending); interpolated between, extended linearly beyond.
+
+    trunk: all layers, with next to no context. head: scores and the token rule. adapter: what mask rows cost beside
+    the trunk. reading, attending: what a token of context costs each sequence, and each row. plain, drafting: real
+    steps without and with mask rows took so many times what the curves say.
+    """
+
+    rows: tuple[int, ...]
+    trunk: tuple[float, ...]
+    head: tuple[float, ...]
+    adapter: tuple[float, ...]
+    reading: float = 0.0
+    attending: float = 0.0
+    plain: float = 1.0
+    drafting: float = 1.0
+
+    def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
+        """A whole step. any_hit: the probability that drafts are picked at all."""
+        rows = size.known + size.verify + size.mask
+        attention = size.context * (size.sequences * self.reading + rows * self.attending)
+        trunk = self.trunk_seconds(rows) + attention
+        if not size.mask:
+            return self.plain * (trunk + self.head_seconds(size.verify))
+        if self.at_once(size.verify, size.picked, size.slots):
+            head = self.head_seconds(size.verify + size.slots)
+        else:
+            head = self.head_seconds(size.verify) + any_hit * self.head_seconds(size.picked)
+        return self.drafting * (trunk + self.adapter_seconds(size.mask) + head)
+
+    def trunk_seconds(self, rows: float) -> float:
+        """All layers of so many rows of whichever kind, without the adapter and without context."""
+        return self._at(self.trunk, rows)
+
+    def adapter_seconds(self, mask: float) -> float:
+        """What so many mask rows cost beside the trunk."""
+        return self._at(self.adapter, mask) if mask else 0.0
+
+    def head_seconds(self, rows: float) -> float:
+        """Scores and tokens of so many rows, in one pass over the head."""
+        return self._at(self.head, rows) if rows else 0.0
+
+    def at_once(self, verify: float, picked: float, slots: float) -> bool:
+        """Whether the head had better see all `slots` together with the verify rows, than first these and then the
+        `picked` slots of the proposals that came true."""
+        return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
+
+    def describe(self) -> dict[str, list[float]]:
+        """The measured points for people and other programs: row counts, and milliseconds of each part there."""
+        curves = {"trunk_ms": self.trunk, "head_ms": self.head, "adapter_ms": self.adapter}
+        described = {name: [round(1000 * seconds, 4) for seconds in curve] for name, curve in curves.items()}
+        return {"rows": list(self.rows), **described}
+
+    def _at(self, curve: tuple[float, ...], rows: float) -> float:
+        if rows <= self.rows[0]:
+            return curve[0]
+        if len(self.rows) == 1:
+            return curve[0] * rows / self.rows[0]
+        right = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        low, high = self.rows[right - 1], self.rows[right]
+        share = (rows - low) / (high - low)
+        return curve[right - 1] + share * (curve[right] - curve[right - 1])
+
+
+def curve_at(rows: tuple[int, ...], seconds: tuple[float, ...], at: NDArray[Any]) -> FloatArray:
+    """A measured curve at many row counts."""
+    x, y = _points(rows, seconds)
+    return np.interp(at, x, y)
+
+
+@lru_cache(maxsize=16)
+def _points(rows: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[FloatArray, FloatArray]:
+    """The points of a curve, and one far behind them in line with the last two."""
+    far = float(1 << 24)
+    if len(rows) == 1:
+        return np.array([rows[0], far]), np.array([seconds[0], seconds[0] * far / rows[0]])
+    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+    return np.array([*rows, far]), np.array([*seconds, seconds[-1] + slope * (far - rows[-1])])
