@@ -83,10 +83,13 @@ def test_the_curve_is_read_as_the_policy_reads_it(blank: Page, curve: dict[int, 
     cost = StepCost(tuple(xs), tuple(ys), tuple(ys), tuple(ys))
     assert call(blank, "stats.js", "curveAt", xs, ys, rows) == pytest.approx(cost.trunk_seconds(rows))
     described = {"rows": xs, "trunk_ms": ys, "head_ms": ys, "adapter_ms": ys}
-    assert call(blank, "stats.js", "plainStep", described, rows) == pytest.approx(cost.seconds(rows, 0, 0))
+    assert call(blank, "stats.js", "plainStep", described, rows) == pytest.approx(
+        cost.trunk_seconds(rows) + cost.head_seconds(rows)
+    )
     if rows > 1:
         drafting = call(blank, "stats.js", "draftingStep", described, rows, 3)
-        assert drafting == pytest.approx(cost.seconds(1, rows - 1, 3))
+        heads = cost.head_seconds(1) + cost.head_seconds(3)
+        assert drafting == pytest.approx(cost.trunk_seconds(rows) + cost.adapter_seconds(rows - 1) + heads)
 
 
 answers = st.text("ab😀", max_size=6)
@@ -114,7 +117,6 @@ def test_a_metrics_page_is_read_whatever_its_labels_hold(blank: Page, replicas: 
     made = {name: ReplicaMetrics("m", name, 4) for name in replicas}
     for name, steps in replicas.items():
         for _ in range(steps):
-            made[name].arrived(3)
             made[name].stepped(
                 StepOutput("x", (1, 2), StepTrace(1, 0.1, (1,), 1, 2, 4, (1,), 1, 2, 4)), Timing(0.0), 1.0
             )
