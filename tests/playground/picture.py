@@ -15,15 +15,15 @@ QUESTION = "Write a Python function that returns the factorial of n."
 
 def take(browser: Browser, address: str) -> None:
     """An answer of the model served at `address`, as it grows, with its rejected drafts kept and a token explained."""
-    context = browser.new_context(viewport={"width": 1200, "height": 830}, device_scale_factor=1.5)
+    context = browser.new_context(viewport={"width": 1200, "height": 860}, device_scale_factor=1.5)
     page = visit(context, address).page
     page.locator("label:has(> [value=keep])").click()
     page.fill("#t-block", "3")  # fewer rejected drafts than the whole block has: the picture stays readable
     page.fill("#t-prompt", QUESTION)
     page.press("#t-prompt", "Enter")
     page.wait_for_selector(".facts", timeout=300_000)
-    page.locator(".answer-text .line:last-child .ghosts + .own .ink").nth(4).hover()
     page.evaluate("scrollTo(0, 0)")
+    page.locator(".answer-text .line:last-child .ghosts + .own .ink").nth(4).hover()
     TARGET.parent.mkdir(exist_ok=True)
     shot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     shot.quantize(256, dither=Image.Dither.NONE).save(TARGET, optimize=True)
