@@ -52,10 +52,11 @@ class Directory:
                 await self._found.wait()
 
     async def stop(self) -> None:
-        if self._task is not None:
+        """End the asking. Without this an ingress that is shut down would stay until its time of grace is over."""
+        while self._task is not None and not self._task.done():
+            # More than once: `asyncio.wait_for`, which Serve awaits answers with, may swallow it (Python before 3.12).
             self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=0.1)
 
     @property
     def replicas(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ class RayCluster:
         deadline = time.monotonic() + WAIT_SECONDS
         while (seen := self.application(name)).get("status") != status:
             assert seen.get("status") != "DEPLOY_FAILED", seen["message"]
-            assert time.monotonic() < deadline, f"{name} is not {status}: {seen.get('status')} {seen.get('message')}"
+            assert time.monotonic() < deadline, f"{name} is not {status}: {yaml.safe_dump(seen)}"
             time.sleep(0.5)
         return seen
 

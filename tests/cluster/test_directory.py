@@ -1,0 +1,41 @@
+"""What an ingress knows of the replicas, and that it lets go of them."""
+
+import asyncio
+from typing import Any
+
+from cluster.directory import Directory
+
+
+class Stubborn:
+    """Stands for the engine's handle: its second look takes long, and swallows the first cancellation, as
+    `asyncio.wait_for` may where its answer comes in the same moment."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.second = asyncio.Event()
+
+    def broadcast(self, method: str) -> "Stubborn":
+        return self
+
+    async def results_async(self, **_: Any) -> list[str]:
+        self.looks += 1
+        if self.looks == 2:
+            self.second.set()
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                return []
+        return ["one"]
+
+
+def test_it_stops_though_a_cancellation_is_swallowed() -> None:
+    async def run() -> None:
+        handle = Stubborn()
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        async with asyncio.timeout(10):
+            await handle.second.wait()
+            await directory.stop()
+        assert handle.looks == 2
+
+    asyncio.run(run())
