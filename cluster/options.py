@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tidar_core.config import DEFAULT_MODEL, DTypeName, EngineConfig
+from tidar_core.config import DEFAULT_MODEL, EngineConfig, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -30,7 +30,7 @@ class ServeOptions(BaseModel):
     model: str = DEFAULT_MODEL
     adapter: str = "default"
     name: str | None = None
-    dtype: DTypeName = "bfloat16"
+    dtype: ServedDType = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafts: DraftMode = "auto"
     replicas: int = 1
@@ -55,6 +55,12 @@ class ServeOptions(BaseModel):
     def _a_gpu_to_be_of_a_kind(self) -> Self:
         if self.accelerator is not None and self.device == "cpu":
             raise ValueError(f"accelerator {self.accelerator} is a GPU, but device is cpu; leave one of the two out")
+        return self
+
+    @model_validator(mode="after")
+    def _int8_where_it_runs(self) -> Self:
+        if self.dtype == "int8" and (self.device == "cuda" or self.accelerator is not None):
+            raise ValueError("dtype int8 is for CPUs; use bfloat16 on a GPU")
         return self
 
     @property

@@ -159,7 +159,7 @@ def test_packed_products_match_the_oracle_and_keep_rows_apart(rank, dtype, ops):
 
     weight, bias = random(320, 64), random(1, 320)[0]
     low_rank = LowRank(random(rank, 64), random(320, rank))
-    packed = LowRank(ops.pack(low_rank.a), ops.pack(low_rank.b))
+    packed = LowRank(ops.pack_adapter(low_rank.a), ops.pack_adapter(low_rank.b))
     x = random(300, 64)
     for rows, first in [(1, 1), (1, 0), (3, 3), (13, 4), (40, 8), (300, 30)]:
         exact = REFERENCE_OPS.linear(

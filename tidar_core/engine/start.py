@@ -38,7 +38,7 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = _device(config.device)
-    dtype = getattr(torch, config.dtype)
+    dtype = torch.bfloat16 if config.dtype == "int8" else getattr(torch, config.dtype)
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")
@@ -46,7 +46,7 @@ def load_engine(
     tokenizer = load_tokenizer(source)
     base = identify_base(source.name, model, weights, tokenizer)
     adapter = _adapter(config.adapter, base, dtype, device, report)
-    ops = _ops(model, config.page_size, dtype, device, report)
+    ops = _ops(config, model, dtype, device, report)
 
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
     pages = _cache_pages(config, model, dtype, device, positions)
@@ -54,7 +54,7 @@ def load_engine(
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     runner = Runner(
-        ops, model, pack_model(weights, ops.pack), pack_adapter(adapter.weights, ops.pack) if adapter else None,
+        ops, model, pack_model(weights, ops.pack), pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None,
         empty_cache(model, pages + 1, config.page_size, dtype, device), rotary_tables(model, device),
     )  # fmt: skip
     block_length = adapter.config.block_length if adapter else 0
@@ -106,16 +106,23 @@ def _adapter(
 
 
 def _ops(
-    model: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
 ) -> Ops:
+    int8 = config.dtype == "int8"
     if device.type != "cpu":
-        return _gpu_ops(model, page_size, dtype, device, report)
-    if not supports(model, page_size):
+        if int8:
+            raise ConfigError("int8 is for CPUs: use --dtype bfloat16 on a GPU, or --device cpu")
+        return _gpu_ops(model, config.page_size, dtype, device, report)
+    if not supports(model, config.page_size):
+        if int8:
+            raise ConfigError("the int8 kernels do not fit this model's sizes: use --dtype bfloat16")
         report("the CPU kernels do not fit this model's sizes: running on plain torch, which is slower")
         return REFERENCE_OPS
     try:
-        return cpu_ops(model, dtype)
+        return cpu_ops(model, dtype, int8)
     except CompileError as error:
+        if int8:
+            raise ConfigError(f"int8 cannot be used here ({error}): use --dtype bfloat16") from None
         report(f"running on plain torch, which is slower: {error}")
         return REFERENCE_OPS
 

@@ -1,4 +1,4 @@
-"""The CPU's operations: `cpu_kernels.cpp` and `cpu_gemm.cpp`, compiled once for this processor."""
+"""The CPU's operations: `cpu_kernels.cpp` and the products beside it, compiled once for this processor."""
 
 import ctypes
 import hashlib
@@ -23,7 +23,11 @@ from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
-SOURCES = ("cpu_kernels.cpp", "cpu_gemm.cpp")  # one unit: they share names, and one compile is quicker than two
+SOURCES = (
+    "cpu_kernels.cpp",
+    "cpu_gemm.cpp",
+    "cpu_gemm_int8.cpp",
+)  # one unit: they share names
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 
 
@@ -106,6 +110,22 @@ def pack(weight: Tensor) -> Tensor:
     return weight.view(rows // LANES, LANES, columns // step, step).permute(0, 2, 1, 3).contiguous()
 
 
+def pack_int8(weight: Tensor) -> Tensor:
+    """[out, in] -> [out / 16, 16 in + 64] bytes, as `cpu_gemm_int8.cpp` reads it: one scale an output."""
+    rows, columns = weight.shape
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / 127
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    whole = (wide * inverse[:, None]).round().clamp(-127, 127) + 128
+    blocks = whole.to(torch.uint8).view(rows // LANES, LANES, columns // 4, 4).permute(0, 2, 1, 3)
+    return torch.cat((blocks.reshape(rows // LANES, -1), scales.view(rows // LANES, LANES).view(torch.uint8)), dim=1)
+
+
+def group_of(columns: int) -> int:
+    """Inputs of a row that are rounded to 8 bits by one scale."""
+    return next(size for size in (64, 32, LANES) if columns % size == 0)
+
+
 def unpacked_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int
 ) -> Tensor:
@@ -123,8 +143,11 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def cpu_ops(config: ModelConfig, dtype: torch.dtype) -> Ops:
-    """The CPU's `Ops` for a model in one dtype (bf16 or fp32). Raises CompileError where they cannot be built."""
+def cpu_ops(config: ModelConfig, dtype: torch.dtype, int8: bool = False) -> Ops:
+    """The CPU's `Ops` for a model in one dtype (bf16 or fp32), the base's matrices in 8 bits where `int8` says so.
+
+    Raises CompileError where they cannot be built.
+    """
     library, suffix = compiled_library(), SUFFIXES[dtype]
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
@@ -186,47 +209,68 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype) -> Ops:
         return out
 
     if not _packs_whole(config):
+        if int8:
+            raise CompileError("int8 needs matrices whose sizes are multiples of 32")
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
             rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul,
         )  # fmt: skip
-    linear, head = _products(library, suffix)
-    return Ops("cpu", 1, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+    if int8:
+        linear, head = _products(library, f"int8_{suffix}", rounded=True)
+        return Ops("cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+    linear, head = _products(library, suffix, rounded=False)
+    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
 
 
-def _products(library: ctypes.CDLL, suffix: str) -> tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]:
-    """`linear` and `head` over packed weights. A row's bits depend on that row alone, whatever the number of rows."""
+def _products(
+    library: ctypes.CDLL, suffix: str, rounded: bool
+) -> tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]:
+    """`linear` and `head` over packed weights. A row's bits depend on that row alone, whatever the number of rows.
+
+    rounded: the rows are rounded to 8 bits in groups of their inputs, which takes scratch memory.
+    """
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     run_linear, run_head = getattr(library, f"linear_{suffix}"), getattr(library, f"head_{suffix}")
-    run_linear.argtypes = [
-        pointer, integer, integer, pointer, integer, pointer, pointer, integer, pointer, pointer, integer, pointer,
-        integer,
-    ]  # fmt: skip
-    run_head.argtypes = [pointer, integer, integer, pointer, integer, pointer, integer]
+    x_types, scratch_types = [pointer, integer, integer], []
+    if rounded:
+        x_types, scratch_types = [*x_types, integer], [pointer]
+    adapter_types = [integer, pointer, pointer, integer, pointer]
+    run_linear.argtypes = [*x_types, pointer, integer, pointer, pointer, *adapter_types, *scratch_types, integer]
+    run_head.argtypes = [*x_types, pointer, integer, pointer, *scratch_types, integer]
     run_linear.restype = run_head.restype = None
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    def as_read(x: Tensor) -> tuple[list[int], list[Tensor]]:
+        """The arguments that say what x is, and the scratch memory that it takes."""
         rows, columns = x.shape
+        if not rounded:
+            return [x.data_ptr(), rows, columns], []
+        group = group_of(columns)
+        scratch = x.new_empty(rows * (columns + 8 * columns // group), dtype=torch.uint8)
+        return [x.data_ptr(), rows, columns, group], [scratch]
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+        rows = x.shape[0]
         threads, width = torch.get_num_threads(), weight.shape[0] * LANES
         y = x.new_empty(rows, width)
         fused = low_rank is not None and first_mask_row < rows and low_rank.a.dim() == low_rank.b.dim() == 4
-        rank, down, up, scratch = 0, None, None, None
+        rank, down, up, low = 0, None, None, None
         if low_rank is not None and fused:
             rank = low_rank.a.shape[0] * LANES
             down, up = low_rank.a.data_ptr(), low_rank.b.data_ptr()
-            scratch = x.new_empty(threads, rows, rank)
+            low = x.new_empty(threads, rows, rank)
+        given, scratch = as_read(x)
         run_linear(
-            x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),
-            first_mask_row, down, up, rank, _address(scratch), threads,
+            *given, weight.data_ptr(), width, _address(bias), y.data_ptr(), first_mask_row, down, up, rank,
+            _address(low), *map(_address, scratch), threads,
         )  # fmt: skip
         return y if fused else add_low_rank(y, x, low_rank, first_mask_row)
 
     def head(x: Tensor, weight: Tensor) -> Tensor:
-        rows, columns = x.shape
         width = weight.shape[0] * LANES
-        logits = x.new_empty(rows, width, dtype=torch.float32)
+        logits = x.new_empty(x.shape[0], width, dtype=torch.float32)
+        given, scratch = as_read(x)
         run_head(
-            x.data_ptr(), rows, columns, weight.data_ptr(), width, logits.data_ptr(), torch.get_num_threads()
+            *given, weight.data_ptr(), width, logits.data_ptr(), *map(_address, scratch), torch.get_num_threads()
         )  # fmt: skip
         return logits
 

@@ -28,57 +28,79 @@ inline f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
 }
 #endif
 
-// Weights to fetch while others are multiplied: `blocks` neighbouring blocks from `first` on; none where it is null.
-// Without it the memory would rest whenever several rows make the arithmetic take longer than the loads.
-template <typename T> struct Ahead { const T* first; int blocks; };
+// Weights to fetch while others are multiplied: `blocks` neighbouring blocks from `first` on, `stride` bytes apart; none
+// where blocks is 0. Without it the memory would rest whenever several rows make the arithmetic take longer than the
+// loads.
+struct Ahead { const char* first; int64_t stride; int blocks; };
+constexpr Ahead NOTHING{nullptr, 0, 0};
+constexpr int LINE = 64;  // bytes of a load, and of a cache line
 
-// Adds x [R rows, in] times B neighbouring blocks of 16 outputs to sums; x rows are `in` apart, blocks 16 * in.
-template <int R, int B, typename T>
-inline void accumulate(f16v (&sums)[R][B], const T* x, const T* weight, int in, Ahead<T> ahead = {nullptr, 0}) {
-    constexpr int S = STEP<T>;
-    // Without anything to fetch, what is at hand is "fetched" again: cheaper than to ask each time.
-    const T* one = ahead.blocks > 0 ? ahead.first : weight;
-    const T* two = ahead.blocks > 1 ? ahead.first + int64_t(in) * LANES : one;
-    for (int k = 0; k < in; k += S) {
-        __builtin_prefetch(one + k * LANES);
-        __builtin_prefetch(two + k * LANES);
-        for (int r = 0; r < R; r++)
-            for (int b = 0; b < B; b++)
-                sums[r][b] = multiply_add(sums[r][b], weight + (int64_t(b) * in + k) * LANES, x + int64_t(r) * in + k);
+// The lines that are fetched beside each load of weights. Without anything to fetch, what is at hand is "fetched"
+// again: cheaper than to ask each time.
+struct Fetch {
+    const char *one, *two;
+    Fetch(Ahead ahead, const void* at_hand)
+        : one(ahead.blocks > 0 ? ahead.first : (const char*)at_hand), two(ahead.blocks > 1 ? ahead.first + ahead.stride : one) {}
+    void line(int64_t n) const { __builtin_prefetch(one + n * LINE); __builtin_prefetch(two + n * LINE); }
+};
+
+// Rows x [rows, in] against packed weights of their own type.
+template <typename T> struct Dense {
+    const T *x, *weight;
+    int in;
+    Ahead ahead(int first, int blocks) const {
+        return {(const char*)(weight + int64_t(first) * in), int64_t(sizeof(T)) * LANES * in, blocks};
     }
-}
+    // Adds rows [r, r + R) times B neighbouring blocks of 16 outputs to sums.
+    template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+        constexpr int S = STEP<T>;
+        const T *rows = x + int64_t(r) * in, *block = weight + int64_t(first) * in;
+        const Fetch fetch(next, block);
+        for (int k = 0; k < in; k += S) {
+            fetch.line(k / S);
+            for (int i = 0; i < R; i++)
+                for (int b = 0; b < B; b++)
+                    sums[i][b] =
+                        multiply_add(sums[i][b], block + (int64_t(b) * in + k) * LANES, rows + int64_t(i) * in + k);
+        }
+    }
+    template <int R, int B> void finish(f16v (&)[R][B], int) const {}
+};
 
 // What is added to the base product on mask rows: low [all rows, rank] times `up`, packed like a weight.
 template <typename T> struct LowRank { const T* low; const T* up; int rank; };
 
 // R rows of outputs [first, first + 16 B); the adapter counts from row `first_mask_row` on (R: for none). Rows before
 // it are stored before the adapter is added to all: asking row by row would cost more than the few products.
-template <int R, int B, typename T, typename Out>
-void tile(const T* x, const T* weight, int in, const T* bias, LowRank<T> extra, int first_mask_row, int first, Out* out,
-          int64_t stride, Ahead<T> ahead) {
+template <int R, int B, typename Base, typename T, typename Out>
+void tile(const Base& base, int r, const T* bias, LowRank<T> extra, int first_mask_row, int first, Out* out,
+          int64_t stride, Ahead ahead) {
     f16v sums[R][B];
-    for (int r = 0; r < R; r++)
-        for (int b = 0; b < B; b++) sums[r][b] = bias ? load(bias + first + LANES * b) : f16v{};
-    accumulate<R, B, T>(sums, x, weight + int64_t(first) * in, in, ahead);
+    for (int i = 0; i < R; i++)
+        for (int b = 0; b < B; b++) sums[i][b] = f16v{};
+    base.template add<R, B>(sums, r, first, ahead);
+    base.template finish<R, B>(sums, first);
+    for (int i = 0; bias && i < R; i++)
+        for (int b = 0; b < B; b++) sums[i][b] += load(bias + first + LANES * b);
     auto keep = [&](int from, int to) {
-        for (int r = 0; r < R; r++)
+        for (int i = 0; i < R; i++)
             for (int b = 0; b < B; b++)
-                if (from <= r && r < to) store(out + r * stride + first + LANES * b, sums[r][b]);
+                if (from <= i && i < to) store(out + i * stride + first + LANES * b, sums[i][b]);
     };
     keep(0, first_mask_row);
     if (first_mask_row >= R) return;
-    accumulate<R, B, T>(sums, extra.low, extra.up + int64_t(first) * extra.rank, extra.rank);
+    Dense<T>{extra.low, extra.up, extra.rank}.template add<R, B>(sums, 0, first, NOTHING);
     keep(first_mask_row, R);
 }
 
 template <int B> constexpr int MOST_ROWS = 24 / B;  // whose sums fit the registers beside the weights
 template <int B> int passes_for(int rows) { return (rows + MOST_ROWS<B> - 1) / MOST_ROWS<B>; }
 
-// All rows of outputs [first, first + 16 B), in as few passes as the registers allow, of equal size. The first two
-// passes fetch one block of `ahead` each, a single one fetches both.
-template <int B, typename T, typename Out>
-void rows_of_tiles(const T* x, int rows, const T* weight, int in, const T* bias, LowRank<T> extra, int first_mask_row,
-                   int first, Out* out, int64_t stride, Ahead<T> ahead) {
+// Rows [from, from + rows) of outputs [first, first + 16 B), in as few passes as the registers allow, of equal size.
+// The first two passes fetch one block of `ahead` each, a single one fetches both. out is row `from`'s.
+template <int B, typename Base, typename T, typename Out>
+void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<T> extra, int first_mask_row, int first,
+                   Out* out, int64_t stride, Ahead ahead) {
     const int passes = passes_for<B>(rows);
     for (int pass = 0, r = 0; pass < passes; pass++) {
         const int take = (rows - r + passes - pass - 1) / (passes - pass);
@@ -86,42 +108,44 @@ void rows_of_tiles(const T* x, int rows, const T* weight, int in, const T* bias,
         const int plain = first_mask_row < r ? 0 : first_mask_row - r;
         LowRank<T> mine{extra.low + int64_t(r) * extra.rank, extra.up, extra.rank};
         with_count<MOST_ROWS<B>>(take, [&](auto count) {
-            tile<decltype(count)::value, B>(x + int64_t(r) * in, weight, in, bias, mine, plain, first, out + r * stride,
-                                            stride, Ahead<T>{ahead.first, blocks});
+            tile<decltype(count)::value, B>(base, from + r, bias, mine, plain, first, out + r * stride, stride,
+                                            Ahead{ahead.first, ahead.stride, blocks});
         });
-        ahead = {ahead.first + int64_t(blocks) * in * LANES, ahead.blocks - blocks};
+        ahead = {ahead.first + blocks * ahead.stride, ahead.stride, ahead.blocks - blocks};
         r += take;
     }
 }
 
-// `low` is scratch for all rows times `down`, one copy a thread: computing it twice costs less than waiting.
-template <typename T, typename Out>
-void product(const T* x, int rows, int in, const T* weight, int out_features, const T* bias, Out* out,
+// `low` is scratch for all rows times `down`, one copy a thread: computing it twice costs less than waiting. x is what
+// the adapter reads, whatever the base makes of it.
+template <typename Base, typename T, typename Out>
+void product(const Base& base, const T* x, int rows, int in, int out_features, const T* bias, Out* out,
              int first_mask_row, const T* down, const T* up, int rank, T* low, int threads) {
-    const int pairs = out_features / (2 * LANES), base = down ? first_mask_row : rows;
+    const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows;
 #pragma omp parallel num_threads(threads)
     {
         const int team = omp_get_num_threads(), me = omp_get_thread_num();
         const int from = pairs * me / team, to = pairs * (me + 1) / team;
         const LowRank<T> none{nullptr, nullptr, 0};
         LowRank<T> extra = none;
-        if (base < rows && from < to) {
+        if (plain < rows && from < to) {
             T* own = low + int64_t(me) * rows * rank;
-            std::memset(own, 0, sizeof(T) * base * rank);
-            T* masked = own + int64_t(base) * rank;
-            const T *x_mask = x + int64_t(base) * in, *no_bias = nullptr;
-            const int count = rows - base, even = rank / (2 * LANES) * 2 * LANES;
-            const Ahead<T> own_first{weight + int64_t(2 * LANES) * from * in, 2};
+            std::memset(own, 0, sizeof(T) * plain * rank);
+            T* masked = own + int64_t(plain) * rank;
+            const T* no_bias = nullptr;
+            const Dense<T> inner{x, down, in};
+            const int count = rows - plain, even = rank / (2 * LANES) * 2 * LANES;
+            const Ahead own_first = base.ahead(2 * LANES * from, 2);
             for (int r = 0; r < even; r += 2 * LANES)
-                rows_of_tiles<2>(x_mask, count, down, in, no_bias, none, count, r, masked, rank, own_first);
+                rows_of_tiles<2>(inner, plain, count, no_bias, none, count, r, masked, rank, own_first);
             if (even < rank)
-                rows_of_tiles<1>(x_mask, count, down, in, no_bias, none, count, even, masked, rank, own_first);
+                rows_of_tiles<1>(inner, plain, count, no_bias, none, count, even, masked, rank, own_first);
             extra = {own, up, rank};
         }
         for (int p = from; p < to; p++) {
             const int first = 2 * LANES * p;
-            const Ahead<T> next{weight + int64_t(first + 2 * LANES) * in, p + 1 < to ? 2 : 0};
-            rows_of_tiles<2>(x, rows, weight, in, bias, extra, base, first, out, out_features, next);
+            const Ahead next = base.ahead(first + 2 * LANES, p + 1 < to ? 2 : 0);
+            rows_of_tiles<2>(base, 0, rows, bias, extra, plain, first, out, out_features, next);
         }
     }
 }
@@ -132,11 +156,13 @@ void product(const T* x, int rows, int in, const T* weight, int out_features, co
     extern "C" void linear_##NAME(const T* x, int rows, int in, const T* weight, int out_features, const T* bias,     \
                                   T* out, int first_mask_row, const T* down, const T* up, int rank, T* low,           \
                                   int threads) {                                                                      \
-        product(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low, threads); }        \
+        product(Dense<T>{x, weight, in}, x, rows, in, out_features, bias, out, first_mask_row, down, up, rank, low,   \
+                threads); }                                                                                           \
     extern "C" void head_##NAME(const T* x, int rows, int in, const T* weight, int out_features, float* out,          \
                                 int threads) {                                                                        \
         const T* none = nullptr;                                                                                      \
-        product(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, threads); }
+        product(Dense<T>{x, weight, in}, x, rows, in, out_features, none, out, rows, none, none, 0, (T*)nullptr,      \
+                threads); }
 
 EXPORT_PRODUCTS(bf16, bf16)
 EXPORT_PRODUCTS(float, float)

@@ -83,7 +83,8 @@ class QKNorm:
 class Ops:
     """One implementation of the decoder's operations. x is [rows, in], weights are [out, in] before `pack`.
 
-    pack(weight): the matrix in the layout that `linear` and `head` of this record read.
+    pack(weight): a base matrix in the layout that `linear` and `head` of this record read; pack_adapter: one of an
+        adapter's.
 
     linear(x, weight, bias, low_rank, first_mask_row): x weightᵀ + bias, and on rows from first_mask_row on also
         the adapter's x aᵀ bᵀ. Base rows never see the adapter.
@@ -102,6 +103,7 @@ class Ops:
     name: str
     row_multiple: int
     pack: Callable[[Tensor], Tensor]
+    pack_adapter: Callable[[Tensor], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None, LowRank | None, int], Tensor]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     rotate_and_store: Callable[[Tensor, StepRows, Rotary, KVCache, int, QKNorm | None], Tensor]

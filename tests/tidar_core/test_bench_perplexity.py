@@ -1,0 +1,37 @@
+"""Perplexity as the bench tells it, against transformers'."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import tiny_checkpoint
+from tidar_core.bench.perplexity import measure_perplexity
+from tidar_core.bench.prompts import read_text
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.engine import load_engine
+
+TEXTS = ["def add(first, second):\n    return first + second\n", "", "x", "The sum of two numbers is one number."]
+
+
+def test_it_is_the_models_own(tmp_path):
+    directory = tiny_checkpoint(tmp_path / "model")
+    engine = load_engine(EngineConfig(str(directory), "none", "float32", "cpu"))
+    found = measure_perplexity(engine, TEXTS)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    rows = [torch.tensor([ids]) for text in TEXTS if len(ids := engine.tokenizer.encode(text)) > 1]
+    with torch.inference_mode():
+        nats = [float(model(row, labels=row).loss) * (row.shape[1] - 1) for row in rows]
+    assert (found.texts, found.tokens) == (len(rows), sum(row.shape[1] - 1 for row in rows))
+    assert found.nats == pytest.approx(sum(nats) / found.tokens, rel=1e-4)
+    assert found.perplexity == pytest.approx(math.exp(found.nats))
+
+
+def test_a_text_is_its_paragraphs(tmp_path):
+    file = tmp_path / "text"
+    file.write_text("one\n\n\n\ntwo\nlines\n\nthree")
+    assert read_text(file, 2) == ["one", "two\nlines"]
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
+        read_text(file, 2)

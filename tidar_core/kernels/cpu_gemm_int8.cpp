@@ -1,0 +1,129 @@
+// Products of weights kept in 8 bits. A weight is a whole number times its output's scale; a row is rounded to whole
+// numbers times a scale for each group of its inputs. Within a group sums are whole numbers, which have no order, and
+// groups are added in ascending order: an output's bits depend on its row alone.
+//
+// Packed weights, a block for 16 outputs: [in / 4][16 outputs][4 inputs] as bytes (the whole number + 128), then 16
+// scales in fp32.
+namespace {
+
+typedef int8_t b16v __attribute__((vector_size(16)));
+constexpr int QUAD = 4;  // inputs that one lane takes at once
+constexpr int SCALES = LANES * sizeof(float);  // bytes behind a block's weights
+
+// The sum of four products a lane: unsigned bytes of weights times the same four signed bytes of a row.
+#if defined(__AVX512VNNI__)
+inline i16v add_products(i16v sum, const uint8_t* weight, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return (i16v)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weight), _mm512_set1_epi32(four));
+}
+#else
+inline i16v add_products(i16v sum, const uint8_t* weight, const int8_t* x) {
+    u16v four;
+    std::memcpy(&four, weight, sizeof four);
+    for (int j = 0; j < QUAD; j++) sum += (i16v)((four >> (8 * j)) & 0xffu) * int32_t(x[j]);
+    return sum;
+}
+#endif
+
+// Rows rounded to 8 bits: x [rows, in], and for each group its scale and what undoes the weights' + 128, [rows, groups].
+struct Rounded {
+    const int8_t* x;
+    const float* scales;
+    const int32_t* starts;
+    const uint8_t* weight;
+    int in, group;
+    int64_t block_bytes() const { return int64_t(in) * LANES + SCALES; }
+    const uint8_t* block(int first) const { return weight + first / LANES * block_bytes(); }
+    Ahead ahead(int first, int blocks) const { return {(const char*)block(first), block_bytes(), blocks}; }
+    template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+        const int groups = in / group;
+        const uint8_t* weights = block(first);
+        const Fetch fetch(next, weights);
+        for (int g = 0; g < groups; g++) {
+            i16v whole[R][B];
+            for (int i = 0; i < R; i++)
+                for (int b = 0; b < B; b++) whole[i][b] = i16v{} + starts[int64_t(r + i) * groups + g];
+            for (int k = g * group; k < (g + 1) * group; k += QUAD) {
+                fetch.line(k / QUAD);
+                for (int i = 0; i < R; i++)
+                    for (int b = 0; b < B; b++)
+                        whole[i][b] = add_products(whole[i][b], weights + b * block_bytes() + k * LANES,
+                                                   x + int64_t(r + i) * in + k);
+            }
+            for (int i = 0; i < R; i++)
+                for (int b = 0; b < B; b++)
+                    sums[i][b] += __builtin_convertvector(whole[i][b], f16v) * scales[int64_t(r + i) * groups + g];
+        }
+    }
+    template <int R, int B> void finish(f16v (&sums)[R][B], int first) const {
+        for (int b = 0; b < B; b++) {
+            float scale[LANES];
+            std::memcpy(scale, block(first + b * LANES) + int64_t(in) * LANES, sizeof scale);
+            for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] * load(scale);
+        }
+    }
+};
+
+// One group of a row. What is not finite makes the scale NaN, and with it every output of the row.
+template <typename T> void round_group(const T* x, int group, int8_t* out, float* scale, int32_t* start) {
+    f16v most{}, finite{};
+    for (int k = 0; k < group; k += LANES) {
+        const f16v v = load(x + k);
+        most = max_of(most, max_of(v, -v));
+        finite += v * 0.0f;
+    }
+    float top = 0.0f;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    const float step = top / 127.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    i16v total{};
+    for (int k = 0; k < group; k += LANES) {
+        const f16v v = load(x + k) * inverse;
+        f16v nearest;
+        for (int i = 0; i < LANES; i++) nearest[i] = __builtin_rintf(v[i]);
+        nearest = nearest > 127.0f ? splat(127.0f) : nearest;  // (what is not finite may become any number)
+        const i16v whole = __builtin_convertvector(nearest, i16v);
+        const b16v bytes = __builtin_convertvector(whole, b16v);
+        std::memcpy(out + k, &bytes, sizeof bytes);
+        total += whole;
+    }
+    *scale = step + sum(finite);
+    int32_t all = 0;
+    for (int i = 0; i < LANES; i++) all += total[i];
+    *start = -128 * all;
+}
+
+// scratch: rows * (in + 8 * in / group) bytes.
+template <typename T, typename Out>
+void product_int8(const T* x, int rows, int in, int group, const uint8_t* weight, int out_features, const T* bias,
+                  Out* out, int first_mask_row, const T* down, const T* up, int rank, T* low, char* scratch, int threads) {
+    const int groups = in / group;
+    float* scales = (float*)scratch;
+    int32_t* starts = (int32_t*)(scales + int64_t(rows) * groups);
+    int8_t* whole = (int8_t*)(starts + int64_t(rows) * groups);
+#pragma omp parallel for num_threads(threads) if (rows > 32)
+    for (int r = 0; r < rows; r++)
+        for (int g = 0; g < groups; g++) {
+            const int64_t at = int64_t(r) * in + g * group, pair = int64_t(r) * groups + g;
+            round_group(x + at, group, whole + at, scales + pair, starts + pair);
+        }
+    product(Rounded{whole, scales, starts, weight, in, group}, x, rows, in, out_features, bias, out, first_mask_row, down,
+            up, rank, low, threads);
+}
+
+}  // namespace
+
+#define EXPORT_INT8(NAME, T)                                                                                          \
+    extern "C" void linear_int8_##NAME(const T* x, int rows, int in, int group, const uint8_t* weight,                \
+                                       int out_features, const T* bias, T* out, int first_mask_row, const T* down,    \
+                                       const T* up, int rank, T* low, char* scratch, int threads) {                   \
+        product_int8(x, rows, in, group, weight, out_features, bias, out, first_mask_row, down, up, rank, low,        \
+                     scratch, threads); }                                                                             \
+    extern "C" void head_int8_##NAME(const T* x, int rows, int in, int group, const uint8_t* weight,                  \
+                                     int out_features, float* out, char* scratch, int threads) {                      \
+        const T* none = nullptr;                                                                                      \
+        product_int8(x, rows, in, group, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, scratch,  \
+                     threads); }
+
+EXPORT_INT8(bf16, bf16)
+EXPORT_INT8(float, float)
