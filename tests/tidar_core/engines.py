@@ -13,10 +13,12 @@ def tiny_engine(
     directory: Path,
     architecture: Architecture = "llama",
     within_block: WithinBlock = "bidirectional",
+    rank: int = 16,
     **settings: object,
 ) -> Engine:
-    """An engine on a tiny checkpoint with a random drafter of block length 4."""
+    """An engine on a tiny checkpoint with a random drafter of block length 4; of other ranks than multiples of 16 it is
+    not packed."""
     model = tiny_checkpoint(directory / "model", architecture)
-    adapter = tiny_adapter(directory / "adapter", model, within_block=within_block)
+    adapter = tiny_adapter(directory / "adapter", model, rank=rank, within_block=within_block)
     config = EngineConfig(model=str(model), adapter=str(adapter), dtype="float32", device="cpu")
     return load_engine(replace(config, **settings))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.layout import Shape
-from tidar_core.model.decoder import layer_qk_norm, run_layers
+from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
 from tidar_core.request import Request, SamplingParams, Sequence
 
 CPU = torch.device("cpu")
@@ -170,10 +170,9 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     engine's own way from a plan over its batch and its pages."""
     base, page = tiny.base, 16
     pages = -(-len(tokens) // page) + 1
-    runner = Runner(
-        REFERENCE_OPS, base.config, base.weights, tiny.adapter,
-        empty_cache(base.config, pages + 1, page, torch.float32, CPU), base.rotary,
-    )  # fmt: skip
+    cache = empty_cache(base.config, pages + 1, page, torch.float32, CPU)
+    layers = all_layers(REFERENCE_OPS, base.config, base.weights, tiny.adapter, base.rotary)
+    runner = Runner(REFERENCE_OPS, base.config, base.weights, tiny.adapter, cache, layers)
     sequence = Sequence(Request("r", tuple(tokens), GREEDY), 0.0, tokens, pages=list(range(1, pages + 1)))
     known = len(tokens) - drafts
     shape = Shape(drafts, tuple(range(1, drafts + 2)), 4)
@@ -200,7 +199,7 @@ def test_training_sees_what_the_engine_runs(tmp_path, within_block):
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
 def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
-    engine = tiny_engine(tmp_path, within_block=within_block)
+    engine = tiny_engine(tmp_path, within_block=within_block, rank=4)
     tiny = tiny_base(tmp_path, within_block=within_block)
     prompts = [tuple(tokens[:12].tolist()) for tokens, _ in random_documents(8)]
     answers = answer_all(engine, prompts, [GREEDY] * len(prompts))

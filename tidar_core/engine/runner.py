@@ -8,8 +8,7 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.engine.batch import Batch
-from tidar_core.kernels.ops import KVCache, Ops, Rotary
-from tidar_core.model.decoder import paged_attention, run_layers
+from tidar_core.kernels.ops import KVCache, Layers, Ops
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
 from tidar_core.sampling import TokenRule
@@ -24,7 +23,7 @@ class Runner:
     weights: ModelWeights
     adapter: AdapterWeights | None
     cache: KVCache
-    rotary: Rotary
+    layers: Layers
 
     @property
     def device(self) -> torch.device:
@@ -36,8 +35,7 @@ class Runner:
         x = self.weights.embedding[batch.tokens]
         if self.adapter is not None and len(batch.slots):
             x = torch.cat((x, self.adapter.slot_embeddings[batch.slots]))
-        attention = paged_attention(self.ops, self.config, self.weights, batch.rows, self.rotary, self.cache)
-        return run_layers(self.ops, self.config, self.weights, self.adapter, x, batch.rows.verify, attention)
+        return self.layers(x, batch.rows, self.cache)
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:

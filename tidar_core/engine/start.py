@@ -18,6 +18,7 @@ from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.decoder import all_layers
 from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
 from tidar_core.model.weights import pack_adapter, pack_model
 
@@ -53,10 +54,11 @@ def load_engine(
     if pages * config.page_size < positions:
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
-    runner = Runner(
-        ops, model, pack_model(weights, ops.pack), pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None,
-        empty_cache(model, pages + 1, config.page_size, dtype, device), rotary_tables(model, device),
-    )  # fmt: skip
+    cache = empty_cache(model, pages + 1, config.page_size, dtype, device)
+    weights = pack_model(weights, ops.pack)
+    drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
+    layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
+    runner = Runner(ops, model, weights, drafter, cache, layers)
     block_length = adapter.config.block_length if adapter else 0
     within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
     report("checking exactness and measuring step costs")

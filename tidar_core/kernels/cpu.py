@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -17,17 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
+from tidar_core.kernels.cpu_pass import bind_layers
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
-SOURCES = (
-    "cpu_kernels.cpp",
-    "cpu_gemm.cpp",
-    "cpu_gemm_int8.cpp",
-)  # one unit: they share names
+SOURCES = ("cpu_kernels.cpp", "cpu_gemm.cpp", "cpu_gemm_int8.cpp", "cpu_pass.cpp")  # one unit: they share names
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 
 
@@ -121,11 +119,6 @@ def pack_int8(weight: Tensor) -> Tensor:
     return torch.cat((blocks.reshape(rows // LANES, -1), scales.view(rows // LANES, LANES).view(torch.uint8)), dim=1)
 
 
-def group_of(columns: int) -> int:
-    """Inputs of a row that are rounded to 8 bits by one scale."""
-    return next(size for size in (64, 32, LANES) if columns % size == 0)
-
-
 def unpacked_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int
 ) -> Tensor:
@@ -217,9 +210,11 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, int8: bool = False) -> Ops:
         )  # fmt: skip
     if int8:
         linear, head = _products(library, f"int8_{suffix}", rounded=True)
-        return Ops("cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+        bind = partial(bind_layers, getattr(library, f"run_layers_int8_{suffix}"), config)
+        return Ops("cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind)
     linear, head = _products(library, suffix, rounded=False)
-    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+    bind = partial(bind_layers, getattr(library, f"run_layers_{suffix}"), config)
+    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind)
 
 
 def _products(
@@ -231,25 +226,19 @@ def _products(
     """
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     run_linear, run_head = getattr(library, f"linear_{suffix}"), getattr(library, f"head_{suffix}")
-    x_types, scratch_types = [pointer, integer, integer], []
-    if rounded:
-        x_types, scratch_types = [*x_types, integer], [pointer]
+    x_types, scratch_types = [pointer, integer, integer], [pointer] * rounded
     adapter_types = [integer, pointer, pointer, integer, pointer]
     run_linear.argtypes = [*x_types, pointer, integer, pointer, pointer, *adapter_types, *scratch_types, integer]
     run_head.argtypes = [*x_types, pointer, integer, pointer, *scratch_types, integer]
     run_linear.restype = run_head.restype = None
 
-    def as_read(x: Tensor) -> tuple[list[int], list[Tensor]]:
-        """The arguments that say what x is, and the scratch memory that it takes."""
+    def scratch_for(x: Tensor) -> list[Tensor]:
+        """Room for the rounded rows: at least one group of 16 inputs has a scale and a sum."""
         rows, columns = x.shape
-        if not rounded:
-            return [x.data_ptr(), rows, columns], []
-        group = group_of(columns)
-        scratch = x.new_empty(rows * (columns + 8 * columns // group), dtype=torch.uint8)
-        return [x.data_ptr(), rows, columns, group], [scratch]
+        return [x.new_empty(rows * (columns + columns // 2), dtype=torch.uint8)] * rounded
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
-        rows = x.shape[0]
+        rows, columns = x.shape
         threads, width = torch.get_num_threads(), weight.shape[0] * LANES
         y = x.new_empty(rows, width)
         fused = low_rank is not None and first_mask_row < rows and low_rank.a.dim() == low_rank.b.dim() == 4
@@ -258,19 +247,21 @@ def _products(
             rank = low_rank.a.shape[0] * LANES
             down, up = low_rank.a.data_ptr(), low_rank.b.data_ptr()
             low = x.new_empty(threads, rows, rank)
-        given, scratch = as_read(x)
+        scratch = scratch_for(x)
         run_linear(
-            *given, weight.data_ptr(), width, _address(bias), y.data_ptr(), first_mask_row, down, up, rank,
-            _address(low), *map(_address, scratch), threads,
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),
+            first_mask_row, down, up, rank, _address(low), *map(_address, scratch), threads,
         )  # fmt: skip
         return y if fused else add_low_rank(y, x, low_rank, first_mask_row)
 
     def head(x: Tensor, weight: Tensor) -> Tensor:
+        rows, columns = x.shape
         width = weight.shape[0] * LANES
-        logits = x.new_empty(x.shape[0], width, dtype=torch.float32)
-        given, scratch = as_read(x)
+        logits = x.new_empty(rows, width, dtype=torch.float32)
+        scratch = scratch_for(x)
         run_head(
-            *given, weight.data_ptr(), width, logits.data_ptr(), *map(_address, scratch), torch.get_num_threads()
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, logits.data_ptr(), *map(_address, scratch),
+            torch.get_num_threads(),
         )  # fmt: skip
         return logits
 

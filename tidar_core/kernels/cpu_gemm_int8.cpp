@@ -10,6 +10,12 @@ typedef int8_t b16v __attribute__((vector_size(16)));
 constexpr int QUAD = 4;  // inputs that one lane takes at once
 constexpr int SCALES = LANES * sizeof(float);  // bytes behind a block's weights
 
+// Inputs that are rounded by one scale.
+inline int group_of(int in) { return in % 64 == 0 ? 64 : in % 32 == 0 ? 32 : LANES; }
+
+// Bytes of a row of `in` inputs once it is rounded.
+inline int64_t rounded_bytes(int in) { return in + int64_t(sizeof(float) + sizeof(int32_t)) * (in / group_of(in)); }
+
 // The sum of four products a lane: unsigned bytes of weights times the same four signed bytes of a row.
 #if defined(__AVX512VNNI__)
 inline i16v add_products(i16v sum, const uint8_t* weight, const int8_t* x) {
@@ -93,11 +99,11 @@ template <typename T> void round_group(const T* x, int group, int8_t* out, float
     *start = -128 * all;
 }
 
-// scratch: rows * (in + 8 * in / group) bytes.
+// scratch: rows * rounded_bytes(in).
 template <typename T, typename Out>
-void product_int8(const T* x, int rows, int in, int group, const uint8_t* weight, int out_features, const T* bias,
+void product_int8(const T* x, int rows, int in, const uint8_t* weight, int out_features, const T* bias,
                   Out* out, int first_mask_row, const T* down, const T* up, int rank, T* low, char* scratch, int threads) {
-    const int groups = in / group;
+    const int group = group_of(in), groups = in / group;
     float* scales = (float*)scratch;
     int32_t* starts = (int32_t*)(scales + int64_t(rows) * groups);
     int8_t* whole = (int8_t*)(starts + int64_t(rows) * groups);
@@ -114,15 +120,15 @@ void product_int8(const T* x, int rows, int in, int group, const uint8_t* weight
 }  // namespace
 
 #define EXPORT_INT8(NAME, T)                                                                                          \
-    extern "C" void linear_int8_##NAME(const T* x, int rows, int in, int group, const uint8_t* weight,                \
+    extern "C" void linear_int8_##NAME(const T* x, int rows, int in, const uint8_t* weight,                           \
                                        int out_features, const T* bias, T* out, int first_mask_row, const T* down,    \
                                        const T* up, int rank, T* low, char* scratch, int threads) {                   \
-        product_int8(x, rows, in, group, weight, out_features, bias, out, first_mask_row, down, up, rank, low,        \
-                     scratch, threads); }                                                                             \
-    extern "C" void head_int8_##NAME(const T* x, int rows, int in, int group, const uint8_t* weight,                  \
+        product_int8(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low, scratch,      \
+                     threads); }                                                                                      \
+    extern "C" void head_int8_##NAME(const T* x, int rows, int in, const uint8_t* weight,                             \
                                      int out_features, float* out, char* scratch, int threads) {                      \
         const T* none = nullptr;                                                                                      \
-        product_int8(x, rows, in, group, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, scratch,  \
+        product_int8(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, scratch,         \
                      threads); }
 
 EXPORT_INT8(bf16, bf16)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.model.rope import inverse_frequencies
-from tidar_core.model.weights import LowRank
+from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,10 @@ class QKNorm:
     eps: float
 
 
+Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
+"""All layers of a model: x [rows, hidden], what its rows see, and the pages -> hidden states [rows, hidden]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of the decoder's operations. x is [rows, in], weights are [out, in] before `pack`.
@@ -98,6 +102,8 @@ class Ops:
     head(x, weight): logits [rows, vocab].
     row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
         whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
+    bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, bit for bit alike, or
+        None where these weights cannot be had so; None where a device has no such thing.
     """
 
     name: str
@@ -110,3 +116,4 @@ class Ops:
     attend: Callable[[Tensor, StepRows, KVCache, int], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     head: Callable[[Tensor, Tensor], Tensor]
+    bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
+from tidar_core.kernels.ops import KVCache, Layers, Ops, QKNorm, Rotary, StepRows
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, ModelWeights
 
 BASE_ALONE = LayerAdapter(None, None, None, None)
@@ -35,6 +35,19 @@ def run_layers(
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
         x = ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, extra.down, first_mask_row)
     return ops.add_norm(x, residual, weights.final_norm, config.norm_eps)[0]
+
+
+def all_layers(
+    ops: Ops, config: ModelConfig, weights: ModelWeights, adapter: AdapterWeights | None, rotary: Rotary
+) -> Layers:
+    """`run_layers` with the engine's attention over weights that are packed: in one call where `ops` has it."""
+    bound = None if ops.bind_layers is None else ops.bind_layers(weights, adapter, rotary)
+
+    def one_by_one(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
+        attention = paged_attention(ops, config, weights, rows, rotary, cache)
+        return run_layers(ops, config, weights, adapter, x, rows.verify, attention)
+
+    return bound or one_by_one
 
 
 def layer_qk_norm(layer: LayerWeights, eps: float) -> QKNorm | None:

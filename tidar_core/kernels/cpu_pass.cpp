@@ -1,0 +1,96 @@
+// All layers of a model in one call: what `decoder.run_layers` says, by the operations of the files before this one,
+// without the way through Python and torch between them, which for few rows takes as long as the work.
+#include <algorithm>
+#include <memory>
+
+namespace {
+
+// A matrix of the base and what the adapter adds to it; a and b are null where it adds nothing. As in `cpu_pass.py`.
+template <typename T> struct Matrix { const void* weight; const T *bias, *a, *b; int32_t outs, ins, rank; };
+
+template <typename T> struct Layer {
+    const T *input_norm, *post_norm, *q_norm, *k_norm;
+    Matrix<T> qkv, o, gate_up, down;
+};
+
+template <typename T> struct Pass {
+    const Layer<T>* layers;
+    const T* final_norm;
+    const float *cos, *sin;
+    T *keys, *values;
+    const int32_t *positions, *sequence, *context_end, *tail_start, *tail_end, *page_table, *write_slots;
+    int64_t layer_keys;  // elements of one layer's keys, and of its values
+    int32_t count, rows, verify, heads, kv_heads, head_dim, table_width, threads;
+    float eps, scale;
+};
+
+template <typename T> struct Scratch {
+    std::unique_ptr<char[]> memory;
+    T *residual, *normed, *wide, *mixed, *low;
+    char* rounding;
+};
+
+template <typename T> Scratch<T> scratch_for(const Pass<T>& pass) {
+    int64_t outputs = 0, inputs = 0, rank = 0, rounding = 0;
+    const Layer<T>& first = pass.layers[0];
+    for (const Matrix<T>* m : {&first.qkv, &first.o, &first.gate_up, &first.down}) {
+        outputs = std::max<int64_t>(outputs, m->outs);
+        inputs = std::max<int64_t>(inputs, m->ins);
+        rounding = std::max<int64_t>(rounding, rounded_bytes(m->ins));
+    }
+    for (int i = 0; i < pass.count; i++)
+        for (const Matrix<T>* m : {&pass.layers[i].qkv, &pass.layers[i].o, &pass.layers[i].gate_up, &pass.layers[i].down})
+            rank = std::max<int64_t>(rank, m->rank);
+    const int64_t rows = pass.rows, hidden = first.qkv.ins;
+    const int64_t sizes[] = {rows * hidden, rows * hidden, rows * outputs, rows * inputs, rows * rank * pass.threads};
+    auto padded = [](int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; };
+    int64_t total = LINE + padded(rows * rounding);
+    for (int64_t size : sizes) total += padded(size * sizeof(T));
+    Scratch<T> made{std::unique_ptr<char[]>(new char[total]), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    char* at = made.memory.get() + LINE - (uintptr_t)made.memory.get() % LINE;
+    T** parts[] = {&made.residual, &made.normed, &made.wide, &made.mixed, &made.low};
+    for (int i = 0; i < 5; at += padded(sizes[i] * sizeof(T)), i++) *parts[i] = (T*)at;
+    made.rounding = at;
+    return made;
+}
+
+template <bool INT8, typename T>
+void multiply(const T* x, const Matrix<T>& m, T* out, const Pass<T>& pass, Scratch<T>& scratch) {
+    if constexpr (INT8)
+        product_int8(x, pass.rows, m.ins, (const uint8_t*)m.weight, m.outs, m.bias, out, pass.verify, m.a, m.b, m.rank,
+                     scratch.low, scratch.rounding, pass.threads);
+    else
+        product(Dense<T>{x, (const T*)m.weight, m.ins}, x, pass.rows, m.ins, m.outs, m.bias, out, pass.verify, m.a, m.b,
+                m.rank, scratch.low, pass.threads);
+}
+
+// x [rows, hidden] in, the normed hidden states out, in place.
+template <bool INT8, typename T> void run_layers(const Pass<T>& pass, T* x) {
+    const Shape shape{pass.rows, pass.heads, pass.kv_heads, pass.head_dim};
+    const int hidden = pass.layers[0].qkv.ins, inner = pass.layers[0].down.ins;
+    Scratch<T> s = scratch_for(pass);
+    for (int i = 0; i < pass.count; i++) {
+        const Layer<T>& layer = pass.layers[i];
+        T *keys = pass.keys + i * pass.layer_keys, *values = pass.values + i * pass.layer_keys;
+        add_norm(x, s.residual, layer.input_norm, s.normed, pass.rows, hidden, pass.eps, i > 0, pass.threads);
+        multiply<INT8>(s.normed, layer.qkv, s.wide, pass, s);
+        rotate_and_store(s.wide, shape, pass.verify, pass.positions, pass.cos, pass.sin, layer.q_norm, layer.k_norm,
+                         pass.eps, keys, values, pass.write_slots, pass.threads);
+        attend(s.wide, shape, pass.verify, pass.sequence, pass.context_end, pass.tail_start, pass.tail_end,
+               pass.page_table, pass.table_width, keys, values, pass.scale, s.mixed, pass.threads);
+        multiply<INT8>(s.mixed, layer.o, x, pass, s);
+        add_norm(x, s.residual, layer.post_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);
+        multiply<INT8>(s.normed, layer.gate_up, s.wide, pass, s);
+        silu_mul(s.wide, s.mixed, pass.rows, inner, pass.threads);
+        multiply<INT8>(s.mixed, layer.down, x, pass, s);
+    }
+    add_norm(x, s.residual, pass.final_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);
+    std::memcpy(x, s.normed, sizeof(T) * pass.rows * hidden);
+}
+
+}  // namespace
+
+extern "C" void run_layers_bf16(const Pass<bf16>* pass, bf16* x) { run_layers<false>(*pass, x); }
+extern "C" void run_layers_float(const Pass<float>* pass, float* x) { run_layers<false>(*pass, x); }
+extern "C" void run_layers_int8_bf16(const Pass<bf16>* pass, bf16* x) { run_layers<true>(*pass, x); }
+extern "C" void run_layers_int8_float(const Pass<float>* pass, float* x) { run_layers<true>(*pass, x); }
