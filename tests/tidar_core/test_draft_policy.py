@@ -56,6 +56,27 @@ def test_drafts_that_never_hold_are_not_verified():
     assert best_choice(STEEP, [(0.0, 0.0, 0.0)] * 4, 4, Load(4)) == Choice()
 
 
+def test_a_prompts_end_proposes_only_where_the_batch_to_come_drafts():
+    """Rows are free up to 32 and dear beyond."""
+    cost = StepCost((4, 32, 96), (1.0, 1.0, 3.0), (0.1, 0.1, 0.1), (0.0, 0.0, 0.0))
+    policy = DraftPolicy(4, cost)
+    view = SequenceView("auto", 0, 4)
+    assert policy.choose([view], 0)[0].proposals == (1,)
+    assert policy.choose([view], 20)[0].proposals == (1,), "rows are free here"
+    assert policy.choose([view], 20, coming=31) == [Shape()], "and will not be when all of them decode"
+    assert DraftPolicy(4, cost).choose([view] * 32, 0) == [Shape()] * 32
+
+
+@given(st.integers(0, 400), st.integers(1, 8))
+def test_beside_a_prompt_drafts_must_be_worth_what_they_add(prompt_rows, count):
+    """Rows are free up to 64; each beyond costs as much as ten plain steps."""
+    cost = StepCost((4, 64, 128), (1.0, 1.0, 641.0), (0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    policy = DraftPolicy(4, cost)
+    shapes = policy.choose([SequenceView("auto", 3, 4)] * count, prompt_rows)
+    rows = prompt_rows + sum(shape.verify_rows + shape.mask_rows for shape in shapes)
+    assert rows <= 64 or shapes == [Shape()] * count
+
+
 def simulated_rate(cost: StepCost, holds: tuple[float, ...], shape: Shape) -> float:
     """Tokens per second of one sequence that runs `shape`, by walking its two states until they settle."""
     if not shape.proposals:

@@ -5,6 +5,9 @@ outcome a comes out with probability P(a), and if a is in P the next step has dr
 (0, {1}, b) emits one token and drafts anew. The long-run tokens per second of that cycle is compared over a few
 shapes and with plain autoregression, at the size that the batch has now. Rows are priced for the batch as a whole:
 where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly.
+
+Rows of prompts come and go, so what is best is judged for the steps without them, at the size that the batch will have
+when the prompts are through; in a step beside them drafts have to be worth what they add to that very step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,9 +45,11 @@ class Acceptance:
         self._held = [0.0] * drafts
         self._memory = memory
         self._prior = prior
+        self._idle = 0  # steps whose fading is still to be counted
 
     def observe(self, verified: int, held: int) -> None:
         """One step verified `verified` drafts, of which the first `held` held."""
+        self._settle()
         for draft in range(min(verified, held + 1)):
             self._tried[draft] = self._tried[draft] * self._memory + 1.0
             self._held[draft] = self._held[draft] * self._memory + (draft < held)
@@ -53,16 +58,23 @@ class Acceptance:
 
     def fade(self) -> None:
         """A step without drafts: what was learnt counts a little less, so that drafting gets a new chance."""
-        self._tried = [count * FADING for count in self._tried]
-        self._held = [count * FADING for count in self._held]
+        self._idle += 1
 
     def holds(self) -> tuple[float, ...]:
         """P(draft i holds | drafts 1 … i-1 hold), for i = 1, 2, …"""
+        self._settle()
         prior = self._prior.holds() if self._prior is not None else (PRIOR_HOLDS,) * len(self._tried)
         return tuple(
             (held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
             for held, tried, expected in zip(self._held, self._tried, prior, strict=True)
         )
+
+    def _settle(self) -> None:
+        if self._idle:
+            left = FADING**self._idle
+            self._tried = [count * left for count in self._tried]
+            self._held = [count * left for count in self._held]
+            self._idle = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,8 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step carries beside the drafts: `sequences` that choose, `known_rows` of prompts, and the context."""
+    """What a step carries beside the drafts: `sequences` that choose, `known_rows` that are there anyway, and the
+    context."""
 
     sequences: int
     known_rows: int = 0
@@ -110,10 +123,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`shape` for `drafting` sequences, plain decoding for the others."""
+    """`shape` for `drafting` sequences, plain decoding for the others. rate: the batch's tokens per second. renewal:
+    tokens that drafts in hand are worth to a sequence, since it need not spend a step on new ones."""
 
     shape: Shape = field(default_factory=Shape)
     drafting: int = 0
+    rate: float = field(default=0.0, compare=False)
+    renewal: float = field(default=0.0, compare=False)
 
 
 class DraftPolicy:
@@ -131,17 +147,19 @@ class DraftPolicy:
         drafts = max(0, self.block_length - 1)
         return Acceptance(drafts, SEQUENCE_MEMORY, self._all) if of_sequence else Acceptance(drafts)
 
-    def choose(self, views: Sequence[SequenceView], known_rows: int) -> list[Shape]:
+    def choose(self, views: Sequence[SequenceView], prompt_rows: int, coming: int = 0) -> list[Shape]:
         """A shape for each sequence, for drafts in hand or none; the caller fits it to the sequence's limits.
 
-        known_rows: verify rows of prefill chunks in the same step.
+        prompt_rows: verify rows of prefill chunks in the same step. coming: sequences that are not through their
+        prompts, and will decode beside these.
         """
         self._step += 1
         shapes = [self._full(view) for view in views]
         free = [index for index, view in enumerate(views) if view.mode == "auto" and self._limit(view) > 1]
         if free:
-            known_rows += sum(shape.verify_rows + shape.mask_rows for shape in shapes) - len(free)
-            for index, shape in zip(free, self._automatic([views[i] for i in free], known_rows), strict=True):
+            others = sum(shape.verify_rows + shape.mask_rows for shape in shapes) - len(free)
+            chosen = self._automatic([views[i] for i in free], others, prompt_rows, coming)
+            for index, shape in zip(free, chosen, strict=True):
                 shapes[index] = shape
         if not any(shape.drafts for shape in shapes):
             self._all.fade()
@@ -176,20 +194,44 @@ class DraftPolicy:
             return Shape()
         return full_shape(self._limit(view), view.drafts_in_hand)
 
-    def _automatic(self, views: Sequence[SequenceView], known_rows: int) -> list[Shape]:
+    def _automatic(self, views: Sequence[SequenceView], others: int, prompt_rows: int, coming: int) -> list[Shape]:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
-        load = Load(len(views), _rounded(known_rows, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
+        load = Load(len(views) + coming, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
         choice = self._best(views, load)
         if not choice.drafting:
             return [Shape()] * len(views)
+        count = -(-choice.drafting * len(views) // load.sequences)
         drafting = set(range(len(views)))
-        if choice.drafting < len(views):  # drafts in hand were paid for already
+        if count < len(views):  # drafts in hand were paid for already
             ranked = sorted(
                 drafting, key=lambda i: (views[i].drafts_in_hand > 0, self._promise(views[i])), reverse=True
             )
-            drafting = set(ranked[: choice.drafting])
-        return [self._mine(view, choice.shape) if i in drafting else Shape() for i, view in enumerate(views)]
+            drafting = set(ranked[:count])
+        shapes = [self._mine(view, choice.shape) if i in drafting else Shape() for i, view in enumerate(views)]
+        if prompt_rows and not self._worth_beside(others + prompt_rows, views, shapes, choice, context):
+            return [Shape()] * len(views)
+        return shapes
+
+    def _worth_beside(
+        self, known_rows: int, views: Sequence[SequenceView], shapes: Sequence[Shape], choice: Choice, context: int
+    ) -> bool:
+        """Whether these shapes bring more than the time that they add to a step beside `known_rows`."""
+        gain = 0.0
+        for view, shape in zip(views, shapes, strict=True):
+            chances = outcome_probabilities(self._holds(view), shape.drafts)
+            gain += sum(outcome * chance for outcome, chance in enumerate(chances, 1)) - 1.0
+            gain += choice.renewal * sum(chances[outcome - 1] for outcome in shape.proposals)
+        size = StepSize(known_rows, len(views), sequences=len(views), context=context)
+        slots = sum(len(shape.proposals) * (shape.block - 1) for shape in shapes if shape.block)
+        drafted = replace(
+            size,
+            verify=sum(shape.verify_rows for shape in shapes),
+            mask=sum(shape.mask_rows for shape in shapes),
+            slots=slots,
+            picked=slots,
+        )
+        return gain > choice.rate * (self.cost.seconds(drafted) - self.cost.seconds(size))
 
     def _mine(self, view: SequenceView, shape: Shape) -> Shape:
         """The shape within the limit on b that a request may have set; without drafts in hand, new ones first."""
@@ -211,7 +253,9 @@ class DraftPolicy:
         if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * len(views):
             if len(self._choices) > 1024:
                 self._choices.clear()
-            ranked = sorted((self._holds(view) for view in views), key=_promise, reverse=True)
+            known = [self._holds(view) for view in views]
+            known += [self._all.holds()] * (load.sequences - len(views))
+            ranked = sorted(known, key=_promise, reverse=True)
             kept = (self._step, best_choice(self.cost, ranked, limit, load))
             self._choices[key] = kept
         return kept[1]
@@ -237,7 +281,9 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
         shape, rate = best_shape(cost, holds, block_limit, load, drafting)
         if rate > best_rate:
-            best, best_rate = Choice(shape, drafting), rate
+            renewing = _step_seconds(cost, load, Shape(0, (1,), shape.block), drafting, 1.0)
+            renewal = max(0.0, (rate * renewing - load.sequences) / drafting)
+            best, best_rate = Choice(shape, drafting, rate, renewal), rate
         drafting //= 2
     return best
 

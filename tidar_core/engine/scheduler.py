@@ -120,8 +120,9 @@ class Scheduler:
     def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
         """Plans with the policy's shapes, for those whose chunk reaches their last token."""
         emitting = [(s, count) for s, count in chosen if s.computed + count == len(s.tokens)]
-        known_rows = sum(count for _, count in chosen) - len(emitting)
-        wanted = iter(self.policy.choose([self._view(s) for s, _ in emitting], known_rows))
+        prompt_rows = sum(count for _, count in chosen) - len(emitting)
+        coming = len(self.running) - len(emitting) + min(len(self.waiting), self.limits.max_running - len(self.running))
+        wanted = iter(self.policy.choose([self._view(s) for s, _ in emitting], prompt_rows, coming))
         plans = []
         for sequence, count in chosen:
             known = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
