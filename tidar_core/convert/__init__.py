@@ -22,6 +22,9 @@ needed.
     trainer.py        the loop; held_out.py: tokens per step, as decoding would go; speed.py: rows against the peak
     card.py           the folder that comes out
 
+    full.py           the paper's own training instead: one set of weights for both roles (`--mode full`)
+    full_run.py       its way from a checkpoint and a text to a model that serves itself
+
 A block behind the context end c stands for a proposal of the engine (`tidar_core.layout`): slot s sits at position
 c + s, sees the positions below c and its own block, and should agree with the base's row c + s - 1.
 """

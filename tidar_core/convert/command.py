@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # it would import torch, and with it make every command slow 
     from tidar_core.model.adapter import Projection
 
 
+LEARNING_RATES = {"adapter": 1.5e-3, "full": 1e-5}
+
+
 def convert_command(
     model: Annotated[
         str, typer.Argument(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")
@@ -49,7 +52,13 @@ def convert_command(
         Literal["decay", "product"],
         typer.Option(help="How later slots count: falling by a fixed rate, or by how often they are reached."),
     ] = "decay",
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Highest learning rate.")] = 1.5e-3,
+    mode: Annotated[
+        Literal["adapter", "full"],
+        typer.Option(help="A drafter that leaves the text alone, or the paper's joint training of the whole model."),
+    ] = "adapter",
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3, and 1e-5 in full mode.")
+    ] = 0.0,
     rows: Annotated[int, typer.Option(min=0, help="Mask rows a step; 0: what suits the device.")] = 0,
     rows_at_once: Annotated[
         int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")
@@ -78,12 +87,12 @@ def convert_command(
 
         train = TrainConfig(
             block=block_length, within_block=within_block, loss=LossConfig(kl_share, slot_weights), anchors=anchors,
-            rows_a_step=rows, rows_a_pass=rows_at_once, learning_rate=learning_rate, seed=seed,
+            rows_a_step=rows, rows_a_pass=rows_at_once, learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
         )  # fmt: skip
         options = ConvertOptions(
             model=model, out=out.absolute(), data=data, minutes=minutes, own_tokens=own_tokens, steps=steps,
             prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
-            generator=generator, device=device, dtype=dtype, threads=threads, train=train,
+            generator=generator, device=device, dtype=dtype, threads=threads, train=train, mode=mode,
         )  # fmt: skip
         with TerminalScreen(console) as screen:
             progress = convert(options, screen)
@@ -93,9 +102,9 @@ def convert_command(
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here", highlight=False)
         raise typer.Exit(130) from None
+    serve = f"--model {model} --adapter {out}" if mode == "adapter" else f"--model {out}"
     console.print(
-        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n"
-        f"    tidar up --model {model} --adapter {out}",
+        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {serve}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -18,6 +18,8 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter
 from tidar_core.convert.forward import frozen_base
+from tidar_core.convert.full import FullConfig
+from tidar_core.convert.full_run import train_full
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
@@ -56,13 +58,15 @@ CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
 
 Generator = Literal["engine", "transformers"]
+Mode = Literal["adapter", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
     fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
-    from, "default" for the shipped one, "none" for a new one."""
+    from, "default" for the shipped one, "none" for a new one. mode: a drafter beside the base, or full TiDAR weights,
+    which learn from `text` alone where it is given."""
 
     model: str
     out: Path
@@ -80,6 +84,7 @@ class ConvertOptions:
     dtype: DTypeName = "bfloat16"
     threads: int = 0
     answer_tokens: int = 320
+    mode: Mode = "adapter"
     train: TrainConfig = field(default_factory=TrainConfig)
 
     @property
@@ -96,7 +101,7 @@ class Screen(Protocol):
 
     def gathered(self, gathered: Gathered, goal: Goal) -> None: ...
 
-    def trained(self, report: StepReport, used: float, fraction: float) -> None: ...
+    def trained(self, report: StepReport, used: float, fraction: float | None) -> None: ...
 
     def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
 
@@ -108,10 +113,13 @@ def convert(options: ConvertOptions, screen: Screen) -> Progress:
     device = _device(options.device)
     source = find_model(options.model)
     tokenizer = load_tokenizer(source)
-    _check_drafter(options, _shape(source, load_config(source), tokenizer))
+    if options.mode == "adapter":
+        _check_drafter(options, _shape(source, load_config(source), tokenizer))
     stored, spent = _gather(options, device, source, tokenizer, screen)
     gc.collect()
     screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
+    if options.mode == "full":
+        return _train_full(options, device, source, tokenizer, stored, spent, screen)
     return _train(options, device, source, tokenizer, stored, spent, screen)
 
 
@@ -126,6 +134,13 @@ def _gather(
     directory = options.data or options.work / "data"
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     prompts = read_prompts(options.prompts) if options.prompts else []
+    if options.mode == "full" and options.text and not options.own_tokens and not prompts:
+        header = DataHeader(
+            model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
+        )
+        store = open_store(directory, header)
+        _add_text(options, tokenizer, store, screen)
+        return store.read().corpus, 0.0
     if (directory / HEADER_FILE).exists():
         known = read_header(directory)
         if known.tokenizer == tokenizer_fingerprint(tokenizer):
@@ -203,6 +218,31 @@ def _load_base(
     return identify_base(source.name, config, weights, tokenizer), config, weights
 
 
+def _train_full(
+    options: ConvertOptions,
+    device: torch.device,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    spent: float,
+    screen: Screen,
+) -> Progress:
+    train = options.train
+    config = FullConfig(
+        block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
+        tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, seed=train.seed,
+    )  # fmt: skip
+    return train_full(
+        source, tokenizer, corpus, config, _budget(options, spent), train.patience, device, options.out,
+        options.work / "training", screen,
+    )  # fmt: skip
+
+
+def _budget(options: ConvertOptions, spent: float) -> Budget:
+    seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
+    return Budget(options.steps, 0.0 if options.steps else seconds)
+
+
 def _train(
     options: ConvertOptions,
     device: torch.device,
@@ -220,8 +260,7 @@ def _train(
     sampler = Sampler(corpus, learnt.tolist(), config.block, model_config.max_positions, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
     held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
-    seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
-    budget = Budget(options.steps, 0.0 if options.steps else seconds)
+    budget = _budget(options, spent)
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
     made = made_from(identity, options.model, corpus, config, _device_name(device))
 

@@ -82,14 +82,15 @@ class TerminalScreen:
         say = f"{gathered.documents:,} documents, {tokens:,} tokens, {self._rate.a_second():,.0f} a second, "
         self._show("gathering its own words", share, say + time_left(left))
 
-    def trained(self, report: StepReport, used: float, fraction: float) -> None:
+    def trained(self, report: StepReport, used: float, fraction: float | None) -> None:
         progress = report.progress
-        self._begin("training the drafter")
+        self._begin("training")
         self._rate.see(used)
         self._rows.see(progress.rows)
-        say = f"step {progress.step:,}, loss {report.loss:.3f}, {self._rows.a_second():,.0f} mask rows a second "
-        say += f"({fraction:.0%} of peak), {time_left(self._rate.seconds_for(1.0 - used))}"
-        self._show("training the drafter", used, say)
+        say = f"step {progress.step:,}, loss {report.loss:.3f}, {self._rows.a_second():,.0f} mask rows a second"
+        of_peak = "" if fraction is None else f" ({fraction:.0%} of peak)"
+        say += f"{of_peak}, {time_left(self._rate.seconds_for(1.0 - used))}"
+        self._show("training", used, say)
 
     def measured(self, result: HeldOutResult, progress: TrainProgress, best: bool) -> None:
         held = " ".join(f"{share:.2f}" for share in result.all_right)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.draft_policy import DraftPolicy
@@ -19,7 +20,8 @@ from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.decoder import all_layers
-from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.own_drafter import own_drafter, read_own_drafter
 from tidar_core.model.weights import pack_adapter, pack_model
 
 GIB = 2**30
@@ -46,7 +48,7 @@ def load_engine(
     weights = load_weights(source, model, dtype, device, progress)
     tokenizer = load_tokenizer(source)
     base = identify_base(source.name, model, weights, tokenizer)
-    adapter = _adapter(config.adapter, base, dtype, device, report)
+    adapter = _adapter(config.adapter, source, base, weights.embedding, report)
     ops = _ops(config, model, dtype, device, report)
 
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
@@ -96,15 +98,18 @@ def _device(wanted: str) -> torch.device:
 
 
 def _adapter(
-    wanted: str, base: BaseIdentity, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+    wanted: str, source: ModelSource, base: BaseIdentity, embedding: Tensor, report: Callable[[str], None]
 ) -> Adapter | None:
     if wanted == "none":
         return None
+    contract = read_own_drafter(source.directory) if wanted == "default" and source.gguf_file is None else None
+    if contract is not None:
+        return own_drafter(contract, base, embedding)
     path = default_adapter_for(base) if wanted == "default" else Path(wanted)
     if path is None:
         report("no drafter adapter is shipped for this model: answers come without drafts")
         return None
-    return load_adapter(path, base, dtype, device, report)
+    return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 
 def _ops(

@@ -1,0 +1,175 @@
+"""Full TiDAR: one set of weights learns both roles (paper, section 3).
+
+A document goes through the model as [x | MASK …], twice as long as it is. The first half reads causally and learns the
+next token. The second half is cut into blocks; the masks of a block see the first half before it and one another, and
+learn the tokens of their own positions. The loss is (α · AR + diffusion) / (1 + α). All masks are masked: there is no
+noise schedule. transformers runs the model, so that every architecture it can train is trained as it should be.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidar_core.config import ConfigError
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.layout import WithinBlock
+
+
+@dataclass(frozen=True, slots=True)
+class FullConfig:
+    """block: slots a proposal. alpha: how much the autoregressive half counts. learning_rate falls by a cosine to
+    final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step."""
+
+    block: int = 8
+    within_block: WithinBlock = "bidirectional"
+    alpha: float = 1.0
+    learning_rate: float = 1e-5
+    final_rate: float = 3e-6
+    tokens_a_step: int = 4096
+    longest: int = 1024
+    clip: float = 1.0
+    seed: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """What must not change when a training goes on."""
+        return {"mode": "full", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Doubled:
+    """A document as the model sees it. tokens, positions: int64 [2 n]. visible: bool [2 n, 2 n], row sees column."""
+
+    tokens: Tensor
+    positions: Tensor
+    visible: Tensor
+    starts: tuple[int, ...]
+
+
+def doubled(tokens: np.ndarray, mask: int, block: int, offset: int, within_block: WithinBlock) -> Doubled:
+    """[x | MASK …] with blocks from `offset` on; what lies before it is a shorter block."""
+    n = len(tokens)
+    place = torch.arange(n)
+    starts = torch.where(place < offset, 0, (place - offset) // block * block + offset)
+    causal = place[:, None] >= place[None, :]
+    before = starts[:, None] > place[None, :]
+    together = starts[:, None] == starts[None, :]
+    if within_block == "causal":
+        together &= causal
+    visible = torch.cat((torch.cat((causal, torch.zeros(n, n, dtype=torch.bool)), 1), torch.cat((before, together), 1)))
+    x = torch.from_numpy(tokens.astype(np.int64))
+    return Doubled(torch.cat((x, torch.full((n,), mask))), place.repeat(2), visible, tuple(starts.unique().tolist()))
+
+
+def document_logits(model: Any, document: Doubled) -> tuple[Tensor, Tensor]:
+    """Scores of the next token [n, vocab] and of each mask's own token [n, vocab]."""
+    device = model.device
+    out = model(
+        input_ids=document.tokens[None].to(device),
+        position_ids=document.positions[None].to(device),
+        attention_mask=document.visible[None, None].to(device),
+        use_cache=False,
+    ).logits[0]
+    return out[: len(out) // 2], out[len(out) // 2 :]
+
+
+def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted: Tensor, alpha: float) -> Tensor:
+    """(α · AR + diffusion) / (1 + α) over the tokens that are wanted (bool [n]; the first never is), summed."""
+    wanted = wanted.clone()
+    wanted[0] = False
+    rows = wanted.nonzero().squeeze(1)
+    autoregressive = F.cross_entropy(next_scores[rows - 1].float(), tokens[rows], reduction="sum")
+    diffusion = F.cross_entropy(mask_scores[rows].float(), tokens[rows], reduction="sum")
+    return (alpha * autoregressive + diffusion) / (1 + alpha)
+
+
+@torch.no_grad()
+def measure_full(model: Any, documents: Sequence[np.ndarray], mask: int, config: FullConfig) -> float:
+    """Tokens a step on given documents: one, and the masks behind a block's first that say in a row what the model's
+    own next-token half says there."""
+    emitted = blocks = 0
+    for tokens in documents:
+        document = doubled(tokens, mask, config.block, 1, config.within_block)
+        following, masked = (scores.argmax(-1).cpu() for scores in document_logits(model, document))
+        agrees = masked[1:] == following[:-1]
+        for start in document.starts:
+            if 0 < start <= len(tokens) - config.block:
+                held = agrees[start : start + config.block - 1].long().cumprod(0)
+                emitted, blocks = emitted + 1 + int(held.sum()), blocks + 1
+    return emitted / blocks if blocks else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FullReport:
+    """One optimizer step: its mean loss a token, and how it went."""
+
+    progress: Progress
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class FullTraining:
+    """The model that is trained, its optimizer, and where they are. Documents are fixed by seed and step."""
+
+    def __init__(
+        self, model: Any, mask: int, config: FullConfig, corpus: Callable[[int], tuple[np.ndarray, np.ndarray]]
+    ):
+        self.model, self.mask, self.config, self.progress = model, mask, config, Progress()
+        self._document = corpus
+        self.names, self.tensors = zip(*model.named_parameters(), strict=True)
+        self.optimizer = torch.optim.AdamW(
+            self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+
+    def step(self, documents: Sequence[int], used: float) -> FullReport:
+        """One optimizer step over the next documents of `documents`. used: the share of the budget that is used up.
+
+        Raises ConfigError where the loss or its gradient is not a number.
+        """
+        began, config, progress = time.monotonic(), self.config, self.progress
+        draw = np.random.default_rng((config.seed, progress.step, 3))
+        total, loss = 0, 0.0
+        chosen: list[tuple[np.ndarray, np.ndarray]] = []
+        while total < config.tokens_a_step and len(chosen) < 4 * len(documents):
+            order = np.random.default_rng((config.seed, progress.epoch, 4)).permutation(documents)
+            tokens, own = self._document(int(order[progress.place]))
+            progress.place += 1
+            if progress.place == len(documents):
+                progress.epoch, progress.place = progress.epoch + 1, 0
+            if own[1 : config.longest].any():
+                chosen.append((tokens[: config.longest], own[: config.longest]))
+                total += int(own[1 : config.longest].sum())
+        bf16 = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.model.device.type == "cuda")
+        for tokens, own in chosen:
+            offset = int(draw.integers(1, config.block + 1))
+            document = doubled(tokens, self.mask, config.block, offset, config.within_block)
+            with bf16:
+                following, masked = document_logits(self.model, document)
+            targets = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
+            part = (
+                joint_loss(following, masked, targets, torch.from_numpy(own).to(targets.device), config.alpha) / total
+            )
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
+        if not math.isfinite(loss) or not math.isfinite(float(norm)):
+            raise ConfigError(
+                f"the loss is not a number at step {progress.step}: training stopped, the last good checkpoint is "
+                "kept; start again with a lower --learning-rate"
+            )
+        cosine = 0.5 * (1 + math.cos(math.pi * used))
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.final_rate + (config.learning_rate - config.final_rate) * cosine
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        seconds = time.monotonic() - began
+        progress.step, progress.seconds = progress.step + 1, progress.seconds + seconds
+        progress.rows += sum(len(tokens) for tokens, _ in chosen)
+        return FullReport(progress, loss, total, seconds)

@@ -1,0 +1,181 @@
+"""`tidar convert --mode full`: from a checkpoint and a text to full TiDAR weights that serve themselves.
+
+The folder that comes out is a checkpoint in transformers' layout with `tidar.json` beside it (`model.own_drafter`).
+The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document.
+"""
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tidar_core.config import ConfigError
+from tidar_core.convert.checkpoint import (
+    Progress,
+    load_checkpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from tidar_core.convert.full import FullConfig, FullTraining, measure_full
+from tidar_core.convert.shards import Corpus, cannot_write
+from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
+from tidar_core.model.loading import ModelSource
+from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
+
+MASK_TOKEN = "<|mask|>"
+HELD_OUT_DOCUMENTS = 24
+MEASURE_SHARE = 0.1  # of the time, at most
+LEAST_TOKENS = 16
+
+
+def train_full(
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    config: FullConfig,
+    budget: Budget,
+    patience: int,
+    device: torch.device,
+    out: Path,
+    work: Path,
+    screen: Any,
+) -> Progress:
+    """Trains from the checkpoint, or from where an earlier run stopped; the best model so far is in `out`.
+
+    Raises ConfigError where there is nothing to learn from, where the loss is not a number and on a full disk.
+    """
+    learnt, held = corpus.split()
+    longest = [int(index) for index in learnt if len(corpus.document(int(index))[0]) >= LEAST_TOKENS]
+    judged = [corpus.document(int(index))[0][: config.longest] for index in held[:HELD_OUT_DOCUMENTS]]
+    judged = [tokens for tokens in judged if len(tokens) > config.block]
+    if not longest or not judged:
+        raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source.directory, gguf_file=source.gguf_file, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    mask = add_mask(model, tokenizer)
+    training = FullTraining(model.to(device), mask, config, corpus.document)
+    resume(training, work, screen)
+    progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
+    while True:
+        used = budget.used(progress)
+        if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
+            began = time.monotonic()
+            measure(training, judged, out, tokenizer, source, screen)
+            measuring = time.monotonic() - began
+            progress.seconds += measuring
+            measured_at = progress.seconds
+        if used >= 1.0 or progress.stale >= patience:
+            save(training, work)
+            return progress
+        report = training.step(longest, used)
+        shown = StepReport(report.progress, report.loss, 0.0, report.tokens, report.tokens, report.seconds)
+        screen.trained(shown, budget.used(progress), None)
+        if time.monotonic() - saved >= CHECKPOINT_SECONDS:
+            save(training, work)
+            saved = time.monotonic()
+
+
+def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:
+    """The mask's id: a new special token, in a row of the embedding that no token has yet where there is one."""
+    tokenizer.add_tokens([MASK_TOKEN], special_tokens=True)
+    mask = int(tokenizer.get_vocab()[MASK_TOKEN])
+    if mask >= model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(mask + 1, pad_to_multiple_of=64)
+    return mask
+
+
+def measure(
+    training: FullTraining,
+    documents: list[np.ndarray],
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    source: ModelSource,
+    screen: Any,
+) -> None:
+    """Tokens a step on held-out documents; the best model so far is written to `out`."""
+    progress = training.progress
+    training.model.eval()
+    found = measure_full(training.model, documents, training.mask, training.config)
+    training.model.train()
+    best = found > progress.best
+    progress.stale = 0 if found > progress.best * (1 + LEAST_GAIN) else progress.stale + 1
+    progress.best = max(progress.best, found)
+    screen.line(
+        f"step {progress.step:,}: {found:.3f} tokens per step on {len(documents)} held-out documents"
+        f"{', kept' if best else ''}"
+    )
+    if best or not (out / CONTRACT_FILE).exists():
+        write_model(training, out, tokenizer, source, found, len(documents))
+
+
+def write_model(
+    training: FullTraining,
+    out: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    source: ModelSource,
+    tokens_per_step: float,
+    documents: int,
+) -> None:
+    """The checkpoint in bf16, its contract and a card; the folder is whole or as it was. Raises ConfigError."""
+    config, progress = training.config, training.progress
+    record = {
+        "base": source.name,
+        "steps": progress.step,
+        "tokens_per_step": round(tokens_per_step, 4),
+        "held_out_documents": documents,
+        **config.settings(),
+    }
+    contract = OwnDrafter(
+        mask_token_id=training.mask, block_length=config.block, within_block=config.within_block, training=record
+    )
+    part = out.with_name(out.name + ".part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in training.model.state_dict().items()}
+        training.model.save_pretrained(part, state_dict=weights)
+        tokenizer.save_pretrained(part)
+        (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        (part / "README.md").write_text(_card(out.name, record), encoding="utf-8")
+        shutil.rmtree(out, ignore_errors=True)
+        os.replace(part, out)
+    except OSError as error:
+        raise cannot_write(out, error) from None
+
+
+def _card(name: str, record: dict[str, Any]) -> str:
+    return (
+        f"# {name}\n\nFull TiDAR weights made from {record['base']}: one set of weights verifies and drafts (arXiv "
+        f"2511.08923). It is another model than its base: texts differ.\n\n"
+        f"Measured: {record['tokens_per_step']} tokens per step (greedy, block {record['block']}, "
+        f"{record['held_out_documents']} held-out documents, {record['steps']} optimizer steps).\n\n"
+        f"    tidar up --model {name}\n\n`{CONTRACT_FILE}` names the mask token and the block length.\n"
+    )
+
+
+def resume(training: FullTraining, work: Path, screen: Any) -> None:
+    """From the last checkpoint in `work`, where there is one."""
+    found = load_checkpoint(work, training.config.settings())
+    if found is None:
+        return
+    training.progress, tensors, notes = found
+    for note in notes:
+        screen.line(note)
+    with torch.no_grad():
+        for name, tensor in zip(training.names, training.tensors, strict=True):
+            tensor.copy_(tensors[f"parameter/{name}"])
+    restore_optimizer(training.optimizer, list(training.names), tensors)
+    screen.line(f"going on from step {training.progress.step}")
+
+
+def save(training: FullTraining, work: Path) -> None:
+    parameters = {f"parameter/{name}": tensor for name, tensor in zip(training.names, training.tensors, strict=True)}
+    work.mkdir(parents=True, exist_ok=True)
+    tensors = parameters | optimizer_tensors(training.optimizer, list(training.names))
+    save_checkpoint(work, training.config.settings(), training.progress, tensors)

@@ -1,0 +1,71 @@
+"""Models that draft by themselves: full TiDAR weights (paper, section 3), one set for both roles.
+
+Such a checkpoint is an ordinary one in transformers' layout with one file more, `tidar.json` (`OwnDrafter`): which
+token of the vocabulary is the mask, and how the model was trained to fill it in. The engine reads that row of the
+embedding as the input of every mask row and adds nothing to any layer; all else is as with an adapter. Weights that
+others trained can be brought in by writing this file beside them.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from tidar_core.config import ConfigError
+from tidar_core.layout import WithinBlock
+from tidar_core.model.adapter import Adapter, AdapterConfig, BaseIdentity
+from tidar_core.model.weights import AdapterWeights, LayerAdapter
+
+CONTRACT_FILE = "tidar.json"
+
+
+class OwnDrafter(BaseModel):
+    """`tidar.json`. Unknown keys are refused.
+
+    mask_token_id: the token that stands in all slots of a proposal; its row of the embedding is their input.
+    block_length: slots a proposal was trained with. within_block: whether slots see each other both ways or only the
+    earlier ones. labels: slot s guesses its own position. training: how the weights came about, free of form.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    mask_token_id: int = Field(ge=0)
+    block_length: int = Field(ge=2)
+    within_block: WithinBlock = "bidirectional"
+    labels: Literal["aligned"] = "aligned"
+    training: dict[str, Any] = {}
+
+
+def read_own_drafter(directory: Path) -> OwnDrafter | None:
+    """The contract of the checkpoint in `directory`; None where it has none. Raises ConfigError in one line."""
+    path = directory / CONTRACT_FILE
+    try:
+        return OwnDrafter.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path} is not valid ({where + ': ' if where else ''}{first['msg']})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> Adapter:
+    """The model's own drafting as an adapter that adds nothing. embedding: [vocab, hidden].
+
+    Raises ConfigError where the vocabulary has no such mask token.
+    """
+    if contract.mask_token_id >= len(embedding):
+        raise ConfigError(
+            f"{CONTRACT_FILE} of {base.name} names mask_token_id {contract.mask_token_id}, but the vocabulary has "
+            f"{len(embedding)} tokens: correct it"
+        )
+    slots = embedding[contract.mask_token_id].expand(contract.block_length, -1).clone()
+    config = AdapterConfig(  # no projection is adapted, so the rank is that of nothing
+        base=base, rank=1, projections=(), block_length=contract.block_length, within_block=contract.within_block
+    )
+    layers = (LayerAdapter(None, None, None, None),) * base.layers
+    return Adapter(config, AdapterWeights(slots, layers), "of its own")
