@@ -185,6 +185,30 @@ def perplexity(
 
 
 @bench.command()
+def prefix(
+    model: Model = DEFAULT_MODEL,
+    adapter: AdapterPath = "default",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that two requests share.")] = 1500,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of requests.")] = 5,
+    dtype: DType = "bfloat16",
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time to first token of a prompt whose beginning is cached, against one whose is not."""
+    with user_errors():
+        from tidar_core.bench.prefix import measure_prefix
+
+        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        result = measure_prefix(engine, tokens, rounds)
+        table = Table("figure", "value", title=f"{model}, {dtype}")
+        for name, value in result.as_record().items():
+            table.add_row(name.replace("_", " "), f"{value:.4f}" if isinstance(value, float) else str(value))
+        Console().print(table)
+        write_record(json_file, {"engine": engine.info, "prefix": result.as_record()})
+
+
+@bench.command()
 def policy(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",

@@ -1,4 +1,4 @@
-"""Perplexity as the bench tells it, against transformers'."""
+"""Small measurements: perplexity against transformers', what a known prefix saves."""
 
 import math
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.perplexity import measure_perplexity
+from tidar_core.bench.prefix import measure_prefix
 from tidar_core.bench.prompts import read_text
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine
@@ -26,6 +28,15 @@ def test_it_is_the_models_own(tmp_path):
     assert (found.texts, found.tokens) == (len(rows), sum(row.shape[1] - 1 for row in rows))
     assert found.nats == pytest.approx(sum(nats) / found.tokens, rel=1e-4)
     assert found.perplexity == pytest.approx(math.exp(found.nats))
+
+
+def test_a_known_prefix_is_measured(tmp_path):
+    engine = tiny_engine(tmp_path)
+    result = measure_prefix(engine, 400, 3)
+    assert result.cached == 400
+    assert 0 < result.ratio < 1
+    with pytest.raises(ConfigError, match="does not fit"):
+        measure_prefix(engine, 5000, 1)
 
 
 def test_a_text_is_its_paragraphs(tmp_path):
