@@ -21,11 +21,11 @@ def test_our_engine_and_transformers_do_the_same_work(tmp_path):
         say=said.append,
     )  # fmt: skip
     assert [(r.batch, r.engine) for r in results] == [
-        (batch, engine) for batch in (1, 2) for engine in ("tidar, drafts off", "transformers")
+        (batch, engine) for batch in (1, 2) for engine in ("tidar bfloat16, drafts off", "transformers")
     ]
     assert all(r.tokens_per_second > 0 and len(r.rounds) == 2 for r in results)
     assert results[0].ratio == results[2].ratio == 1.0
-    assert said[-1].startswith("batch 2, round 2 of 2: tidar, drafts off ")
+    assert said[-1].startswith("batch 2, round 2 of 2: tidar bfloat16, drafts off ")
 
 
 def test_an_engine_that_does_not_start_is_named(tmp_path):

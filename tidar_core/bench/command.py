@@ -280,6 +280,7 @@ def peers(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
     honour_end: Annotated[bool, typer.Option(help="End where the model does; else all do the same work.")] = True,
+    dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Of ours; repeat it. [default: bfloat16]")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Tokens per second beside other engines: same weights, prompts (HumanEval, MT-Bench) and machine, in turn."""
@@ -292,7 +293,7 @@ def peers(
         source = find_model(model)
         names = peer or [name for name in PeerName if (directory / name).exists()]
         context, folder = 2048, cache_directory() / "peers"
-        engines = own_engines(model, context)
+        engines = own_engines(model, context, [choice.value for choice in dtype or [DTypeChoice.BFLOAT16]])
         engines += [peer_engine(name, directory, model_for(name, source, folder), context) for name in names]
         pairs = zip(read_set(PromptSet.HUMANEVAL), read_set(PromptSet.MTBENCH), strict=False)
         texts = [chat_text(load_tokenizer(source), text) for pair in pairs for text in pair]
@@ -300,7 +301,7 @@ def peers(
             engines, texts, batches=batch or [1, 8, 32], rounds=rounds, at_least=prompts, max_tokens=max_tokens,
             honour_end=honour_end, say=Console(stderr=True).print,
         )  # fmt: skip
-        table = Table("batch", "engine", "tokens/s", "against the first", title=f"{source.name}, bf16")
+        table = Table("batch", "engine", "tokens/s", "against the first", title=source.name)
         for r in results:
             table.add_row(str(r.batch), r.engine, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
         Console().print(table)

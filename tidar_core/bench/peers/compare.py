@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tidar_core
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, ServedDType
 from tidar_core.model.loading import ModelSource, load_tokenizer
 from tidar_core.request import DraftMode
 
@@ -45,10 +45,14 @@ class PeerResult:
         return asdict(self)
 
 
-def own_engines(model: str, context: int) -> list[Engine]:
-    """Ours with drafts off and auto."""
-    base = (sys.executable, str(WORKER), "tidar", model, "--context", str(context), "--drafts")
-    return [Engine(f"tidar, drafts {mode}", (*base, mode)) for mode in DRAFTS]
+def own_engines(model: str, context: int, dtypes: Sequence[ServedDType] = ("bfloat16",)) -> list[Engine]:
+    """Ours with drafts off and auto, in each dtype."""
+    base = (sys.executable, str(WORKER), "tidar", model, "--context", str(context))
+    return [
+        Engine(f"tidar {dtype}, drafts {mode}", (*base, "--dtype", dtype, "--drafts", mode))
+        for dtype in dtypes
+        for mode in DRAFTS
+    ]
 
 
 def peer_engine(name: str, directory: Path, model: str, context: int) -> Engine:

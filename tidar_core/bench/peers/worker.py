@@ -1,9 +1,9 @@
 """One engine as a process: a line of JSON in for each round, a line out. Runs in the engine's own environment.
 
-    python worker.py {tidar,vllm,transformers,llama.cpp} MODEL [--drafts off|auto|full] [--context N]
+    python worker.py {tidar,vllm,transformers,llama.cpp} MODEL [--drafts off|auto|full] [--dtype D] [--context N]
 
 In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"ready": true}; then
-for each round {"tokens": n, "seconds": s}. Greedy throughout.
+for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone.
 """
 
 import argparse
@@ -15,19 +15,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Decode = Callable[[list[str], int, bool], int]
+Choices = argparse.Namespace
 
 
-def tidar(model: str, context: int, drafts: Any) -> Decode:
+def tidar(model: str, context: int, chosen: Choices) -> Decode:
     from tidar_core.bench.drive import answer_all
     from tidar_core.config import EngineConfig
     from tidar_core.engine import load_engine
     from tidar_core.request import SamplingParams
 
-    engine = load_engine(EngineConfig(model=model, max_model_len=context))
+    engine = load_engine(EngineConfig(model=model, dtype=chosen.dtype, max_model_len=context))
     rounds = iter(range(1 << 30))
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=drafts, ignore_eos=not honour_end)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=chosen.drafts, ignore_eos=not honour_end)
         ids = [tuple(engine.tokenizer(text)["input_ids"]) for text in prompts]
         # A salt of its own for each round: no prefix of an earlier one is reused.
         return sum(len(answer.tokens) for answer in answer_all(engine, ids, [params] * len(ids), str(next(rounds))))
@@ -35,7 +36,7 @@ def tidar(model: str, context: int, drafts: Any) -> Decode:
     return decode
 
 
-def vllm(model: str, context: int, drafts: str) -> Decode:
+def vllm(model: str, context: int, _: Choices) -> Decode:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
@@ -49,7 +50,7 @@ def vllm(model: str, context: int, drafts: str) -> Decode:
     return decode
 
 
-def transformers(model: str, context: int, drafts: str) -> Decode:
+def transformers(model: str, context: int, _: Choices) -> Decode:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,7 +70,7 @@ def transformers(model: str, context: int, drafts: str) -> Decode:
     return decode
 
 
-def llama_cpp(model: str, context: int, drafts: str) -> Decode:
+def llama_cpp(model: str, context: int, _: Choices) -> Decode:
     from llama_cpp import Llama
 
     llm = Llama(model, n_ctx=context, n_threads=os.cpu_count(), verbose=False)
@@ -104,11 +105,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model")
     parser.add_argument("--drafts", default="off")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--context", type=int, default=2048)
     chosen = parser.parse_args(words)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print as they like; replies have a line of their own
-    decode = ENGINES[chosen.engine](chosen.model, chosen.context, chosen.drafts)
+    decode = ENGINES[chosen.engine](chosen.model, chosen.context, chosen)
     decode(["def f(x):"], 8, False)
     print(json.dumps({"ready": True}), file=replies)
     for line in sys.stdin:
