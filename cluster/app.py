@@ -25,6 +25,7 @@ ROUTER = "cluster.routing:ReplicaRouter"
 # too. `Admission` at the ingress bounds the work.
 UNBOUND = 1_000_000
 DRAIN_SECONDS = 10.0
+PUBLISH_SECONDS = 2.0  # between two looks at what replicas have cached
 
 
 @serve.ingress()
@@ -53,8 +54,8 @@ def build(args: dict[str, Any]) -> Application:
     return application(options)
 
 
-def application(args: ServeOptions) -> Application:
-    """The application behind `/`, for the cluster that Ray is connected to."""
+def application(args: ServeOptions, router: str = ROUTER) -> Application:
+    """The application behind `/`, for the cluster that Ray is connected to. router: the class that chooses replicas."""
     device, threads = placement(args)
     gpu: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {}
     if args.accelerator is not None:
@@ -68,7 +69,9 @@ def application(args: ServeOptions) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
         health_check_timeout_s=5.0,  # three in a row, and Serve replaces a replica that hangs; its streams left before
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]  # Ray's error
+        request_router_config=RequestRouterConfig.model_validate(
+            {"request_router_class": router, "request_routing_stats_period_s": PUBLISH_SECONDS}
+        ),
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)

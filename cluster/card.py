@@ -14,7 +14,8 @@ class ModelCard:
 
     block_length is the drafter's (0 where there is none); drafts is used where a request says nothing.
     step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
-    created: when the replica loaded it, in seconds since 1970. Crosses Ray's own transport, inside the cluster.
+    page_size: positions a K/V page, by which prefixes are cached. created: when the replica loaded it, in seconds since
+    1970. Crosses Ray's own transport, inside the cluster.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ModelCard:
     exact: bool
     block_length: int
     max_model_len: int
+    page_size: int
     vocab_size: int
     eos_ids: tuple[int, ...]
     drafts: DraftMode

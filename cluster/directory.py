@@ -11,11 +11,13 @@ from prometheus_client.metrics_core import Metric
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
+from cluster.affinity import PROMPT_MARKS
 from cluster.card import ModelCard
 from cluster.errors import not_ready
 from cluster.prompts import prepare
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way, ask, listen
+from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
 POLL_SECONDS = 1.0
@@ -74,6 +76,12 @@ class Directory:
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""
         self.silent |= {name}
+
+    def marks(self, request: Request) -> bytes:
+        """What names the prefixes of a prompt to the router; nothing for a request that reads no cached prefix."""
+        if self._card is None or request.params.prompt_logprobs is not None:
+            return b""
+        return prefix_marks(request.prompt, self._card.page_size, request.cache_salt, PROMPT_MARKS)
 
     def generate(
         self, request: Request, kind: EngineKind | None, way: Way

@@ -27,6 +27,14 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """A question about the engine's cached prefixes, and where the answer goes."""
+
+    limit: int
+    marks: Future[bytes]
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The engine broke; every request in flight ends here."""
 
@@ -51,7 +59,7 @@ class EngineThread:
         self._step_began: float | None = None
         self._load = load
         self._deliver = deliver
-        self._commands: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Request | Look | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -64,6 +72,12 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End a request before the next step; one that is not here is ignored."""
         self._commands.put(request_id)
+
+    def prefix_marks(self, limit: int) -> Future[bytes]:
+        """What of prompts is cached (`Engine.prefix_marks`), told between two steps."""
+        look = Look(limit, Future())
+        self._commands.put(look)
+        return look.marks
 
     def step_seconds(self) -> float:
         """How long the step that runs has been running; 0 between steps."""
@@ -105,6 +119,9 @@ class EngineThread:
                 return False
             if isinstance(command, str):
                 engine.abort(command)
+            elif isinstance(command, Look):
+                if command.marks.set_running_or_notify_cancel():  # else nobody waits any more
+                    command.marks.set_result(engine.prefix_marks(command.limit))
             else:
                 try:
                     engine.submit(command)

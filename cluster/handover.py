@@ -46,6 +46,7 @@ class Replicas(Protocol):
     @property
     def silent(self) -> frozenset[str]: ...
     def silence(self, name: str) -> None: ...
+    def marks(self, request: Request) -> bytes: ...
     def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Call: ...
 
 
@@ -75,7 +76,7 @@ class Story:
     emitted: the tokens that were passed on. kind: of the engine that said the first of them. replica: who has the
     request, or had it last. step, step_base, seconds_base: the last step passed on, and what steps and seconds of the
     present attempt count from. losses: replicas lost since the last token; refused: those that said no; tries: calls
-    that nobody accepted since one did; lost_at: since when nobody has the request.
+    that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's prefixes.
     """
 
     request: Request
@@ -92,6 +93,7 @@ class Story:
     tries: int = 0
     lost_at: float | None = None
     cause: str = ""
+    marks: bytes = b""
 
     def next_request(self) -> Request:
         """The request as the present attempt sends it."""
@@ -124,7 +126,7 @@ class Carrier:
     async def run(self, request: Request) -> AsyncGenerator[Batch, None]:
         """What happens to a request, up to its finish or a `Refusal`. Raises ApiError; however the caller stops, the
         request ends wherever it is."""
-        story = Story(request)
+        story = Story(request, marks=self._replicas.marks(request))
         while True:
             try:
                 async with aclosing(self._attempt(story)) as batches:
@@ -137,7 +139,9 @@ class Carrier:
     async def _attempt(self, story: Story) -> AsyncGenerator[Batch, None]:
         """One call of one replica. Raises Lost where another may go on."""
         request = story.next_request()
-        way = Way(never=frozenset(story.refused), avoid=self._replicas.silent)
+        # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
+        marks = b"" if story.tries else story.marks
+        way = Way(never=frozenset(story.refused), avoid=self._replicas.silent, marks=marks)
         call = self._replicas.generate(request, story.kind if story.emitted else None, way)
         arrivals: asyncio.Queue[Any] = asyncio.Queue()
         listener = asyncio.create_task(hear(call, arrivals))

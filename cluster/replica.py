@@ -7,11 +7,12 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
+from cluster.affinity import PUBLISHED_MARKS
 from cluster.card import ModelCard
 from cluster.engine_thread import EngineThread, Event, Failure, Refusal
 from cluster.metrics import Load, ReplicaMetrics, Timing
@@ -117,6 +118,7 @@ class EngineReplica:
             exact=info.exact,
             block_length=info.block_length,
             max_model_len=info.max_model_len,
+            page_size=info.page_size,
             vocab_size=info.vocab_size,
             eos_ids=info.eos_ids,
             drafts=config.drafts,
@@ -169,6 +171,17 @@ class EngineReplica:
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left
         return self._metrics.collect(Load(stats.running, stats.waiting, stats.pages_used, stats.pages_total))
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What Serve tells the routers of this replica (`cluster.affinity`)."""
+        marks = await asyncio.wrap_future(self._thread.prefix_marks(PUBLISHED_MARKS))
+        stats = self._thread.stats
+        assert stats is not None
+        return {
+            "marks": marks,
+            "load": stats.running + stats.waiting,
+            "pages": round(stats.pages_used / stats.pages_total, 2),  # rounded: Serve passes on what changed
+        }
 
     def check_health(self) -> None:
         """Ray restarts the replica once this raises a few times in a row."""

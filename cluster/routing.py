@@ -1,25 +1,37 @@
-"""Which replica a call goes to: the less busy of two by chance, past those that its caller names.
+"""Which replica a call goes to: where its prompt's longest prefix lies, past those replicas that its caller names.
 
-Ray Serve builds the router once for each process that calls, from a copy of this module, so what a call wishes travels
-with the call itself: as the keyword argument `way`, which the replica's methods take and leave alone.
+`affinity` has the rule; here it meets Ray Serve. Where a prompt is new, or too busy is who knows it, the less busy of
+two by chance is taken. Ray Serve builds the router once for each process that calls, from a copy of this module, so
+what a call wishes travels with the call itself: as the keyword argument `way`, which the replica's methods take and
+leave alone.
 """
 
 import random
+import time
+from collections import defaultdict, deque
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
+from ray.serve._private.common import ReplicaID
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from cluster.affinity import Candidate, Prefixes, best
+from tidar_core.prefixes import split_marks
+
+UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counted there
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Names of replicas: `never` go there, `avoid` while there is another, `only` this one."""
+    """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
+    prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached."""
 
     never: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
     only: str | None = None
+    marks: bytes = b""
 
 
 ANYWHERE = Way()
@@ -51,7 +63,14 @@ def fitting(names: list[str], way: Way) -> list[int]:
 
 
 class ReplicaRouter(RequestRouter):
-    """Serve's interface: it offers two, Serve takes the one with the shorter queue."""
+    """Serve's interface: ranks of replicas, of which Serve takes the first that answers. One lives for each process
+    that calls, on one event loop."""
+
+    def initialize_state(self, **_: Any) -> None:
+        """Serve's constructor."""
+        self._prefixes = Prefixes()
+        self._chosen: dict[str, deque[float]] = defaultdict(deque)
+        self._chance = random.Random()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -60,9 +79,39 @@ class ReplicaRouter(RequestRouter):
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
             way = pending_request.kwargs.get("way", ANYWHERE)
-        places = fitting([replica.replica_id.unique_id for replica in candidate_replicas], way)
+        names = [replica.replica_id.unique_id for replica in candidate_replicas]
+        places = fitting(names, way)
         if not places and pending_request is not None and not pending_request.future.done():
             # Serve would ask again and again, and let others wait behind it.
             pending_request.future.set_exception(LookupError("no replica fits the call"))
             return [candidate_replicas]
-        return [[candidate_replicas[place] for place in random.sample(places, min(2, len(places)))]]
+        if way.only is not None or not places:
+            return [[candidate_replicas[place] for place in places]]
+        self._prefixes.keep(names)
+        marks = split_marks(way.marks)
+        candidates = [self._candidate(candidate_replicas[place], marks) for place in places]
+        first = places[best(candidates, self._chance)]
+        # Noted at once: of many prompts that begin alike, the next is looked at before this one is on its way.
+        self._prefixes.sent(names[first], marks)
+        self._chosen[names[first]].append(time.monotonic())
+        others = [place for place in places if place != first]
+        return [
+            [candidate_replicas[first]],
+            [candidate_replicas[place] for place in self._chance.sample(others, min(2, len(others)))],
+        ]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Serve counts the call from now on."""
+        super().on_send_request(replica_id)
+        if chosen := self._chosen[replica_id.unique_id]:
+            chosen.popleft()
+
+    def _candidate(self, replica: RunningReplica, marks: list[bytes]) -> Candidate:
+        name = replica.replica_id.unique_id
+        told = self._prefixes.read(name, replica.routing_stats)
+        counted = self.replica_queue_len_cache.get(replica.replica_id)
+        chosen = self._chosen[name]
+        while chosen and chosen[0] < time.monotonic() - UNDERWAY_SECONDS:  # a call that was cancelled meanwhile
+            chosen.popleft()
+        load = len(chosen) + (told.load if counted is None else counted)
+        return Candidate(load, told.pages, self._prefixes.depth(name, marks))

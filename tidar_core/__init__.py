@@ -1,7 +1,8 @@
 """TiDAR decoding on one device: token ids in, token ids out.
 
 Start with `layout.py`, one step of one sequence as arithmetic. `request.py` has the nouns, `sampling.py` the rule
-that fixes every token by prefix, parameters and seed, `text.py` the way from tokens to text. The rooms: `engine`
+that fixes every token by prefix, parameters and seed, `text.py` the way from tokens to text, `prefixes.py` the names
+by which computed prefixes are found again. The rooms: `engine`
 (scheduling and steps), `model` (decoder, weights, adapters), `kernels` (the operations of each device), `convert`
 (how a model gets its drafter), `bench` (what is measured, and how to repeat it). `cli.py` is the `tidar` command.
 

@@ -116,6 +116,9 @@ class Cast:
     def silence(self, name: str) -> None:
         self.silent |= {name}
 
+    def marks(self, request: Request) -> bytes:
+        return b"marks of " + bytes(request.prompt)
+
     def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Scripted:
         act = self.acts[min(len(self.calls), len(self.acts) - 1)]
         self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
@@ -175,6 +178,7 @@ def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_
     assert [call.kind for call in cast.calls] == [None, KIND, KIND]
     assert (cast.ways[1].avoid, cast.ways[1].never) == ({"r0"}, frozenset())
     assert (cast.ways[2].avoid, cast.ways[2].never) == ({"r0"}, {"r1"})
+    assert cast.ways[1].marks == cast.marks(REQUEST)
 
 
 def test_before_the_first_token_any_kind_will_do() -> None:
@@ -188,6 +192,7 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert b"handovers_total{" not in render([metrics.collect()])  # nobody had it
+    assert [way.marks for way in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
 
 
 def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:

@@ -26,6 +26,7 @@ def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> Mod
         exact=True,
         block_length=4,
         max_model_len=max_model_len,
+        page_size=16,
         vocab_size=512,
         eos_ids=(2, 0),
         drafts="auto",

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidar_core.engine.pages import PagePool, first_key, page_keys
+from tidar_core.engine.pages import PagePool
+from tidar_core.prefixes import MARK_BYTES, first_key, page_keys, prefix_marks, split_marks
 
 TOTAL = 12
 
@@ -18,6 +19,7 @@ class Pool(RuleBasedStateMachine):
         self.pool = PagePool(TOTAL)
         self.owners: list[list[int]] = []
         self.contents: dict[int, bytes] = {}
+        self.marked: set[bytes | None] = set()
 
     @rule(count=st.integers(0, TOTAL))
     def take(self, count):
@@ -25,16 +27,18 @@ class Pool(RuleBasedStateMachine):
             pages = self.pool.take(count)
             for page in pages:
                 assert all(page not in owned for owned in self.owners)
-                self.contents.pop(page, None)
+                self.marked.discard(self.contents.pop(page, None))
             self.owners.append(pages)
 
     @precondition(lambda self: any(self.owners))
-    @rule(data=st.data(), key=st.binary(min_size=1, max_size=1))
-    def publish(self, data, key):
+    @rule(data=st.data(), key=st.binary(min_size=1, max_size=1), mark=st.booleans())
+    def publish(self, data, key, mark):
         page = data.draw(st.sampled_from([page for owned in self.owners for page in owned]))
-        self.pool.publish(page, key)
+        self.pool.publish(page, key, mark)
         if page not in self.contents and key not in self.contents.values():
             self.contents[page] = key
+            if mark:
+                self.marked.add(key)
 
     @rule(keys=st.lists(st.binary(min_size=1, max_size=1), max_size=3, unique=True))
     def take_known(self, keys):
@@ -54,6 +58,10 @@ class Pool(RuleBasedStateMachine):
         pool = self.pool
         assert pool.free + pool.owned + pool.cached == TOTAL
         assert pool.owned == len({page for owned in self.owners for page in owned})
+
+    @invariant()
+    def marks_tell_of_what_can_be_found(self):
+        assert sorted(self.pool.marks(TOTAL)) == sorted(b"".join(self.marked))
 
 
 TestPool = Pool.TestCase
@@ -84,6 +92,29 @@ def test_keys_are_equal_exactly_as_far_as_the_tokens_are(first, second):
     for start in range(len(keys)):  # a chain can be taken up anywhere
         before = keys[start - 1] if start else first_key("")
         assert list(page_keys(first[4 * start :], 4, before)) == keys[start:]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60), st.integers(0, 5))
+def test_marks_are_equal_as_far_as_every_fourth_page_is(first, second, limit):
+    ours, theirs = (split_marks(prefix_marks(tokens, 2, "", limit)) for tokens in (first, second))
+    assert len(ours) == min(limit, max(0, len(first) - 1) // 8)
+    keys = [list(page_keys(tokens[:-1], 2, first_key(""))) for tokens in (first, second)]
+    for mark in range(min(len(ours), len(theirs))):
+        page = 4 * mark + 3
+        assert (ours[mark] == theirs[mark]) == (keys[0][page] == keys[1][page])
+        assert ours[mark] == keys[0][page][:MARK_BYTES]
+
+
+def test_the_marks_used_last_are_told_first():
+    pool = PagePool(3)
+    for key in (b"a" * 16, b"b" * 16, b"c" * 16):
+        (page,) = pool.take(1)
+        pool.publish(page, key, mark=key != b"b" * 16)
+        pool.give_back([page])
+    assert pool.marks(9) == b"c" * 8 + b"a" * 8
+    pool.give_back(pool.take_known([b"a" * 16]))
+    assert pool.marks(9) == b"a" * 8 + b"c" * 8
+    assert pool.marks(1) == b"a" * 8
 
 
 def test_mistakes_are_told():

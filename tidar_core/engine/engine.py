@@ -43,6 +43,7 @@ class EngineInfo:
     eos_ids: tuple[int, ...]
     pages: int
     page_size: int
+    max_running: int
     fingerprint: str
     arithmetic: str
     cost: StepCost
@@ -50,12 +51,13 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Requests and pages at this moment."""
+    """Requests and pages at this moment. waiting_since: when the first in the queue arrived, on the monotonic clock."""
 
     running: int
     waiting: int
     pages_used: int
     pages_total: int
+    waiting_since: float | None = None
 
 
 class Engine:
@@ -77,7 +79,12 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
-        return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total)
+        since = scheduler.waiting[0].arrived if scheduler.waiting else None
+        return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total, since)
+
+    def prefix_marks(self, limit: int) -> bytes:
+        """What of prompts is cached here, as `PagePool.marks` tells it."""
+        return self._scheduler.pool.marks(limit)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""

@@ -1,24 +1,10 @@
 """The pool of K/V pages: who owns what, and which contents are still there to be used again. Numbers alone."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
-
-def first_key(salt: str) -> bytes:
-    """What comes before the first page. Requests with different salts never share a page."""
-    return blake2b(salt.encode(), digest_size=16).digest()
-
-
-def page_keys(tokens: Sequence[int], page_size: int, key: bytes) -> Iterator[bytes]:
-    """A key for each full page of `tokens`: a hash of its tokens and of the key before it.
-
-    Equal keys mean equal contents: K/V at a position depend on the tokens up to it alone.
-    """
-    for start in range(0, len(tokens) - page_size + 1, page_size):
-        content = ",".join(map(str, tokens[start : start + page_size]))
-        key = blake2b(key + content.encode(), digest_size=16).digest()
-        yield key
+from tidar_core.prefixes import MARK_BYTES
 
 
 class PagePool:
@@ -38,6 +24,7 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._marks: OrderedDict[bytes, None] = OrderedDict()  # the latest used last
 
     @property
     def available(self) -> int:
@@ -62,7 +49,9 @@ class PagePool:
             raise ValueError(f"{count} pages wanted, {self.available} available")
         while len(self._free) < count:
             page, _ = self._cached.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key]
+            self._marks.pop(key, None)
             self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         self._owners.update(dict.fromkeys(pages, 1))
@@ -76,17 +65,26 @@ class PagePool:
             if page is None:
                 break
             self._cached.pop(page, None)
+            if key in self._marks:
+                self._marks.move_to_end(key)
             self._owners[page] = self._owners.get(page, 0) + 1
             pages.append(page)
         return pages
 
-    def publish(self, page: int, key: bytes) -> None:
-        """An owned page is complete and will not be written again: others may find it under `key`."""
+    def publish(self, page: int, key: bytes, mark: bool = False) -> None:
+        """An owned page is complete and will not be written again: others may find it under `key`, and `marks` tells
+        of it where it is a `mark`."""
         if page not in self._owners:
             raise ValueError(f"page {page} is not owned")
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            if mark:
+                self._marks[key] = None
+
+    def marks(self, limit: int) -> bytes:
+        """The marks of what can be found here, MARK_BYTES each, the latest used first, at most `limit`."""
+        return b"".join(key[:MARK_BYTES] for key in islice(reversed(self._marks), limit))
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One owner lets go of its pages. Of those that nobody owns any more the published ones stay cached."""

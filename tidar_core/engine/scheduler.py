@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
-from tidar_core.engine.pages import PagePool, first_key, page_keys
+from tidar_core.engine.pages import PagePool
 from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
+from tidar_core.prefixes import first_key, is_mark, page_keys
 from tidar_core.request import Constraint, Finish, FinishReason, Sequence, StepOutput, StepTrace
 
 
@@ -189,8 +190,8 @@ class Scheduler:
         size, known = self.limits.page_size, len(sequence.page_keys)
         before = sequence.page_keys[-1] if known else first_key(sequence.request.cache_salt)
         new = list(page_keys(sequence.tokens[known * size : sequence.computed], size, before))
-        for page, key in zip(sequence.pages[known:], new, strict=False):
-            self.pool.publish(page, key)
+        for place, (page, key) in enumerate(zip(sequence.pages[known:], new, strict=False), known):
+            self.pool.publish(page, key, mark=is_mark(place))
         sequence.page_keys += new
 
     def _release(self, sequence: Sequence) -> None:

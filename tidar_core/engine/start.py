@@ -81,6 +81,7 @@ def load_engine(
         eos_ids=model.eos_ids,
         pages=pages,
         page_size=config.page_size,
+        max_running=config.max_running,
         fingerprint=base.fingerprint,
         arithmetic=_arithmetic(ops, device),
         cost=cost,

@@ -74,6 +74,12 @@ class StepCost:
         `picked` slots of the proposals that came true."""
         return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
 
+    def full_batch(self, most: int, share: float = 0.8) -> int:
+        """How many sequences keep this engine busy: the fewest, of at most `most`, that give `share` of the most tokens
+        per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
+        rates = [n / self.seconds(StepSize(known=0, verify=n, sequences=n)) for n in range(1, most + 1)]
+        return next(n for n, rate in enumerate(rates, 1) if rate >= share * max(rates))
+
     def describe(self) -> dict[str, list[float]]:
         """The measured points for people and other programs: row counts, and milliseconds of each part there."""
         curves = {"trunk_ms": self.trunk, "head_ms": self.head, "adapter_ms": self.adapter}

@@ -1,0 +1,106 @@
+"""Which replica has the longest part of a prompt computed already, and whether it has room. No Ray in here.
+
+What a replica's cache holds it publishes every few seconds, as marks: short hashes of prefixes, every 64 tokens by the
+pages' usual size (`tidar_core.prefixes`). What was sent where since then the router remembers itself, so that
+prompts that begin alike meet in one place from the second on, also where all come at the same moment.
+"""
+
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidar_core.prefixes import split_marks
+
+PROMPT_MARKS = 256  # that a call carries: 16,384 tokens
+PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 tokens in 8 kB
+REMEMBERED = 65_536  # marks that a router remembers itself
+REMEMBER_SECONDS = 30.0  # prefill and publication take a while; after that what is published counts alone
+SPARE, TIMES = 4, 2.0  # overloaded: more than so many answers over so many times the least busy one's
+CROWDED = 0.9  # of the K/V pages: new answers would soon push others out
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that a call may go to. load: answers under way there. pages: share of its K/V pages that they own.
+    depth: how many of the prompt's marks it has."""
+
+    load: float
+    pages: float = 0.0
+    depth: int = 0
+
+
+def best(candidates: Sequence[Candidate], chance: random.Random) -> int:
+    """The place of the replica to call: the one with the longest prefix of those that are not overloaded, the least
+    busy where several have as much; where none has any, the less busy of two by chance."""
+    least = min(candidate.load for candidate in candidates)
+    roomy = any(candidate.pages <= CROWDED for candidate in candidates)
+
+    def has_room(candidate: Candidate) -> bool:
+        return candidate.load <= TIMES * least + SPARE and (candidate.pages <= CROWDED or not roomy)
+
+    places = list(range(len(candidates)))
+    places = [place for place in places if has_room(candidates[place])] or places
+    depth = max(candidates[place].depth for place in places)
+    if depth:
+        tried = [place for place in places if candidates[place].depth == depth]
+        chance.shuffle(tried)
+    else:
+        tried = chance.sample(places, min(2, len(places)))
+    return min(tried, key=lambda place: candidates[place].load)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What a replica told last: the marks of its cached prefixes, its answers under way, its share of pages in use."""
+
+    stats: Mapping[str, Any]
+    marks: frozenset[bytes]
+    load: float
+    pages: float
+
+
+NOTHING = Published({}, frozenset(), 0.0, 0.0)
+
+
+class Prefixes:
+    """What a router knows of replicas, by name: what they published, and what it sent there itself."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._published: dict[str, Published] = {}
+        self._sent: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+
+    def read(self, name: str, stats: Mapping[str, Any]) -> Published:
+        """What a replica's stats say (`EngineReplica.record_routing_stats`); read anew where they are new."""
+        known = self._published.get(name, NOTHING)
+        if known.stats is not stats and stats:
+            marks = frozenset(split_marks(stats["marks"]))
+            known = self._published[name] = Published(stats, marks, stats["load"], stats["pages"])
+        return known
+
+    def keep(self, names: Sequence[str]) -> None:
+        """Forget what all others published."""
+        if len(self._published) > len(names):
+            self._published = {name: known for name, known in self._published.items() if name in names}
+
+    def depth(self, name: str, marks: Sequence[bytes]) -> int:
+        """How many of a prompt's marks, shortest prefix first, a replica has or will have soon."""
+        published = self._published.get(name, NOTHING).marks
+        recent = self._now() - REMEMBER_SECONDS
+        for count in range(len(marks), 0, -1):
+            mark = marks[count - 1]
+            if mark in published or self._sent.get((name, mark), recent) > recent:
+                return count
+        return 0
+
+    def sent(self, name: str, marks: Sequence[bytes]) -> None:
+        """Note that a prompt goes to a replica."""
+        now = self._now()
+        for mark in marks:
+            self._sent[name, mark] = now
+            self._sent.move_to_end((name, mark))
+        while len(self._sent) > REMEMBERED:
+            self._sent.popitem(last=False)

@@ -1,0 +1,105 @@
+"""Where a prompt goes: to its prefix, unless that replica has no room; and what a router knows of prefixes."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.affinity import (
+    CROWDED,
+    PROMPT_MARKS,
+    REMEMBER_SECONDS,
+    REMEMBERED,
+    SPARE,
+    TIMES,
+    Candidate,
+    Prefixes,
+    best,
+)
+from tidar_core.prefixes import prefix_marks, split_marks
+
+CANDIDATES = st.lists(
+    st.builds(Candidate, load=st.integers(0, 40), pages=st.sampled_from([0.0, 0.5, 1.0]), depth=st.integers(0, 4)),
+    min_size=1,
+    max_size=6,
+)
+MARKS = [bytes([number]) * 8 for number in range(5)]
+
+
+@given(CANDIDATES, st.randoms(use_true_random=False))
+def test_the_longest_prefix_with_room_wins(candidates: list[Candidate], chance: random.Random) -> None:
+    chosen = candidates[best(candidates, chance)]
+    least = min(candidate.load for candidate in candidates)
+    spacious = [candidate for candidate in candidates if candidate.pages <= CROWDED] or candidates
+    roomy = [candidate for candidate in spacious if candidate.load <= TIMES * least + SPARE] or candidates
+    assert chosen in roomy
+    assert chosen.depth == max(candidate.depth for candidate in roomy)
+    if chosen.depth:
+        assert chosen.load == min(candidate.load for candidate in roomy if candidate.depth == chosen.depth)
+    elif len(roomy) > 1:
+        assert chosen.load < max(candidate.load for candidate in roomy) or len({one.load for one in roomy}) < len(roomy)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=80), st.integers(2, 5), st.randoms(use_true_random=False))
+def test_prompts_that_begin_alike_meet_and_nobody_is_buried(
+    families: list[int], replicas: int, chance: random.Random
+) -> None:
+    prefixes = Prefixes(now=lambda: 0.0)
+    names = [f"r{number}" for number in range(replicas)]
+    loads = [0] * replicas
+    last: dict[int, int] = {}
+    for family in families:
+        marks = [bytes([family, 0]) * 4, bytes([family, 1]) * 4]
+        known = [prefixes.depth(name, marks) for name in names]
+        place = best([Candidate(load, 0.0, depth) for load, depth in zip(loads, known, strict=True)], chance)
+        if family in last and loads[last[family]] <= TIMES * min(loads) + SPARE:
+            assert known[place] == 2, "a replica that has the prefix and room was passed by"
+        prefixes.sent(names[place], marks)
+        loads[place] += 1
+        last[family] = place
+        assert max(loads) <= TIMES * min(loads) + SPARE + 1
+
+
+@given(
+    published=st.sets(st.sampled_from(MARKS)),
+    sent=st.dictionaries(st.sampled_from(MARKS), st.floats(0, 100)),
+    now=st.floats(100, 100 + 2 * REMEMBER_SECONDS),
+    prompt=st.lists(st.sampled_from(MARKS), unique=True),
+)
+def test_a_prefix_is_known_by_what_was_published_and_lately_sent(
+    published: set[bytes], sent: dict[bytes, float], now: float, prompt: list[bytes]
+) -> None:
+    clock = [0.0]
+    prefixes = Prefixes(now=lambda: clock[0])
+    for mark, moment in sorted(sent.items(), key=lambda entry: entry[1]):
+        clock[0] = moment
+        prefixes.sent("here", [mark])
+    clock[0] = now
+    prefixes.read("here", {"marks": b"".join(published), "load": 3, "pages": 0.25})
+    recent = {mark for mark, moment in sent.items() if moment > now - REMEMBER_SECONDS}
+    known = [mark in published | recent for mark in prompt]
+    assert prefixes.depth("here", prompt) == max((count for count, here in enumerate(known, 1) if here), default=0)
+    assert prefixes.depth("elsewhere", prompt) == 0
+    prefixes.keep([])
+    assert prefixes.depth("here", prompt) == max(
+        (count for count, mark in enumerate(prompt, 1) if mark in recent), default=0
+    )
+
+
+def test_new_stats_take_the_place_of_the_old() -> None:
+    prefixes = Prefixes()
+    first, second = ({"marks": mark, "load": load, "pages": 0.5} for mark, load in zip(MARKS, (1, 2), strict=False))
+    assert prefixes.read("r", {}).load == 0
+    assert prefixes.read("r", first).load == 1
+    assert prefixes.depth("r", MARKS[:1]) == 1
+    assert prefixes.read("r", second).load == 2
+    assert prefixes.depth("r", MARKS[:1]) == 0
+
+
+def test_what_is_remembered_and_what_travels_is_bounded() -> None:
+    prefixes = Prefixes()
+    for number in range(REMEMBERED // 1000 + 2):
+        prefixes.sent("r", [number.to_bytes(4, "little") + place.to_bytes(4, "little") for place in range(1000)])
+    assert len(prefixes._sent) == REMEMBERED
+    assert prefixes.depth("r", [bytes(8)]) == 0, "the oldest was forgotten"
+    assert len(split_marks(prefix_marks(range(200_000), 16, "", PROMPT_MARKS))) == PROMPT_MARKS
