@@ -108,7 +108,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], tuple[Body, Prompts]], chat: bool
     ) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
-        card, backend = directory.model
+        card, backend = await directory.awake()
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
         body, prompts = await asyncio.to_thread(plan, raw, card, backend)
         seed = secrets.randbits(SEED_BITS)
@@ -125,7 +125,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         asked = requests_for(head.id, repeated, params, body.cache_salt or "")
         echoes = echoes_of(body, prompts, backend)
         made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None)
-        pieces = made.pieces(carrier, admission, len(directory.replicas))
+        pieces = made.pieces(carrier, admission, max(1, len(directory.replicas)))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
@@ -178,7 +178,7 @@ def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptio
 def add_service_routes(app: FastAPI, directory: Directory, counts: IngressMetrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        if not directory.replicas:
+        if not directory.serves:
             return PlainTextResponse("no engine replica answers yet\n", 503, {"Retry-After": "1"})
         return PlainTextResponse("ok\n")
 

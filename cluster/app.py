@@ -6,12 +6,12 @@ import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api import build_api
-from cluster.directory import Directory
+from cluster.directory import Directory, Wake
 from cluster.options import ServeOptions
 from cluster.preflight import check_visible
 from cluster.replica import EngineReplica
@@ -21,6 +21,8 @@ from tidar_core.settings import read_options
 ENGINE = "Engine"
 INGRESS = "Ingress"
 ROUTER = "cluster.routing:ReplicaRouter"
+POLICY = "cluster.autoscaling:LoadPolicy"
+MEASURE_SECONDS, LOOK_BACK_SECONDS = 1.0, 5.0  # how often replicas tell of their load, and how much of it counts
 # Serve's own limits bind nothing here: a call over them would wait, the one that asks a full replica whether it lives
 # too. `Admission` at the ingress bounds the work.
 UNBOUND = 1_000_000
@@ -33,7 +35,8 @@ class Ingress:
     """Any number of these may run: all that they know they can ask for again."""
 
     def __init__(self, engine: DeploymentHandle, options: ServeOptions):
-        self._directory = Directory(engine)
+        wake = Wake(options.wake_seconds, options.max_ongoing) if options.sleeps else None
+        self._directory = Directory(engine, wake)
         self._options = options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -62,7 +65,7 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         gpu["accelerator_type"] = args.accelerator
     engine = serve.deployment(
         name=ENGINE,
-        num_replicas=args.replicas,
+        **replica_count(args),
         max_ongoing_requests=UNBOUND,
         max_queued_requests=args.max_ongoing,  # while there is no replica at all
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
@@ -86,6 +89,25 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
     return ingress.bind(engine.bind(args.engine_config(device, threads), args.served_name), args)
 
 
+def replica_count(options: ServeOptions) -> dict[str, Any]:
+    """What Serve is told of how many engines to run: always the same, or as the load wants."""
+    if options.max_replicas is None:
+        return {"num_replicas": options.replicas}
+    policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"answers_each": options.target_ongoing_requests})
+    scaling = AutoscalingConfig(
+        min_replicas=options.min_replicas,
+        initial_replicas=max(1, options.min_replicas),  # one at least: it says what the model is, and that it loads
+        max_replicas=options.max_replicas,
+        metrics_interval_s=MEASURE_SECONDS,
+        look_back_period_s=LOOK_BACK_SECONDS,
+        upscale_delay_s=options.upscale_delay_s,
+        downscale_delay_s=options.downscale_delay_s,
+        downscale_to_zero_delay_s=options.downscale_to_zero_delay_s,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}
+
+
 def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     """The device that "auto" stands for on this cluster, and each engine's CPU threads.
 
@@ -97,6 +119,6 @@ def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     if options.device != "auto":
         device = options.device
     nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
-    engines_a_node = -(-options.replicas // nodes)
+    engines_a_node = -(-options.most_replicas // nodes)
     share = int(resources.get("CPU", 1)) // nodes // engines_a_node
     return device, options.threads or max(1, share)

@@ -104,6 +104,7 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
         yield f"import_path {application.get('import_path')!r} is none of {', '.join(APPLICATIONS)}"
         return
     kind, names = known
+    options: BaseModel | None = None
     try:
         options = read_options(kind, application.get("args") or {})
         if isinstance(options, ServeOptions):
@@ -118,6 +119,10 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
         if name not in names:
             yield f"unknown deployment '{name}'{suggestion(name, names)}"
         yield from (f"deployment {name}: {line}" for line in of_deployment(name, deployment))
+        scaled = isinstance(options, ServeOptions) and options.max_replicas is not None
+        for key in ("num_replicas", "autoscaling_config"):
+            if name == ENGINE and scaled and key in deployment:
+                yield f"deployment {name}: {key} would take the place of the args' max_replicas; leave one out"
 
 
 def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
@@ -128,10 +133,12 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
             AutoscalingConfig.model_validate(scaling)
         except ValidationError as error:
             yield f"autoscaling_config: {first_mistake(error, AutoscalingConfig.model_fields)}"
+        except (ImportError, AttributeError, ValueError) as error:  # Ray looks for the policy at once
+            yield f"autoscaling_config: policy_function cannot be found: {' '.join(str(error).split())}"
         if scaling.get("min_replicas") == 0:
-            yield "min_replicas is 0: no request wakes a model from zero replicas here; set 1 or more"
+            yield "min_replicas is 0: only in args is it known to the ingress, which must wake the model; say it there"
     if deployment.get("num_replicas") == 0:
-        yield "num_replicas is 0: no request wakes a model from zero replicas here; set 1 or more"
+        yield "num_replicas is 0: no request would wake the model; set 1 or more, or min_replicas 0 in args"
     if name == ENGINE and "ray_actor_options" in deployment:
         yield (
             "ray_actor_options would take the place of the engine's own, its GPU too: "

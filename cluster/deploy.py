@@ -153,7 +153,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready(board, base, say, interrupts)
-        announce(base, chosen.replicas, say)
+        announce(base, chosen, say)
         ready = True
         yield
     finally:
@@ -176,10 +176,11 @@ def check_resources(options: ServeOptions) -> None:
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     device, _ = app.placement(options)
-    if device == "cuda" and gpus < options.replicas:
-        raise ConfigError(f"{options.replicas} replicas need as many GPUs, Ray sees {gpus}: lower --replicas")
-    if cpus < options.replicas:
-        raise ConfigError(f"{options.replicas} replicas need as many CPUs, Ray sees {cpus}: lower --replicas")
+    most, option = options.most_replicas, "--replicas" if options.max_replicas is None else "--max-replicas"
+    if device == "cuda" and gpus < most:
+        raise ConfigError(f"{most} replicas need as many GPUs, Ray sees {gpus}: lower {option}")
+    if cpus < most:
+        raise ConfigError(f"{most} replicas need as many CPUs, Ray sees {cpus}: lower {option}")
 
 
 def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
@@ -210,7 +211,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def announce(base: str, replicas: int, say: Say) -> None:
+def announce(base: str, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
     card: ModelCard = serve.get_deployment_handle(app.ENGINE, API).describe.remote().result(timeout_s=30)
     exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
@@ -219,7 +220,8 @@ def announce(base: str, replicas: int, say: Say) -> None:
     say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
     say(f"  drafter     {drafter}; drafts {card.drafts}")
-    say(f"  replicas    {replicas}")
+    wanted = f"{options.min_replicas} to {options.max_replicas}, as the load wants"
+    say(f"  replicas    {options.replicas if options.max_replicas is None else wanted}")
     say("  stop        Ctrl-C")
 
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from cluster.affinity import PROMPT_MARKS
 from cluster.card import ModelCard
-from cluster.errors import not_ready
+from cluster.errors import full, not_ready
 from cluster.prompts import prepare
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way, ask, listen
@@ -29,11 +30,25 @@ METRICS_SECONDS = 5.0
 log = logging.getLogger("ray.serve")
 
 
-class Directory:
-    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card."""
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A model that sleeps while nobody asks: for how long a request may wait for it, and how many may."""
 
-    def __init__(self, engine: DeploymentHandle):
+    seconds: float
+    most: int
+
+
+class Directory:
+    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card.
+
+    wake: where there may be no replica because nobody asked for one.
+    """
+
+    def __init__(self, engine: DeploymentHandle, wake: Wake | None = None):
         self.engine = engine
+        self._wake = wake
+        self._waking: asyncio.Task[None] | None = None
+        self._held = 0
         self.silent: frozenset[str] = frozenset()
         self._heard: dict[str, float] = {}
         self._card: ModelCard | None = None
@@ -55,10 +70,11 @@ class Directory:
 
     async def stop(self) -> None:
         """End the asking. Without this an ingress that is shut down would stay until its time of grace is over."""
-        while self._task is not None and not self._task.done():
-            # More than once: `asyncio.wait_for`, which Serve awaits answers with, may swallow it (Python before 3.12).
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=0.1)
+        for task in (self._task, self._waking):
+            while task is not None and not task.done():
+                # More than once: `asyncio.wait_for`, by which Serve awaits, may swallow it (Python before 3.12).
+                task.cancel()
+                await asyncio.wait({task}, timeout=0.1)
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -68,10 +84,45 @@ class Directory:
 
     @property
     def model(self) -> tuple[ModelCard, Tokenizer]:
-        """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers."""
-        if self._card is None or self._backend is None or not self.replicas:
+        """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, unless
+        the model only sleeps."""
+        if self._card is None or self._backend is None or not self.serves:
             raise not_ready()
         return self._card, self._backend
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request has somebody to answer it, even if it must wake the model first."""
+        return bool(self.replicas) or self._wake is not None
+
+    async def awake(self) -> tuple[ModelCard, Tokenizer]:
+        """As `model`, once there is a replica: a model that sleeps is woken. Raises ApiError: 503 where none comes in
+        time, 429 where as many requests as may wait for it already."""
+        if self._wake is None or self.replicas:
+            return self.model
+        if self._held >= self._wake.most:
+            raise full()
+        self._held += 1
+        try:
+            async with asyncio.timeout(self._wake.seconds):
+                while not self.replicas:
+                    if self._waking is None or self._waking.done():
+                        self._waking = asyncio.create_task(self._call_for_one())
+                    await asyncio.wait({self._waking})
+        except TimeoutError:
+            raise not_ready() from None
+        finally:
+            self._held -= 1
+        return self.model
+
+    async def _call_for_one(self) -> None:
+        """A call that waits for a replica is what Serve starts one for."""
+        try:
+            await ask(self.engine, "alive")
+            await self._look()
+        except Exception as error:
+            log.warning("the model could not be woken yet: %s", error)
+            await asyncio.sleep(POLL_SECONDS)
 
     def silence(self, name: str) -> None:
         """Take a replica for silent until it answers again."""
@@ -90,9 +141,10 @@ class Directory:
         return listen(self.engine, "generate", request, kind, way=way)
 
     async def metrics(self) -> list[list[Metric]]:
-        """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does."""
+        """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
+        the model only sleeps."""
         answers = await self._ask_each(self.replicas, "metrics", METRICS_SECONDS)
-        if not answers:
+        if not answers and (self.replicas or not self.serves):
             raise not_ready()
         return list(answers.values())
 

@@ -9,6 +9,7 @@ from tidar_core.config import DEFAULT_MODEL, EngineConfig, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class ServeOptions(BaseModel):
@@ -16,7 +17,12 @@ class ServeOptions(BaseModel):
 
     model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
     name: what clients call the model; by default the last part of its path, or its hub id.
-    replicas: engines. accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
+    replicas: engines, always so many. min_replicas, max_replicas: instead of it, as many between these as the load
+    wants (`cluster.autoscaling`); 0 lets the model sleep while nobody asks, and the first request wakes it.
+    target_ongoing_requests: answers that each replica shall have under way then; None for as many as fill its batch or
+    its K/V pages. upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s: how long the load must want it.
+    wake_seconds: how long a request may wait for a model that sleeps.
+    accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
@@ -34,6 +40,13 @@ class ServeOptions(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafts: DraftMode = "auto"
     replicas: int = 1
+    min_replicas: Count = 1
+    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
+    upscale_delay_s: Seconds = 3.0
+    downscale_delay_s: Seconds = 300.0
+    downscale_to_zero_delay_s: Seconds = 900.0
+    wake_seconds: Seconds = 300.0
     accelerator: str | None = None
     threads: Count = 0
     max_model_len: Count = 0
@@ -48,8 +61,20 @@ class ServeOptions(BaseModel):
     @classmethod
     def _some_replica(cls, replicas: int) -> int:
         if replicas < 1:
-            raise ValueError("nothing here wakes a model from zero replicas; set 1 or more")
+            raise ValueError("a model that may sleep has min_replicas 0 and max_replicas; else set 1 or more")
         return replicas
+
+    @model_validator(mode="after")
+    def _one_way_to_say_how_many(self) -> Self:
+        if self.max_replicas is None:
+            unused = [name for name, value in self._scaling.items() if value != type(self).model_fields[name].default]
+            if unused:
+                raise ValueError(f"{unused[0]} needs max_replicas; without it there are always `replicas` engines")
+        elif self.replicas != 1:
+            raise ValueError("replicas and max_replicas both say how many engines there are; leave one of the two out")
+        elif self.max_replicas < self.min_replicas:
+            raise ValueError(f"min_replicas {self.min_replicas} is more than max_replicas {self.max_replicas}")
+        return self
 
     @model_validator(mode="after")
     def _a_gpu_to_be_of_a_kind(self) -> Self:
@@ -62,6 +87,26 @@ class ServeOptions(BaseModel):
         if self.dtype == "int8" and (self.device == "cuda" or self.accelerator is not None):
             raise ValueError("dtype int8 is for CPUs; use bfloat16 on a GPU")
         return self
+
+    @property
+    def _scaling(self) -> dict[str, float | None]:
+        return {
+            "min_replicas": self.min_replicas,
+            "target_ongoing_requests": self.target_ongoing_requests,
+            "upscale_delay_s": self.upscale_delay_s,
+            "downscale_delay_s": self.downscale_delay_s,
+            "downscale_to_zero_delay_s": self.downscale_to_zero_delay_s,
+        }
+
+    @property
+    def most_replicas(self) -> int:
+        """Engines that there may be."""
+        return self.max_replicas or self.replicas
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether there may be no replica because nobody asks."""
+        return self.max_replicas is not None and self.min_replicas == 0
 
     @property
     def served_name(self) -> str:

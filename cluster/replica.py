@@ -125,6 +125,7 @@ class EngineReplica:
             step_cost=info.cost.describe(),
             tokenizer=engine.tokenizer,
         )
+        self._full_batch = info.cost.full_batch(info.max_running)
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
 
     async def generate(
@@ -179,8 +180,20 @@ class EngineReplica:
         assert stats is not None
         return {
             "marks": marks,
-            "load": stats.running + stats.waiting,
+            "load": len(self._subscribers),
             "pages": round(stats.pages_used / stats.pages_total, 2),  # rounded: Serve passes on what changed
+        }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve tells the policy of this replica: the fields of `cluster.autoscaling.Reading`."""
+        stats = self._thread.stats
+        assert stats is not None
+        since = stats.waiting_since
+        return {
+            "answers": len(self._subscribers),
+            "batch": self._full_batch,
+            "pages": stats.pages_used / stats.pages_total,
+            "wait": 0.0 if since is None else time.monotonic() - since,
         }
 
     def check_health(self) -> None:

@@ -80,13 +80,16 @@ def start(directory: Path, *arguments: str, port: int | None = None) -> Server:
     return launch(directory, port, command("up", "--port", str(port), *arguments))
 
 
-def start_with(directory: Path, options: ServeOptions, cpus: int = 0) -> Server:
-    """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given."""
+def start_with(
+    directory: Path, options: ServeOptions, cpus: int = 0, more: Mapping[str, str] = MappingProxyType({})
+) -> Server:
+    """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
+    goes into its environment."""
     chosen = UpOptions(serve=options, port=free_port())
     code = "import sys; from cluster.deploy import up; from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"
     counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}
-    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], counted)
+    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], {**counted, **more})
 
 
 def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str] = MappingProxyType({})) -> Server:

@@ -28,6 +28,10 @@ def up(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
     replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
+    min_replicas: Annotated[int, typer.Option(min=0, help="With --max-replicas: 0 lets the model sleep.")] = 1,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="As many engines as the load wants, up to this.")] = (
+        None
+    ),
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="One port for the API and the playground.")] = 8000,
     dtype: DType = "bfloat16",
@@ -47,13 +51,15 @@ def up(
         try:
             from cluster import deploy
             from cluster.options import ServeOptions, UpOptions
+            from tidar_core.settings import read_options
         except ModuleNotFoundError as error:
             raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
-        serve = ServeOptions(
-            model=model, adapter=adapter, name=name, dtype=dtype, device=device, drafts=drafts,
-            replicas=replicas, threads=threads, max_model_len=max_model_len, api_keys=api_keys,
-            metrics_keys=metrics_keys,
-        )  # fmt: skip
+        given = {
+            "model": model, "adapter": adapter, "name": name, "dtype": dtype, "device": device, "drafts": drafts,
+            "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
+            "max_model_len": max_model_len, "api_keys": api_keys, "metrics_keys": metrics_keys,
+        }  # fmt: skip
+        serve = read_options(ServeOptions, given)
         deploy.up(UpOptions(serve=serve, host=host, port=port))
 
 

@@ -33,8 +33,8 @@ def is_mark(page: int) -> bool:
 
 
 def prefix_marks(tokens: Sequence[int], page_size: int, salt: str, limit: int) -> bytes:
-    """The marks of a prompt's prefixes, MARK_BYTES each, shortest first, at most `limit`: what a page pool that computed
-    them tells of them (`PagePool.marks`). The last token is left out, as it is always computed."""
+    """The marks of a prompt's prefixes, MARK_BYTES each, shortest first, at most `limit`: what a page pool that
+    computed them tells of them (`PagePool.marks`). The last token is left out, as it is always computed."""
     length = min(len(tokens) - 1, limit * MARK_PAGES * page_size)
     keys = page_keys(tokens[:length], page_size, first_key(salt))
     return b"".join(key[:MARK_BYTES] for page, key in enumerate(keys) if is_mark(page))
