@@ -213,7 +213,8 @@ def answers(url: str) -> bool:
 
 def announce(base: str, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
-    card: ModelCard = serve.get_deployment_handle(app.ENGINE, API).describe.remote().result(timeout_s=30)
+    wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
+    card: ModelCard = serve.get_deployment_handle(app.ENGINE, API).describe.remote().result(timeout_s=wait)
     exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
     drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
     say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")

@@ -1,26 +1,61 @@
 """`tidar status`: what a running server serves and how it fares, read over HTTP alone."""
 
+import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from tidar_core.config import ConfigError
 
+FIRST_SECONDS, LIVE_SECONDS = 0.5, 1.0  # between two looks, for the tokens per second
+
 Series = Mapping[str, Mapping[str, float]]
 
 
-def show_status(address: str, key: str | None = None, console: Console | None = None) -> None:
-    """Print the model and a row a replica; `key` is sent where one is given.
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What all replicas counted at a moment (seconds of one clock)."""
+
+    moment: float
+    replicas: Series
+
+
+def show_status(address: str, key: str | None = None, live: bool = False, console: Console | None = None) -> None:
+    """Print the model and a row a replica; `key` is sent where one is given. live: go on until Ctrl-C.
 
     Raises ConfigError where nothing answers at `address`.
     """
     console = console or Console()
     base = address.rstrip("/")
+    console.print(model_table(base, key), highlight=False)
+    before = look(base, key)
+    time.sleep(FIRST_SECONDS)
+    now = look(base, key)
+    if not live:
+        console.print(replica_table(now, before))
+        return
+    with Live(replica_table(now, before), console=console, auto_refresh=False) as shown, suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(LIVE_SECONDS)
+            try:
+                before, now = now, look(base, key)
+            except ConfigError as error:
+                shown.update(f"{error}", refresh=True)  # it may come back
+                continue
+            shown.update(replica_table(now, before), refresh=True)
+
+
+def model_table(base: str, key: str | None) -> Table:
+    """What is served at an address. Raises ConfigError where that is no TiDAR server."""
     answer = fetch(f"{base}/v1/models", key)
     try:
         model = answer.json()["data"][0]
@@ -38,8 +73,13 @@ def show_status(address: str, key: str | None = None, console: Console | None = 
     }
     for name, value in rows.items():
         head.add_row(name, str(value))
-    console.print(head, highlight=False)
-    console.print(replica_table(by_replica(fetch(f"{base}/metrics", key).text)))
+    return head
+
+
+def look(base: str, key: str | None) -> Look:
+    """What the metrics page says now. Raises ConfigError."""
+    page = fetch(f"{base}/metrics", key).text
+    return Look(time.monotonic(), by_replica(page))
 
 
 def fetch(url: str, key: str | None) -> httpx.Response:
@@ -71,18 +111,46 @@ def by_replica(page: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def replica_table(replicas: Series) -> Table:
-    """Load and acceptance, a row a replica."""
-    table = Table("replica", "running", "waiting", "K/V used", "tokens", "tokens/step", "drafts held")
-    for name, values in sorted(replicas.items()):
-        steps, drafted = values["tidar:decode_steps_total"], values["vllm:spec_decode_num_draft_tokens_total"]
-        table.add_row(
-            name,
-            f"{values['vllm:num_requests_running']:.0f}",
-            f"{values['vllm:num_requests_waiting']:.0f}",
-            f"{values['vllm:kv_cache_usage_perc']:.1%}",
-            f"{values['vllm:generation_tokens_total']:.0f}",
-            f"{values['tidar:decode_tokens_total'] / steps:.2f}" if steps else "-",
-            f"{values['vllm:spec_decode_num_accepted_tokens_total'] / drafted:.1%}" if drafted else "-",
-        )
+def replica_table(now: Look, before: Look | None = None) -> Table:
+    """Load, speed and acceptance: a row a replica, and one for all. What is counted is that between two looks where
+    anything happened there, else all since the replica started."""
+    names = sorted(now.replicas)
+    title = None if names else "no replica runs: where the model may sleep, the next request wakes it"
+    table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)  # narrow enough for 80 columns
+    for heading in ("replica", "running", "waiting", "K/V", "tokens", "tokens/s", "tokens/step", "held"):
+        table.add_column(heading, justify="left" if heading == "replica" else "right")
+    for name in names:
+        table.add_row(name, *cells([name], now, before), end_section=name == names[-1])
+    if len(names) > 1:
+        table.add_row("all", *cells(names, now, before))
     return table
+
+
+def cells(names: list[str], now: Look, before: Look | None) -> list[str]:
+    """A row of the table, for all these replicas together."""
+    old = before.replicas if before is not None else {}
+
+    def total(series: str) -> float:
+        return sum(now.replicas[name].get(series, 0.0) for name in names)
+
+    def gained(series: str) -> float:
+        return sum(now.replicas[name].get(series, 0.0) - old.get(name, {}).get(series, 0.0) for name in names)
+
+    def share(part: str, whole: str) -> float | None:
+        counted = gained if gained(whole) > 0 else total
+        return counted(part) / counted(whole) if counted(whole) else None
+
+    speed = None
+    if before is not None and all(name in old for name in names):
+        speed = gained("vllm:generation_tokens_total") / (now.moment - before.moment)
+    per_step = share("tidar:decode_tokens_total", "tidar:decode_steps_total")
+    held = share("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total")
+    return [
+        f"{total('vllm:num_requests_running'):.0f}",
+        f"{total('vllm:num_requests_waiting'):.0f}",
+        f"{total('vllm:kv_cache_usage_perc') / len(names):.1%}",
+        f"{total('vllm:generation_tokens_total'):.0f}",
+        "-" if speed is None else f"{speed:.1f}",
+        "-" if per_step is None else f"{per_step:.2f}",
+        "-" if held is None else f"{held:.1%}",
+    ]

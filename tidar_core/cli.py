@@ -67,14 +67,16 @@ def up(
 def status(
     address: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
     key: Annotated[str | None, typer.Option(envvar="TIDAR_API_KEY", help="An API key, where one is wanted.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, as to a pipe.")] = False,
 ) -> None:
-    """Show what a running server serves: model, replicas, load, acceptance."""
+    """Show what a running server serves: model, replicas, load, tokens per second, acceptance; on a terminal until
+    Ctrl-C."""
     with user_errors():
         try:
             from cluster.status import show_status
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
-        show_status(address, key)
+        show_status(address, key, live=sys.stdout.isatty() and not once)
 
 
 @app.command()

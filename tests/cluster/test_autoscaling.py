@@ -120,7 +120,7 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         target_ongoing_requests=4,
         upscale_delay_s=0,
         downscale_delay_s=1,
-        downscale_to_zero_delay_s=1,
+        downscale_to_zero_delay_s=2,
     )
     with (
         running(start_with(tmp_path, options, cpus=3)) as server,

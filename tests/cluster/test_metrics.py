@@ -5,7 +5,7 @@ import pickle
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Load, ReplicaMetrics, Timing, render
-from cluster.status import by_replica, replica_table
+from cluster.status import Look, by_replica, replica_table
 from tests.cluster.test_acceptance import step
 from tidar_core.request import FinishReason
 
@@ -72,8 +72,27 @@ def test_replicas_share_a_page() -> None:
     assert "_created" not in page
     replicas = by_replica(page)
     assert (replicas["r1"]["vllm:generation_tokens_total"], replicas["r2"]["vllm:generation_tokens_total"]) == (7, 0)
-    table = replica_table(replicas)
-    assert [list(column.cells) for column in table.columns][-2:] == [["2.00", "-"], ["42.9%", "-"]]
+    table = replica_table(Look(0.0, replicas))
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows[0] == ("r1", "0", "0", "0.0%", "7", "-", "2.00", "42.9%")
+    assert rows[1] == ("r2", "0", "0", "0.0%", "0", "-", "-", "-")
+    assert rows[2] == ("all", "0", "0", "0.0%", "7", "-", "2.00", "42.9%")
+
+
+def test_the_live_table_tells_what_happened_between_two_looks() -> None:
+    def counts(**values: float) -> dict[str, float]:
+        return {f"{name.replace('__', ':')}_total": value for name, value in values.items()}
+
+    first = counts(vllm__generation_tokens=100, tidar__decode_tokens=90, tidar__decode_steps=90)
+    second = counts(vllm__generation_tokens=150, tidar__decode_tokens=140, tidar__decode_steps=110)
+    fresh = counts(vllm__generation_tokens=8, tidar__decode_tokens=6, tidar__decode_steps=4)
+    table = replica_table(Look(12.0, {"a": second, "b": fresh}), Look(10.0, {"a": first}))
+    speeds, per_step = (list(table.columns[place].cells) for place in (5, 6))
+    assert speeds == ["25.0", "-", "-"], "one look at b is too few"
+    assert per_step == ["2.50", "1.50", "2.33"]
+    idle = replica_table(Look(13.0, {"a": second}), Look(12.0, {"a": second}))
+    assert [list(column.cells) for column in idle.columns][5:7] == [["0.0"], [f"{140 / 110:.2f}"]]
+    assert "wakes it" in str(replica_table(Look(1.0, {})).title)
 
 
 def test_a_page_of_nobody_is_empty() -> None:

@@ -1,8 +1,14 @@
 """`tidar up` and `tidar status` as commands: what they refuse in one line, and how they end."""
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
 import signal
+import struct
+import subprocess
+import termios
 import warnings
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -18,7 +24,7 @@ from cluster.deploy import running_cluster
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
-from tests.servers import Server, free_port, running, start, start_with, tiny_model, wait_for_text
+from tests.servers import REPOSITORY, Server, command, free_port, running, start, start_with, tiny_model, wait_for_text
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
@@ -113,7 +119,28 @@ def test_status_of_a_running_server(server: Server) -> None:
     assert result.exit_code == 0, result.output
     assert "tiny-adapter, block length 4" in result.output
     assert "float32 on cpu" in result.output
+    assert "tokens/s" in result.output
     assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{PORT}")
+
+
+def test_status_on_a_terminal_goes_on_until_ctrl_c(server: Server, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
+    process = subprocess.Popen(
+        command("status", "--address", server.url), stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
+    )
+    os.close(theirs)
+    said = b""
+    try:
+        while said.count(b"tokens/s ") < 3:  # drawn anew every second
+            said += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(ours)
+    assert b"Traceback" not in said
 
 
 @pytest.mark.parametrize("moment", ["starting Ray", "reading"])
