@@ -12,7 +12,8 @@ config before it is deployed, and `drain` empties a node before it goes.
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
 What the ingress must know of the model, its tokenizer included, it asks of a replica whenever others are there
 (`ModelCard`); whether replicas live it asks every second (`directory`), and how much work it lets in is its own affair
-(`Admission`).
+(`Admission`). How many replicas there are `autoscaling` decides, where the options leave it open; where there may be
+none, the ingress holds a request until one is up.
 
 A stream outlives its replica, since a token depends on prefix, parameters and seed alone: the ingress knows the tokens
 that it passed on, and sends the request on as prompt + tokens. It does not outlive its ingress.

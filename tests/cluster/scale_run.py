@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import requests_by_replica, slow_model
+from tests.cluster.kills import slow_model
 from tests.servers import Server, running, start_with
 
 DECISION = re.compile(
@@ -78,6 +78,12 @@ async def stream_once(client: httpx.AsyncClient, prompt: str, tokens: int) -> St
     return Stream(asked, first, prompt, text, None if last == "[DONE]" else f"the stream ended with {last!r}")
 
 
+def replicas_there(server: Server) -> int:
+    """How many replicas the metrics page shows. Raises httpx.HTTPError where it cannot be had."""
+    page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    return len(re.findall(r"^vllm:num_requests_running\{", page, re.MULTILINE))
+
+
 def follow(server: Server, phases: Sequence[tuple[int, Callable[[Course], bool], float]], tokens: int) -> Course:
     """Keep so many users busy, each asking again when its answer is there, until the phase's condition holds and its
     seconds are over, whichever comes later."""
@@ -90,7 +96,7 @@ def follow(server: Server, phases: Sequence[tuple[int, Callable[[Course], bool],
     async def watch() -> None:
         while True:
             with suppress(httpx.HTTPError):
-                count = len(await asyncio.to_thread(requests_by_replica, server))
+                count = await asyncio.to_thread(replicas_there, server)
                 course.replicas.append((time.time(), count))
             await asyncio.sleep(0.3)
 
