@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -30,7 +30,7 @@ from cluster.prompts import (
     read_body,
     render_chat,
 )
-from cluster.responses import EventStreamResponse, event_stream, new_head, whole
+from cluster.responses import EventStreamResponse, Gathered, event_stream, new_head, whole
 from cluster.schemas import (
     MAX_PROMPTS,
     SEED_BITS,
@@ -43,13 +43,22 @@ from cluster.schemas import (
     sampling_params,
 )
 from cluster.streams import Admission, Answer, Echo, requests_for
-from tidar_core.request import TokenLogprobs
+from cluster.tools import Toolbox, tool_format, toolbox
 
 PLAYGROUND = "/playground/"
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
 Prompts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a body asks for, as token ids, and what the answer may call."""
+
+    body: Body
+    prompts: Prompts
+    tools: Toolbox | None = None
 
 
 def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
@@ -90,33 +99,42 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> tuple[Body, Prompts]:
+        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
             body = checked(raw, CompletionBody, card)
-            return body, completion_prompts(body, card, backend)
+            _ = body.grammar  # here, in a thread: a large schema takes a while to check
+            return Plan(body, completion_prompts(body, card, backend))
 
         return await answer(request, plan, chat=False)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> tuple[Body, Prompts]:
+        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
             body = checked(raw, ChatBody, card)
-            return body, [chat_prompt(body, card, backend)]
+            tools = toolbox(
+                card.tokenizer,
+                body.tools or (),
+                body.tool_choice,
+                body.parallel_tool_calls is not False,
+                body.response_format,
+            )
+            if tools is None:
+                _ = body.grammar
+            return Plan(body, [chat_prompt(body, card, backend)], tools)
 
         return await answer(request, plan, chat=True)
 
-    async def answer(
-        request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], tuple[Body, Prompts]], chat: bool
-    ) -> Response:
+    async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
         card, backend = await directory.awake()
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
-        body, prompts = await asyncio.to_thread(plan, raw, card, backend)
+        planned = await asyncio.to_thread(plan, raw, card, backend)
+        body, prompts, tools = planned.body, planned.prompts, planned.tools
         seed = secrets.randbits(SEED_BITS)
         choices = range(body.n or 1)
         if len(prompts) * len(choices) > MAX_PROMPTS:
             raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
         params = [
-            replace(sampling_params(body, card, len(prompt), seed), choice=choice)
+            replace(sampling_params(body, card, len(prompt), seed, tools), choice=choice)
             for prompt in prompts
             for choice in choices
         ]
@@ -124,19 +142,17 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         repeated = [prompt for prompt in prompts for _ in choices]
         asked = requests_for(head.id, repeated, params, body.cache_salt or "")
         echoes = echoes_of(body, prompts, backend)
-        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None)
+        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools)
         pieces = made.pieces(carrier, admission, max(1, len(directory.replicas)))
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage))
-        texts = [""] * len(params)
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in params]
+        gathered = [Gathered() for _ in params]
         async with aclosing(pieces):
             async for piece in pieces:
-                texts[piece.choice] += piece.text
-                logprobs[piece.choice] += piece.logprobs
-        return Response(whole(head, made, texts, logprobs), media_type="application/json")
+                gathered[piece.choice].add(piece)
+        return Response(whole(head, made, gathered), media_type="application/json")
 
 
 def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:
@@ -147,7 +163,10 @@ def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptio
             check_model(body.model, card)
             text, special = body.prompt, True
             if body.messages is not None:
-                text, special = render_chat(card, body.messages, body.add_generation_prompt), False
+                if body.tools:
+                    tool_format(card.tokenizer)
+                text = render_chat(card, body.messages, body.add_generation_prompt, body.tools or ())
+                special = False
             assert text is not None  # the body has one of the two
             if body.add_special_tokens is not None:
                 special = body.add_special_tokens
@@ -213,7 +232,6 @@ def checked(raw: bytes, kind: type[BodyT], card: ModelCard) -> BodyT:
     body = read_body(raw, kind)
     check_model(body.model, card)
     refuse_unsupported(body)
-    _ = body.grammar  # here, in a thread: a large schema takes a while to check
     if body.ignored:
         log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
     return body

@@ -1,6 +1,7 @@
 """Bodies to token ids. Slow for long texts: the caller runs these in a thread."""
 
 import json
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -9,7 +10,9 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_validation
-from cluster.schemas import ChatBody, CompletionBody, Message
+from cluster.messages import Message
+from cluster.schemas import ChatBody, CompletionBody
+from cluster.tools import Tool, tool_format
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -61,17 +64,21 @@ def encode(backend: Tokenizer, text: str, special: bool) -> tuple[int, ...]:
     return tuple(backend.encode(text, add_special_tokens=special).ids)
 
 
-def render_chat(card: ModelCard, messages: list[Message], add_generation_prompt: bool) -> str:
+def render_chat(
+    card: ModelCard, messages: list[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()
+) -> str:
     """The messages in the model's own chat template. Raises ApiError (400) where there is none or it refuses."""
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
-    # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
-    turns = [
-        {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        for message in messages
-    ]
+    if any(message.is_of_tools for message in messages):
+        tool_format(card.tokenizer)  # other templates leave calls out without a word
     try:
-        text = card.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = card.tokenizer.apply_chat_template(
+            [message.for_template() for message in messages],
+            tools=[tool.for_template() for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
     except (TemplateError, TypeError, ValueError) as error:
         raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
     return str(text)
@@ -92,7 +99,7 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[int, ...]:
     """Token ids of a chat. Raises ApiError (400) as `render_chat` does."""
-    text = render_chat(card, body.messages, body.add_generation_prompt)
+    text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools)
     prompt = encode(backend, text, body.add_special_tokens)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")

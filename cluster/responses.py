@@ -10,10 +10,16 @@ from functools import partial
 from typing import Any
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+)
 from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
@@ -22,7 +28,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, server_error
 from cluster.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from cluster.streams import Answer, Choice, Piece, spell
-from tidar_core.request import Finish, TokenLogprobs
+from cluster.tool_calls import CallDelta
+from tidar_core.request import Finish, FinishReason, TokenLogprobs
 from tidar_core.text import token_bytes
 
 log = logging.getLogger("ray.serve")
@@ -82,25 +89,55 @@ def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
     return prompt_logprobs(choice.prompt_logprobs, partial(spell, answer.card.tokenizer))
 
 
-def whole(head: Head, answer: Answer, texts: Sequence[str], logprobs: Sequence[Sequence[TokenLogprobs]]) -> bytes:
-    """The body of an answer that is not streamed; `texts` and `logprobs` by choice."""
+@dataclass(slots=True)
+class Gathered:
+    """All pieces of a choice that is not streamed."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    calls: list[ChatCompletionMessageFunctionToolCall] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        for delta in piece.calls:
+            if delta.id is None or delta.name is None:
+                self.calls[delta.index].function.arguments += delta.arguments
+            else:
+                called = Function(name=delta.name, arguments=delta.arguments)
+                self.calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=called))
+
+    def message(self) -> ChatCompletionMessage:
+        if not self.calls:
+            return ChatCompletionMessage(role="assistant", content=self.text, refusal=None)
+        return ChatCompletionMessage(
+            role="assistant", content=self.text or None, refusal=None, tool_calls=list(self.calls)
+        )
+
+
+def finish_reason(finish: Finish, choice: Choice) -> str:
+    """OpenAI's word for how a choice ended."""
+    return "tool_calls" if finish.reason is FinishReason.STOP and choice.called else finish.reason.value
+
+
+def whole(head: Head, answer: Answer, gathered: Sequence[Gathered]) -> bytes:
+    """The body of an answer that is not streamed; `gathered` by choice."""
     made: list[Any] = []
-    for text, entries, choice in zip(texts, logprobs, answer.choices, strict=True):
+    for one, choice in zip(gathered, answer.choices, strict=True):
         assert choice.finish is not None
         end: dict[str, Any] = {
             "index": choice.number,
-            "finish_reason": choice.finish.reason.value,
-            "logprobs": logprobs_of(head, answer, choice.number, entries),
+            "finish_reason": finish_reason(choice.finish, choice),
+            "logprobs": logprobs_of(head, answer, choice.number, one.logprobs),
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
         if head.chat:
-            message = ChatCompletionMessage(role="assistant", content=text, refusal=None)
-            made.append(ChatChoice(message=message, **end))
+            made.append(ChatChoice(message=one.message(), **end))
         else:
             if answer.tells_prompt:
                 end["prompt_logprobs"] = told_of_prompt(answer, choice)
             # OpenAI's type forbids the null that stands for the first token of a prompt.
-            made.append(CompletionChoice.model_construct(text=text, **end))
+            made.append(CompletionChoice.model_construct(text=one.text, **end))
     common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": made}
     extra: dict[str, Any] = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
     if head.chat:
@@ -114,7 +151,7 @@ def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: boo
     """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is."""
     end: dict[str, Any] = {
         "index": piece.choice,
-        "finish_reason": piece.finish.reason.value if piece.finish else None,
+        "finish_reason": finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None,
         "logprobs": logprobs_of(head, answer, piece.choice, piece.logprobs, piece.offset),
     }
     if piece.finish:
@@ -125,11 +162,27 @@ def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: boo
     if piece.trace is not None:
         extra["tidar"] = piece.trace
     if head.chat:
-        delta = ChoiceDelta(role="assistant", content=piece.text) if first else ChoiceDelta(content=piece.text)
-        return event(chunk_object(head, [ChunkChoice(delta=delta, **end)], extra))
+        return event(chunk_object(head, [ChunkChoice(delta=delta_of(piece, first), **end)], extra))
     # OpenAI's type forbids the null that its server sends while a completion goes on.
     choice = CompletionChoice.model_construct(text=piece.text, **end)
     return event(chunk_object(head, [choice], extra))
+
+
+def delta_of(piece: Piece, first: bool) -> ChoiceDelta:
+    fields: dict[str, Any] = {"role": "assistant"} if first else {}
+    if piece.text or not piece.calls:
+        fields["content"] = piece.text
+    if piece.calls:
+        fields["tool_calls"] = [call_delta(delta) for delta in piece.calls]
+    return ChoiceDelta(**fields)
+
+
+def call_delta(delta: CallDelta) -> ChoiceDeltaToolCall:
+    if delta.id is None:
+        more = ChoiceDeltaToolCallFunction(arguments=delta.arguments)
+        return ChoiceDeltaToolCall(index=delta.index, function=more)
+    begun = ChoiceDeltaToolCallFunction(name=delta.name, arguments=delta.arguments)
+    return ChoiceDeltaToolCall(index=delta.index, id=delta.id, type="function", function=begun)
 
 
 def usage_chunk(head: Head, answer: Answer) -> bytes:
@@ -167,7 +220,7 @@ async def event_stream(
             async for piece in pieces:
                 is_first = piece.choice not in begun
                 # A step whose text is still held back has nothing to show, except its trace or log-probabilities.
-                shows = piece.text or piece.finish or piece.trace is not None or piece.logprobs
+                shows = piece.text or piece.calls or piece.finish or piece.trace is not None or piece.logprobs
                 if shows or (is_first and head.chat):
                     begun.add(piece.choice)
                     yield chunk(head, answer, piece, is_first, with_usage)

@@ -11,7 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
+from cluster.messages import Message
 from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
+from cluster.tools import MAX_TOOLS, NamedTool, Tool, Toolbox, ToolChoice
 from tidar_core.grammar import Grammar
 from tidar_core.request import DraftMode, RequestError, SamplingParams
 
@@ -23,7 +25,8 @@ MAX_CHOICES = 16
 MAX_BIASES = 1024
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
-# Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
+# Fields that would change the answer and are not supported (some of them in completions alone), with the values that
+# ask for nothing (null always does).
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -95,23 +98,6 @@ def check_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 def is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
-
-
-def check_content(value: object) -> str:
-    """A message's text: a string, or text parts, which are joined by line ends as vLLM does."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("content must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a text part needs a string in `text`")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 class TidarOptions(BaseModel):
@@ -227,24 +213,13 @@ class CompletionBody(Body):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(check_content)]
-
-    @model_validator(mode="after")
-    def no_tools(self) -> "Message":
-        for name in ("tool_calls", "function_call", "audio"):
-            if (self.model_extra or {}).get(name):
-                raise ValueError(f"{name} is not supported in messages")
-        return self
-
-
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
@@ -257,6 +232,28 @@ class ChatBody(Body):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed where logprobs is true")
         return self
+
+    @model_validator(mode="after")
+    def choice_is_among_tools(self) -> "ChatBody":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two functions have the same name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice names `{self.tool_choice.function.name}`, which is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools to choose from")
+        return self
+
+    @model_validator(mode="after")
+    def one_thing_to_follow(self) -> "ChatBody":
+        if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
+            raise ValueError("structured_outputs cannot be combined with tools; use response_format")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model hears of: none where it may not call them."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -271,6 +268,7 @@ class TokenizeBody(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -310,8 +308,11 @@ def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
     return tuple((int(token), value) for token, value in bias.items())
 
 
-def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) -> SamplingParams:
-    """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none.
+def sampling_params(
+    body: Body, card: ModelCard, prompt_tokens: int, seed: int, tools: Toolbox | None = None
+) -> SamplingParams:
+    """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none, `tools` are what
+    the answer may call.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -346,7 +347,7 @@ def sampling_params(body: Body, card: ModelCard, prompt_tokens: int, seed: int) 
             stop=tuple(body.stop or ()),
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
-            grammar=body.grammar,
+            grammar=body.grammar if tools is None else tools.grammar,
             drafts=body.tidar.drafts or card.drafts,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
         )

@@ -17,6 +17,8 @@ from cluster.engine_thread import Refusal
 from cluster.errors import ApiError, bad_request, full
 from cluster.handover import Carrier
 from cluster.replica import Batch
+from cluster.tool_calls import CallDelta, ToolParser
+from cluster.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace, TokenLogprobs
 from tidar_core.text import TextStream
 
@@ -25,13 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one choice. `trace` is the wire's `tidar` object, where one was asked for."""
+    """What one step added to one choice. `trace` is the wire's `tidar` object, where one was asked for. `calls`: what
+    it added to calls of tools, of which no text is told."""
 
     choice: int
     text: str
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    calls: tuple[CallDelta, ...] = ()
     offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
 
 
@@ -56,11 +60,17 @@ class Choice:
     spelling: "Spelling | None"
     tokenizer: PreTrainedTokenizerFast
     echo: "Echo | None" = None
+    tools: ToolParser | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completion_tokens: int = 0
     cached_tokens: int = 0
     characters: int = 0
     finish: Finish | None = None
+
+    @property
+    def called(self) -> bool:
+        """The answer ended in calls of tools, the last of them complete."""
+        return self.tools is not None and self.tools.calls > 0 and self.tools.complete
 
     def add(self, output: StepOutput, replica: str) -> Piece:
         """Count one step and turn its tokens into the text to show."""
@@ -87,7 +97,18 @@ class Choice:
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
-        return Piece(self.number, text, finish, trace, entries, offset)
+        text, calls = self._calls(text)
+        return Piece(self.number, text, finish, trace, entries, calls, offset)
+
+    def _calls(self, text: str) -> tuple[str, tuple[CallDelta, ...]]:
+        """What of a step's text is no call, and what it adds to calls."""
+        if self.tools is None:
+            return text, ()
+        text, calls = self.tools.push(text)
+        if self.finish is not None:
+            rest, more = self.tools.finish()
+            text, calls = text + rest, calls + more
+        return text, calls
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
@@ -142,6 +163,7 @@ class Answer:
     trace: bool
     echoes: Sequence[Echo] = ()
     tells_prompt: bool = False
+    tools: Toolbox | None = None
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -155,6 +177,7 @@ class Answer:
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,
                 tokenizer=self.card.tokenizer,
                 echo=self.echoes[number] if self.echoes else None,
+                tools=self.tools.parser() if self.tools else None,
             )
             for number, request in enumerate(self.requests)
         ]

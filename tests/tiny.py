@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from tidar_core.config import DEFAULT_MODEL, Architecture
@@ -47,6 +47,26 @@ CHAT_TEMPLATE = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# Tools as Qwen's and as Llama 3's templates have them, in fewer words.
+TOOL_CHAT = (
+    "{%% if tools %%}<|im_start|>system\nYou may call:{%% for tool in tools %%}\n{{ tool | tojson }}{%% endfor %%}"
+    "<|im_end|>\n{%% endif %%}"
+    "{%% for message in messages %%}"
+    "<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
+    "{%% if message.role == 'tool' %%}<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{%% else %%}{{ message.content }}{%% endif %%}"
+    "{%% for call in message.tool_calls or () %%}%s{%% endfor %%}<|im_end|>\n"
+    "{%% endfor %%}"
+    "{%% if add_generation_prompt %%}<|im_start|>assistant\n{%% endif %%}"
+)
+HERMES_TEMPLATE = TOOL_CHAT % (
+    '\n<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+)
+LLAMA_TEMPLATE = TOOL_CHAT % (
+    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}'
 )
 
 
@@ -131,6 +151,14 @@ def tiny_checkpoint(
     model.save_pretrained(directory, max_shard_size=shard_size)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def tool_tokenizer(template: str = HERMES_TEMPLATE, vocab: int = 512) -> PreTrainedTokenizerFast:
+    """A tiny tokenizer with the tags of tool calls as tokens that are no special ones, as Qwen's has them."""
+    tokenizer = tiny_tokenizer(vocab - 2)
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def _randomise(

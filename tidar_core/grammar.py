@@ -1,4 +1,4 @@
-"""What an answer may be made to follow: a JSON schema, any JSON object, a regular expression or a grammar.
+"""What an answer may be made to follow: a JSON schema, any JSON object, a regular expression, a grammar, or tags.
 
 `Grammar` is what a request carries; making one checks all that is cheap to check, so that nothing oversized goes any
 further. `tidar_core.engine.grammars` compiles it for a model's tokens, `tidar_core.engine.constraint` follows it.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64  # levels of JSON, of which a nested object takes two
@@ -24,8 +24,9 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """kind: how `text` is written: a JSON schema, a regular expression that matches the whole answer, or GBNF, the EBNF
-    of llama.cpp with the rule `root`. json_object needs no text. Raises GrammarError."""
+    """kind: how `text` is written: a JSON schema, a regular expression that matches the whole answer, GBNF, the EBNF
+    of llama.cpp with the rule `root`, or xgrammar's structural tag, which puts schemas between fixed texts.
+    json_object needs no text. Raises GrammarError."""
 
     kind: GrammarKind
     text: str = ""
@@ -36,6 +37,9 @@ class Grammar:
             raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_BYTES} bytes, this one has {size}")
         if self.kind == "json_schema":
             check_schema(_parsed(self.text))
+        elif self.kind == "structural_tag":
+            for schema in _schemas_between(_parsed(self.text)):
+                check_schema(schema)
         elif self.kind != "json_object" and not self.text:
             raise GrammarError(f"the {'regular expression' if self.kind == 'regex' else 'grammar'} is empty")
 
@@ -45,6 +49,13 @@ def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     if _deeper_than(schema, MAX_SCHEMA_DEPTH):
         raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+def tag_grammar(form: dict[str, Any]) -> Grammar:
+    """The grammar of a format of xgrammar's structural tags."""
+    if _deeper_than(form, MAX_SCHEMA_DEPTH):
+        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False))
 
 
 def choice_grammar(choices: list[str]) -> Grammar:
@@ -65,6 +76,18 @@ def _parsed(text: str) -> Any:
     if too_deep:
         raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
     return schema
+
+
+def _schemas_between(form: Any) -> Iterator[Any]:
+    """The schemas in a structural tag. What a schema itself holds is none of the tag's."""
+    if isinstance(form, list):
+        for item in form:
+            yield from _schemas_between(item)
+    elif isinstance(form, dict):
+        if form.get("type") == "json_schema":
+            yield form.get("json_schema")
+        else:
+            yield from _schemas_between(list(form.values()))
 
 
 def _deeper_than(value: Any, levels: int) -> bool:

@@ -41,14 +41,28 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
         return compiler.compile_regex(text)
     if kind == "ebnf":
         return compiler.compile_grammar(text)
-    schema = '{"type": "object"}' if kind == "json_object" else text
-    written = xgrammar.Grammar.from_json_schema(
-        schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
-    )
+    if kind == "structural_tag":
+        written = xgrammar.Grammar.from_structural_tag(bounded_whitespace(json.loads(text)))
+    else:
+        schema = '{"type": "object"}' if kind == "json_object" else text
+        written = xgrammar.Grammar.from_json_schema(
+            schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
+        )
     as_text = str(written)
     if _BOUNDED_CHARACTER.search(as_text):
         written = xgrammar.Grammar.from_ebnf(_mended(as_text))
     return compiler.compile_grammar(written)
+
+
+def bounded_whitespace(form: Any) -> Any:
+    """A structural tag whose schemas allow as much whitespace as those that stand alone."""
+    if isinstance(form, list):
+        return [bounded_whitespace(item) for item in form]
+    if not isinstance(form, dict):
+        return form
+    if form.get("type") == "json_schema":
+        return {**form, "max_whitespace_cnt": MOST_WHITESPACE}
+    return {name: bounded_whitespace(value) for name, value in form.items()}
 
 
 def _mended(written: str) -> str:

@@ -100,6 +100,7 @@ _NAMES = {
     "json_object": "JSON object",
     "regex": "regular expression",
     "ebnf": "grammar",
+    "structural_tag": "schema among the tools",
 }
 
 

@@ -1,0 +1,108 @@
+"""The messages of a chat as they come, and as a chat template takes them."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart] | None
+
+
+def check_content(value: object) -> str | None:
+    """A message's text: a string, or text parts, which are joined by line ends as vLLM does."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("content must be a string or a list of text parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a text part needs a string in `text`")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+class FunctionCall(BaseModel):
+    """A call that the model made in an earlier turn. arguments: a JSON object, as text."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: str
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def are_an_object(cls, arguments: str) -> str:
+        try:
+            found = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise ValueError("must be a JSON object as text")
+        return arguments
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One turn. content may be null where the assistant called tools instead."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(check_content, json_schema_input_type=Content)] = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def says_something(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are for messages of the assistant")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs the tool_call_id that it answers")
+        for name in ("function_call", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise ValueError(f"{name} is not supported in messages")
+        return self
+
+    @property
+    def is_of_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments as an object, and of what is not there no word."""
+        # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        turn["content"] = self.content or ""
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json.loads(call.function.arguments or "{}"),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        return turn

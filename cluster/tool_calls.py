@@ -1,0 +1,258 @@
+"""Tool calls in a growing text: what of it the model says, and what calls a function.
+
+Two ways to write a call are read, both JSON objects with a function's name and its arguments: between tags, as Hermes
+began it and Qwen writes it, and bare, as Llama 3 does, where an answer is nothing but calls or no call at all. A call's
+arguments are passed on as they come. What only looks like a call, or names a function that was not offered, is text.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes a call: the tag `begin`, an object that has the arguments under `key`, the tag `end`, and
+    `separator` between two calls. Both tags are empty where the answer begins with the first object."""
+
+    begin: str
+    end: str
+    key: str
+    separator: str
+
+    def head(self, name: str) -> str:
+        """What stands before the arguments of a call, spelled as the model's template spells it."""
+        return f'{self.begin}{{"name": {json.dumps(name)}, "{self.key}": '
+
+    @property
+    def tail(self) -> str:
+        """What stands behind them."""
+        return "}" + self.end
+
+
+HERMES = ToolFormat("<tool_call>\n", "\n</tool_call>", "arguments", "\n")
+LLAMA = ToolFormat("", "", "parameters", "; ")
+
+# As far as it is known of whom a call is, and its arguments begin.
+_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """More of the call number `index`: text of its arguments. The first of a call tells its `id` and `name`."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+class _ObjectReader:
+    """Reads a JSON object no further than it must to see where it ends."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def until(self, depth: int, text: str, start: int = 0) -> int | None:
+        """Read `text` from `start` to where so few brackets are open; the place behind that, None if it is not there.
+        All of the text counts as read then."""
+        for place in range(start, len(text)):
+            char = text[place]
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped = char == "\\"
+                self._in_string = char != '"'
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= depth:
+                    return place + 1
+        return None
+
+
+class ToolParser:
+    """Splits an answer into text and calls. What all `push` calls and `finish` bring together does not depend on how
+    the answer was cut.
+
+    names: the functions that were offered. parallel: whether calls beyond the first are passed on. new_id: makes the id
+    of a call.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str], parallel: bool, new_id: Callable[[], str]):
+        self.calls = 0
+        self._names = names
+        self._parallel = parallel
+        self._new_id = new_id
+        self._begin, self._end = form.begin.strip(), form.end.strip()
+        parts = [re.escape(self._begin[:length]) for length in range(len(self._begin) - 1, 0, -1)]
+        self._maybe = re.compile(rf"\s*(?:{'|'.join(parts)})?\Z")  # what a call may turn out to follow
+        self._held = ""  # of which it is not known yet what it is
+        self._lead = ""  # what stood before an object: text after all where that is no call
+        self._text: list[str] = []
+        self._deltas: list[CallDelta] = []
+        self._reader = _ObjectReader()
+        self._read = 0  # characters of `_held` that the reader has seen
+        self._step = self._in_text if self._begin else self._before_object
+
+    @property
+    def complete(self) -> bool:
+        """No call is left half said."""
+        return self._step not in (self._in_arguments, self._in_rest)
+
+    def push(self, text: str) -> tuple[str, tuple[CallDelta, ...]]:
+        """Append text; return what of it can be shown, and what it adds to calls."""
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._out()
+
+    def finish(self) -> tuple[str, tuple[CallDelta, ...]]:
+        """End the answer. What was held back is text, but for whitespace and a cut tag behind a call."""
+        behind_call = self._step == self._behind_object or (self._step == self._in_text and self.calls)
+        if not (self._step == self._behind_object or (behind_call and self._held.isspace())):
+            self._text += [self._lead, self._held]
+        self._held = self._lead = ""
+        return self._out()
+
+    def _out(self) -> tuple[str, tuple[CallDelta, ...]]:
+        text, deltas = "".join(self._text), tuple(self._deltas)
+        self._text, self._deltas = [], []
+        return text, deltas
+
+    # Each step takes from the front of `_held` what it understands; False where it needs more to tell.
+
+    def _in_text(self) -> bool:
+        place = self._held.find(self._begin)
+        if place < 0:
+            maybe = self._maybe.search(self._held)
+            assert maybe is not None  # it may be empty
+            self._show(maybe.start())
+            return False
+        self._show(len(self._held[:place].rstrip()))
+        self._lead, self._held = self._cut(self._held.index(self._begin) + len(self._begin))
+        self._step = self._before_object
+        return True
+
+    def _in_plain_text(self) -> bool:
+        self._show(len(self._held))
+        return False
+
+    def _before_object(self) -> bool:
+        space = len(self._held) - len(self._held.lstrip())
+        if space == len(self._held):
+            return False
+        if self._held[space] != "{":
+            return self._no_call(0)
+        lead, self._held = self._cut(space)
+        self._lead += lead
+        self._reader, self._read = _ObjectReader(), 0
+        self._step = self._in_object
+        return True
+
+    def _in_object(self) -> bool:
+        head = _HEAD.match(self._held)
+        if head is not None:
+            name = _string(head[1])
+            if name is None or name not in self._names:
+                return self._no_call(head.end())
+            self._call(name, "")
+            self._held = self._held[head.end() :]
+            self._reader = _ObjectReader()
+            self._step = self._in_arguments
+            return True
+        end = self._reader.until(0, self._held, self._read)
+        self._read = len(self._held)
+        if end is None:
+            return False
+        found = _call_of(self._held[:end])
+        if found is None or found[0] not in self._names:
+            return self._no_call(end)
+        self._call(*found)
+        self._held = self._held[end:]
+        self._step = self._behind_object
+        return True
+
+    def _in_arguments(self) -> bool:
+        end = self._reader.until(0, self._held)
+        arguments, self._held = self._cut(len(self._held) if end is None else end)
+        self._add(CallDelta(self.calls - 1, arguments))
+        if end is not None:
+            self._reader = _ObjectReader()
+            self._reader.until(0, "{")  # the one that the arguments stand in
+            self._step = self._in_rest
+        return end is not None
+
+    def _in_rest(self) -> bool:
+        end = self._reader.until(0, self._held)
+        self._held = "" if end is None else self._held[end:]
+        if end is not None:
+            self._lead = ""
+            self._step = self._behind_object
+        return end is not None
+
+    def _behind_object(self) -> bool:
+        waiting = self._held.lstrip()
+        if not self._end:
+            waiting = self._held.lstrip("; \t\r\n")
+            if not waiting:
+                return False
+            self._lead, self._held = self._cut(len(self._held) - len(waiting))
+            self._step = self._before_object
+        elif waiting.startswith(self._end):
+            self._held = waiting[len(self._end) :]
+            self._step = self._in_text
+        elif self._end.startswith(waiting):
+            return False
+        else:  # the model left the tag out
+            self._step = self._in_text
+        return True
+
+    def _no_call(self, end: int) -> bool:
+        self._text.append(self._lead)
+        self._lead = ""
+        self._show(end)
+        self._step = self._in_text if self._begin else self._in_plain_text
+        return True
+
+    def _show(self, end: int) -> None:
+        text, self._held = self._cut(end)
+        self._text.append(text)
+
+    def _cut(self, place: int) -> tuple[str, str]:
+        return self._held[:place], self._held[place:]
+
+    def _call(self, name: str, arguments: str) -> None:
+        self._lead = ""
+        self.calls += 1
+        self._add(CallDelta(self.calls - 1, arguments, self._new_id(), name))
+
+    def _add(self, delta: CallDelta) -> None:
+        if self._parallel or delta.index == 0:
+            self._deltas.append(delta)
+
+
+def _string(literal: str) -> str | None:
+    try:
+        return str(json.loads(literal))
+    except ValueError:
+        return None
+
+
+def _call_of(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call whose parts stand in another order, or whose arguments are JSON within a string."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    arguments = found.get("arguments", found.get("parameters"))
+    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict | str):
+        return None
+    return found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,0 +1,164 @@
+"""Calls of tools found in text, however it is cut."""
+
+import json
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
+
+NAMES = frozenset({"add", "say"})
+Call = tuple[str, str, str]  # id, name, arguments
+
+
+def parsed(
+    pieces: list[str], form: ToolFormat = HERMES, parallel: bool = True
+) -> tuple[str, list[Call], bool, list[str]]:
+    """Text, calls, whether the last call is complete, and the text of each push."""
+    ids = count()
+    parser = ToolParser(form, NAMES, parallel, lambda: f"call_{next(ids)}")
+    texts: list[str] = []
+    calls: list[list[str]] = []
+    outputs = [parser.push(piece) for piece in pieces]
+    complete = parser.complete
+    for text, deltas in (*outputs, parser.finish()):
+        texts.append(text)
+        for delta in deltas:
+            if delta.id is not None:
+                assert delta.index == len(calls)
+                assert delta.name is not None
+                calls.append([delta.id, delta.name, delta.arguments])
+            else:
+                assert delta.index == len(calls) - 1
+                calls[-1][2] += delta.arguments
+    return "".join(texts), [(one, name, arguments) for one, name, arguments in calls], complete, texts
+
+
+def written(form: ToolFormat, name: str, arguments: str) -> str:
+    return form.head(name) + arguments + form.tail
+
+
+values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab<>/{}[]"\\\n\u00e9 tool_call', max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+arguments_of = st.dictionaries(st.text(alphabet='a"}\\</tool_call>', max_size=12), values, max_size=3)
+spelled = st.builds(
+    lambda value, ascii_only, indent: json.dumps(value, ensure_ascii=ascii_only, indent=indent),
+    arguments_of,
+    st.booleans(),
+    st.sampled_from([None, 1]),
+)
+
+
+@st.composite
+def cuts_of(draw: st.DrawFn, text: str) -> list[str]:
+    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    return [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
+@given(data=st.data(), calls=st.lists(st.tuples(st.sampled_from(sorted(NAMES)), spelled), min_size=1, max_size=3))
+def test_what_a_model_writes_comes_out_however_it_is_cut(
+    form: ToolFormat, data: st.DataObject, calls: list[tuple[str, str]]
+) -> None:
+    text = form.separator.join(written(form, *call) for call in calls)
+    said, found, complete, _ = parsed(data.draw(cuts_of(text)), form)
+    assert (said, complete) == ("", True)
+    assert [(name, arguments) for _, name, arguments in found] == calls
+    assert [number for number, _, _ in found] == [f"call_{index}" for index in range(len(calls))]
+    _, first, _, _ = parsed(data.draw(cuts_of(text)), form, parallel=False)
+    assert first == found[:1]
+
+
+MARKS = ["<tool_call>", "</tool_call>", "<tool", "_call>", "</tool_call", "\n", " ", *'{}[]";,\\', "hello"]
+OBJECTS = [
+    '{"name": "add", "arguments": {"a": 1}}',
+    '{"name": "none", "arguments": {}}',
+    '{"arguments": {}, "name": "say"}',
+    '{"name": "say", "parameters": "{}"}',
+    '{"name": "say", "parameters": ',
+    '{"name": "',
+]
+fragments = st.sampled_from(MARKS + OBJECTS)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=50)
+@given(data=st.data(), parts=st.lists(fragments, max_size=12), parallel=st.booleans())
+def test_any_text_comes_out_the_same_however_it_is_cut(
+    form: ToolFormat, data: st.DataObject, parts: list[str], parallel: bool
+) -> None:
+    text = "".join(parts)
+    whole = parsed([text], form, parallel)[:3]
+    assert parsed(data.draw(cuts_of(text)), form, parallel)[:3] == whole
+    assert parsed(list(text), form, parallel)[:3] == whole
+    if not whole[1]:
+        assert whole[0] == text, "where there is no call, nothing is lost"
+
+
+def test_text_before_and_between_calls_is_told_and_whitespace_around_them_is_not() -> None:
+    one, two = written(HERMES, "add", "{}"), written(HERMES, "say", '{"a": "</tool_call>"}')
+    said, calls, _, _ = parsed([f"Let me see.\n\n{one}\n and {two}\n\n{one}\n"])
+    assert said == "Let me see.\n and"
+    assert [name for _, name, _ in calls] == ["add", "say", "add"]
+
+
+def test_arguments_and_text_come_as_they_are_written() -> None:
+    ids = count()
+    parser = ToolParser(HERMES, NAMES, True, lambda: str(next(ids)))
+    assert parser.push("Well <") == ("Well", ())  # the space waits with what may begin a call
+    assert parser.push("b> <tool_call>\n{") == (" <b>", ())
+    ((begun,),) = [parser.push('"name": "add", "arguments": {')[1][:1]]
+    assert (begun.name, begun.index) == ("add", 0)
+    (more,) = parser.push('"a": "x')[1]
+    assert (more.arguments, more.id) == ('"a": "x', None)
+    assert not parser.complete
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "arguments"),
+    [
+        ('<tool_call>{"arguments": {"a": 1}, "name": "say"}</tool_call>', "say", '{"a": 1}'),
+        ('<tool_call>{"name": "say", "arguments": "{\\"a\\": 1}"}</tool_call>', "say", '{"a": 1}'),
+        ('<tool_call>{"name":"say","parameters":{"a":1}}', "say", '{"a":1}'),
+        ('<tool_call>{"name": "say", "arguments": {"a": 1}, "id": 3} </tool_call>', "say", '{"a": 1}'),
+    ],
+)
+def test_other_spellings_of_a_call(text: str, name: str, arguments: str) -> None:
+    said, calls, complete, _ = parsed(list(text))
+    assert (said, calls, complete) == ("", [("call_0", name, arguments)], True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "add"}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": 3}\n</tool_call>',
+        "<tool_call>no</tool_call> ",
+        '<tool_call>\n{"name": "ad',
+        "a <tool_call",
+        " ",
+    ],
+)
+def test_what_only_looks_like_a_call_is_text(text: str) -> None:
+    assert parsed(list(text))[:2] == (text, [])
+
+
+def test_a_call_that_was_cut_is_not_complete() -> None:
+    said, calls, complete, _ = parsed(['<tool_call>\n{"name": "add", "arguments": {"a": "b'])
+    assert (said, calls, complete) == ("", [("call_0", "add", '{"a": "b')], False)
+
+
+def test_bare_objects_are_calls_only_where_the_answer_begins_with_one() -> None:
+    call = written(LLAMA, "add", '{"a": 1}')
+    assert parsed([f"I call {call}"], LLAMA)[:2] == (f"I call {call}", [])
+    said, calls, _, _ = parsed(list(f" {call};{call}\nDone."), LLAMA)
+    assert (said, len(calls)) == ("\nDone.", 2)
+    assert parsed(list('{"answer": 42}'), LLAMA)[:2] == ('{"answer": 42}', [])
