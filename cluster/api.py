@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
@@ -75,6 +76,15 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
     app.add_middleware(LastResort)
+    if options.cors_origins:
+        # Around all others: a browser asks first without a key, and shows an error only where it may read it.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
     metrics = IngressMetrics(secrets.token_hex(4))
     add_openai_routes(app, directory, options, metrics)
     add_tokenizer_routes(app, directory, options)

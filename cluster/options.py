@@ -1,5 +1,6 @@
 """What a user chooses about a served model. Imports nothing heavy: the command line reads it before it starts Ray."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -10,6 +11,9 @@ from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.0)]
+
+# As a browser states it: without a path, and in lower case.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class ServeOptions(BaseModel):
@@ -29,6 +33,7 @@ class ServeOptions(BaseModel):
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
     carry_seconds: how long a stream may be without any replica before it is given up.
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).
+    cors_origins: web sites ("https://chat.example.org") whose scripts may use the API from a browser; "*" for all.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,6 +61,15 @@ class ServeOptions(BaseModel):
     carry_seconds: Annotated[float, Field(ge=0.0)] = 60.0
     api_keys: str | None = None
     metrics_keys: str | None = None
+    cors_origins: tuple[str, ...] = ()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins_as_browsers_write_them(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin: write scheme, host and port alone, as https://example.org")
+        return origins
 
     @field_validator("replicas")
     @classmethod

@@ -11,6 +11,7 @@ from tidar_core.arguments import AdapterPath, DeviceName, Drafts, DType, Model, 
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
+from tidar_core.settings import read_options
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +43,9 @@ def up(
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
     metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="A web site whose scripts may use the API; may be given again.")
+    ] = None,
 ) -> None:
     """Serve a model: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
 
@@ -58,6 +62,7 @@ def up(
             "model": model, "adapter": adapter, "name": name, "dtype": dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "max_model_len": max_model_len, "api_keys": api_keys, "metrics_keys": metrics_keys,
+            "cors_origins": cors_origin or [],
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         deploy.up(UpOptions(serve=serve, host=host, port=port))

@@ -147,11 +147,11 @@ def test_wrong_shapes_are_named(fields: dict[str, Any], param: str | None) -> No
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "user"}, "messages.0.content"),
-        ({"role": "tool", "content": "a"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0"),
+        ({"role": "function", "content": "a"}, "messages.0.role"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages.0"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
     ],
 )
 def test_messages_that_cannot_be_read(message: dict[str, Any], param: str) -> None:
