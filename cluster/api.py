@@ -22,6 +22,7 @@ from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
 from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics, render
+from cluster.openapi import document
 from cluster.options import ServeOptions
 from cluster.prompts import (
     chat_prompt,
@@ -71,7 +72,7 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
         yield
         await directory.stop()
 
-    app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
@@ -89,6 +90,7 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
     add_openai_routes(app, directory, options, metrics)
     add_tokenizer_routes(app, directory, options)
     add_service_routes(app, directory, metrics)
+    add_document(app, options)
     return app
 
 
@@ -216,9 +218,15 @@ def add_service_routes(app: FastAPI, directory: Directory, counts: IngressMetric
         page = render([*await directory.metrics(), counts.collect()])
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def home() -> Response:
         return RedirectResponse(PLAYGROUND)
+
+
+def add_document(app: FastAPI, options: ServeOptions) -> None:
+    """`/openapi.json`, instead of what FastAPI would find out by itself: the routes read their bodies on their own."""
+    made = document(app, api_keys=options.api_keys is not None, metrics_keys=options.metrics_keys is not None)
+    app.openapi = lambda: made  # type: ignore[method-assign]  # FastAPI's own way to say it
 
 
 def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:

@@ -15,7 +15,7 @@ from cluster.messages import Message
 from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
 from cluster.tools import MAX_TOOLS, NamedTool, Tool, Toolbox, ToolChoice
 from tidar_core.grammar import Grammar
-from tidar_core.request import DraftMode, RequestError, SamplingParams
+from tidar_core.request import MAX_LOGPROBS, DraftMode, RequestError, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP = 16
@@ -73,6 +73,14 @@ HARMLESS = frozenset(
 
 
 StopText = Annotated[str, Field(max_length=1000)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOP)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+# What `check_prompts` takes, for the document.
+Prompt = (
+    Annotated[str, Field(min_length=1)]
+    | Ids
+    | Annotated[list[Annotated[str, Field(min_length=1)]] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
 
 
 def one_or_many(value: object) -> object:
@@ -98,6 +106,11 @@ def check_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 def is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
+
+
+def told(**limits: int) -> Any:
+    """Limits that the document tells; `SamplingParams` checks them, for whoever makes one."""
+    return Field(json_schema_extra=dict(limits))
 
 
 class TidarOptions(BaseModel):
@@ -130,22 +143,22 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    max_tokens: Annotated[int | None, told(minimum=1)] = None
+    temperature: Annotated[float | None, told(minimum=0, maximum=100)] = None
+    top_p: Annotated[float | None, told(exclusiveMinimum=0, maximum=1)] = None
+    top_k: Annotated[int | None, told(minimum=-1)] = None
+    min_p: Annotated[float | None, told(minimum=0, maximum=1)] = None
     seed: int | None = None
-    stop: Annotated[Annotated[list[StopText], Field(max_length=MAX_STOP)] | None, BeforeValidator(one_or_many)] = None
+    stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=StopText | Stops | None)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[int | None, told(minimum=0)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
+    repetition_penalty: Annotated[float | None, told(exclusiveMinimum=0, maximum=100)] = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -199,9 +212,9 @@ class Body(BaseModel):
 class CompletionBody(Body):
     """`POST /v1/completions`: each prompt is a choice."""
 
-    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts)]
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts, json_schema_input_type=Prompt)]
     add_special_tokens: bool = True
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     echo: bool | None = None
 
     @property
@@ -220,12 +233,12 @@ class ChatBody(Body):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     logprobs: bool | None = None
     echo: Literal[False] | None = None  # of completions alone
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
 
     @model_validator(mode="after")
     def top_needs_logprobs(self) -> "ChatBody":

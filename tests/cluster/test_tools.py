@@ -15,7 +15,7 @@ from cluster.prompts import read_body, render_chat
 from cluster.schemas import ChatBody
 from cluster.tool_calls import HERMES, LLAMA
 from cluster.tools import Toolbox, tool_format, toolbox
-from tests.cluster.conftest import Guarded
+from tests.cluster.guarded import Guarded
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer, tool_tokenizer
 

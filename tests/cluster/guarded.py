@@ -1,0 +1,52 @@
+"""A server as a platform runs it: keys, another site's origin, a model whose template has tools."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.options import ServeOptions
+from tests.servers import Server, running, start_with
+from tests.tiny import HERMES_TEMPLATE, tiny_adapter, tiny_checkpoint, tool_tokenizer
+
+ORIGIN = "https://chat.example.org"
+KEYS = ("key-of-one", "key-of-another")
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """The server, two keys for its API and one for its metrics."""
+
+    server: Server
+    key: str = KEYS[0]
+    other_key: str = KEYS[1]
+    metrics_key: str = "key-of-metrics"
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+
+@contextmanager
+def guarded_server(directory: Path) -> Iterator[Guarded]:
+    model = tiny_checkpoint(directory / "tiny", max_positions=1024)
+    tool_tokenizer(HERMES_TEMPLATE).save_pretrained(model)
+    adapter = tiny_adapter(directory / "adapter", model)
+    (directory / "keys").write_text("\n".join(KEYS))
+    (directory / "metrics").write_text(Guarded.metrics_key)
+    options = ServeOptions(
+        model=str(model),
+        adapter=str(adapter),
+        name="tiny",
+        dtype="float32",
+        device="cpu",
+        api_keys=str(directory / "keys"),
+        metrics_keys=str(directory / "metrics"),
+        cors_origins=(ORIGIN,),
+    )
+    with running(start_with(directory, options)) as server:
+        yield Guarded(server)
