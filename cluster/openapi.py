@@ -31,6 +31,8 @@ ERRORS: Mapping[int, str] = {
     503: "No engine answers yet; Retry-After says when to try again.",
 }
 OF_BODIES = (400, 413)
+# Of each event: a chunk of the answer as JSON, or [DONE].
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -84,7 +86,7 @@ def responses(path: str, method: str, guarded: bool) -> dict[str, Any]:
         schema = {"$ref": REF + answer.__name__} if answer is not None else {"type": "object"}
         content = {"application/json": {"schema": schema}}
     if answer is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": EVENT}
     told: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
     error = {"application/json": {"schema": {"$ref": REF + "Error"}}}
     for status, said in ERRORS.items():

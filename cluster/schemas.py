@@ -108,7 +108,7 @@ def is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-def told(**limits: int) -> Any:
+def told(**limits: float) -> Any:
     """Limits that the document tells; `SamplingParams` checks them, for whoever makes one."""
     return Field(json_schema_extra=dict(limits))
 
@@ -158,7 +158,7 @@ class Body(BaseModel):
     prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
-    repetition_penalty: Annotated[float | None, told(exclusiveMinimum=0, maximum=100)] = None
+    repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100)] = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

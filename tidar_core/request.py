@@ -79,8 +79,8 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise RequestError(f"{name} must lie between -2 and 2", name)
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise RequestError("repetition_penalty must be above 0 and at most 100", "repetition_penalty")
+        if not 0.01 <= self.repetition_penalty <= 100.0:  # far below, scores would overflow
+            raise RequestError("repetition_penalty must lie between 0.01 and 100", "repetition_penalty")
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError("a logit bias must lie between -100 and 100", "logit_bias")
         for name in ("logprobs", "prompt_logprobs"):
