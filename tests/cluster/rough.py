@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import socket
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -80,9 +81,9 @@ def half_open(server: Guarded, count: int) -> Iterator[list[socket.socket]]:
             link.close()
 
 
-def slow_reader(server: Guarded, body: bytes, pause: float) -> bytes:
-    """Read a stream in small pieces with a pause after each, by a socket that takes in little at a time; the whole
-    answer."""
+def slow_reader(server: Guarded, body: bytes, go_on: threading.Event) -> bytes:
+    """Read the beginning of a stream, by a socket that takes in little at a time, the rest once `go_on` is set, in
+    small pieces with a pause after each; the whole answer."""
     with socket.socket() as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         link.settimeout(RECEIVE_SECONDS)
@@ -92,7 +93,8 @@ def slow_reader(server: Guarded, body: bytes, pause: float) -> bytes:
         parts = []
         while part := link.recv(2048):
             parts.append(part)
-            time.sleep(pause)
+            go_on.wait(RECEIVE_SECONDS)
+            time.sleep(0.001)
     return b"".join(parts)
 
 
