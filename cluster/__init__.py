@@ -1,6 +1,6 @@
 """The cluster room: the engine behind HTTP, on Ray Serve.
 
-A request's way: `api` (routes) reads the body and `schemas` checks it (`messages`, `tools` and `structured` their parts);
+A request's way: `api` (routes) reads the body, `schemas` checks it (`messages`, `tools`, `structured` their parts);
 `prompts` turns text into token ids, in a thread; `streams` sends one `Request` a choice on its way and turns what comes
 back into text, `tool_calls` finds the calls in it; `handover` carries each over as many replicas as it takes, which
 `routing` chooses by `affinity`, the prefix that a replica has computed already, and by load; `responses` writes the
