@@ -11,7 +11,6 @@ from tidar_core.arguments import AdapterPath, DeviceName, Drafts, DType, Model, 
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
-from tidar_core.settings import read_options
 
 app = typer.Typer(
     no_args_is_help=True,
