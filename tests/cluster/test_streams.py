@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
-from cluster.responses import chunk, logprobs_of, new_head, whole
+from cluster.responses import Gathered, chunk, logprobs_of, new_head, whole
 from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
@@ -226,8 +226,9 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     entries = tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in (300, 301))
     finish = Finish(FinishReason.LENGTH)
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
-    head = new_head("tiny", chat)
-    for raw in (whole(head, answer, [piece.text], [entries]), chunk(head, answer, piece, True, False)[6:]):
+    head, gathered = new_head("tiny", chat), Gathered()
+    gathered.add(piece)
+    for raw in (whole(head, answer, [gathered]), chunk(head, answer, piece, True, False)[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:
             assert b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode() == piece.text
