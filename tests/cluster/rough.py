@@ -85,13 +85,13 @@ def slow_reader(server: Guarded, body: bytes, go_on: threading.Event) -> bytes:
     """Read the beginning of a stream, by a socket that takes in little at a time, the rest once `go_on` is set, in
     small pieces with a pause after each; the whole answer."""
     with socket.socket() as link:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
         link.settimeout(RECEIVE_SECONDS)
         url = httpx.URL(server.url)
         link.connect((url.host, url.port or 80))
         link.sendall(head(server, "/v1/completions", f"Content-Length: {len(body)}", "Connection: close") + body)
         parts = []
-        while part := link.recv(2048):
+        while part := link.recv(8192):
             parts.append(part)
             go_on.wait(RECEIVE_SECONDS)
             time.sleep(0.001)
