@@ -1,8 +1,9 @@
 """The first promise, checked: drafts change the speed, never the text."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -116,6 +117,26 @@ def compare_with_reference(
             if not same
         )
         comparisons.append(Comparison(way, sum(equal), ties, len(equal) - sum(equal) - ties))
+    return comparisons
+
+
+@torch.inference_mode()
+def rescore(
+    model: torch.nn.Module, prompts: Sequence[tuple[int, ...]], ways: dict[str, list[list[int]]]
+) -> list[Comparison]:
+    """Every way judged by the reference's own scores of its answers, in one pass an answer: equal where each token has
+    the best score behind those before it, a near tie where some has all but the best."""
+
+    @cache
+    def judged(prompt: tuple[int, ...], answer: tuple[int, ...]) -> str:
+        logits: Tensor = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :].float()
+        behind = logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        return "equal" if not behind.any() else "near tie" if bool((behind <= NEAR_TIE).all()) else "different"
+
+    comparisons = []
+    for way, answers in ways.items():
+        found = Counter(judged(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True))
+        comparisons.append(Comparison(way, found["equal"], found["near tie"], found["different"]))
     return comparisons
 
 
