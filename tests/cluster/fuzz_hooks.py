@@ -9,6 +9,7 @@ import schemathesis
 NEEDED = frozenset({"messages", "prompt", "tokens", "tools", "tool_choice"})
 OTHERS = 4  # fields; with all thirty at once, one is always wrong
 MOST_TOKENS = 32
+MOST_CHOICES = 2
 
 
 @schemathesis.hook
@@ -24,4 +25,6 @@ def map_body(context: Any, body: Any) -> Any:
     wanted = body.get("max_tokens")
     if ("messages" in body and wanted is None) or (isinstance(wanted, int) and wanted > MOST_TOKENS):
         body["max_tokens"] = chance.choice([1, MOST_TOKENS])
+    if isinstance(body.get("n"), int) and body["n"] > MOST_CHOICES:
+        body["n"] = chance.choice([MOST_CHOICES, body["n"]])
     return body
