@@ -33,7 +33,7 @@ class Guarded:
 
 @contextmanager
 def guarded_server(directory: Path) -> Iterator[Guarded]:
-    model = tiny_checkpoint(directory / "tiny", max_positions=1024)
+    model = tiny_checkpoint(directory / "tiny", max_positions=2048)
     tool_tokenizer(HERMES_TEMPLATE).save_pretrained(model)
     adapter = tiny_adapter(directory / "adapter", model)
     (directory / "keys").write_text("\n".join(KEYS))
