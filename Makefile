@@ -46,7 +46,7 @@ check: .venv/.test-installed
 	$(BIN)/mypy
 
 test: check browser promtool
-	$(BIN)/python -m pytest $(ARGS)
+	tests/run.sh $(BIN)/python $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -129,8 +129,9 @@ def test_status_on_a_terminal_goes_on_until_ctrl_c(server: Server, tmp_path: Pat
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm"}
     process = subprocess.Popen(
-        command("status", "--address", server.url), stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path
-    )
+        command("status", "--address", server.url), stdout=theirs, stderr=theirs, env=environment, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background may ignore it
+    )  # fmt: skip
     os.close(theirs)
     said = b""
     try:
