@@ -46,7 +46,7 @@ check: .venv/.test-installed
 	$(BIN)/mypy
 
 test: check browser promtool
-	tests/run.sh $(BIN)/python $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

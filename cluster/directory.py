@@ -143,10 +143,20 @@ class Directory:
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
         the model only sleeps."""
-        answers = await self._ask_each(self.replicas, "metrics", METRICS_SECONDS)
-        if not answers and (self.replicas or not self.serves):
+        try:
+            # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a model.
+            answers = await self.engine.broadcast("metrics").results_async(
+                timeout_s=METRICS_SECONDS, return_exceptions=True
+            )
+        except TimeoutError:  # one that hangs holds up the answers of all
+            answers = list((await self._ask_each(self.replicas, "metrics", METRICS_SECONDS)).values())
+        except Exception as error:  # no replica yet, or none any more
+            log.debug("no replica tells: %s", error)
+            answers = []
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not told and (self.replicas or not self.serves):
             raise not_ready()
-        return list(answers.values())
+        return told
 
     async def _watch(self) -> None:
         while True:
