@@ -4,11 +4,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, tiny_gguf
 from tidar_core.bench.peers.compare import WORKER, Engine, compare_engines, model_for, own_engines, peer_engine
 from tidar_core.config import ConfigError
-from tidar_core.model.loading import find_model
+from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
 
 
 def test_our_engine_and_transformers_do_the_same_work(tmp_path):
@@ -44,6 +46,16 @@ def test_peers_get_the_form_that_they_read(tmp_path):
     assert model_for("vllm", checkpoint, tmp_path) == str(checkpoint.directory)
     with pytest.raises(ConfigError, match="GGUF"):
         model_for("llama.cpp", checkpoint, tmp_path)
+
+
+def test_a_quantized_file_becomes_a_directory_with_its_weights(tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)
+    source = find_model(str(tiny_gguf(tmp_path / "tiny.gguf", checkpoint, GGMLQuantizationType.Q4_1)))
+    written = find_model(model_for("vllm", source, tmp_path / "peers"))
+    ours, theirs = (load_weights(each, load_config(each), torch.bfloat16, "cpu") for each in (source, written))
+    assert torch.equal(ours.embedding, theirs.embedding)
+    assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(ours.layers, theirs.layers, strict=True))
+    assert load_tokenizer(written).get_vocab() == load_tokenizer(source).get_vocab()
 
 
 def test_the_script_is_a_script():

@@ -7,10 +7,10 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import Engine
+from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource, find_model
 from tidar_core.request import DraftMode, SamplingParams
 
@@ -73,7 +73,8 @@ def compare_ways(ways: dict[str, list[list[int]]]) -> list[Comparison]:
 
 def load_reference(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
     """transformers' own model of the same weights."""
-    return AutoModelForCausalLM.from_pretrained(source.directory, gguf_file=source.gguf_file, dtype=dtype).eval()
+    model: torch.nn.Module = dense_model(source, dtype)
+    return model.eval()
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
 from tidar_core.convert.checkpoint import (
@@ -25,6 +25,7 @@ from tidar_core.convert.checkpoint import (
 from tidar_core.convert.full import FullConfig, FullTraining, measure_full
 from tidar_core.convert.shards import Corpus, cannot_write
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
+from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
 
@@ -56,9 +57,7 @@ def train_full(
     judged = [tokens for tokens in judged if len(tokens) > config.block]
     if not longest or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.directory, gguf_file=source.gguf_file, dtype=torch.float32, attn_implementation="sdpa"
-    )
+    model = dense_model(source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, tokenizer)
     training = FullTraining(model.to(device), mask, config, corpus.document)
     resume(training, work, screen)

@@ -7,10 +7,10 @@ The same command started again goes on from there.
 import gc
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
 from tidar_core.convert.card import made_from, write_folder
@@ -48,6 +48,7 @@ from tidar_core.model.adapter import (
     read_adapter_config,
     tokenizer_fingerprint,
 )
+from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 
@@ -198,9 +199,7 @@ def _source(
         return EngineSource(engine, capacity), engine.info.fingerprint
     identity, model_config, _ = _load_base(options, device, source, tokenizer, screen)
     screen.line("generating with transformers")
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.directory, gguf_file=source.gguf_file, dtype=getattr(torch, options.dtype)
-    )
+    model = dense_model(source, getattr(torch, options.dtype))
     longest = min(plan.longest, model_config.max_positions)
     generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, longest)
     return generator, identity.fingerprint

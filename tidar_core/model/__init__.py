@@ -4,7 +4,9 @@
     rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
     loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
+    dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped
+    own_drafter.py   full TiDAR checkpoints, which draft by themselves
     decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows
 
 What is particular to an architecture (biases, QK-norm, tied heads, the layout of a file) ends here: everything above

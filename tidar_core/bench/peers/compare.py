@@ -11,10 +11,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import tidar_core
 from tidar_core.config import ConfigError, ServedDType
+from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource, load_tokenizer
 from tidar_core.request import DraftMode
 
@@ -75,10 +75,7 @@ def model_for(peer: str, source: ModelSource, folder: Path) -> str:
         return str(source.directory)
     target = folder / source.name
     if not (target / "config.json").exists():
-        model = AutoModelForCausalLM.from_pretrained(
-            source.directory, gguf_file=source.gguf_file, dtype=torch.bfloat16, local_files_only=True
-        )
-        model.save_pretrained(target)
+        dense_model(source, torch.bfloat16, local_files_only=True).save_pretrained(target)
         load_tokenizer(source).save_pretrained(target)
     return str(target)
 
