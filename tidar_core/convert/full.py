@@ -129,7 +129,8 @@ class FullTraining:
         )
 
     def step(self, documents: Sequence[int], used: float) -> FullReport:
-        """One optimizer step over the next documents of `documents`. used: the share of the budget that is used up.
+        """One optimizer step over the next of `documents`, each of which has a token to learn. used: the share of the
+        budget that is used up.
 
         Raises ConfigError where the loss or its gradient is not a number.
         """
@@ -137,15 +138,15 @@ class FullTraining:
         draw = np.random.default_rng((config.seed, progress.step, 3))
         total, loss = 0, 0.0
         chosen: list[tuple[np.ndarray, np.ndarray]] = []
+        order = self._order(documents)
         while total < config.tokens_a_step and len(chosen) < 4 * len(documents):
-            order = np.random.default_rng((config.seed, progress.epoch, 4)).permutation(documents)
             tokens, own = self._document(int(order[progress.place]))
             progress.place += 1
             if progress.place == len(documents):
                 progress.epoch, progress.place = progress.epoch + 1, 0
-            if own[1 : config.longest].any():
-                chosen.append((tokens[: config.longest], own[: config.longest]))
-                total += int(own[1 : config.longest].sum())
+                order = self._order(documents)
+            chosen.append((tokens[: config.longest], own[: config.longest]))
+            total += int(own[1 : config.longest].sum())
         bf16 = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.model.device.type == "cuda")
         for tokens, own in chosen:
             offset = int(draw.integers(1, config.block + 1))
@@ -173,3 +174,6 @@ class FullTraining:
         progress.step, progress.seconds = progress.step + 1, progress.seconds + seconds
         progress.rows += sum(len(tokens) for tokens, _ in chosen)
         return FullReport(progress, loss, total, seconds)
+
+    def _order(self, documents: Sequence[int]) -> np.ndarray:
+        return np.random.default_rng((self.config.seed, self.progress.epoch, 4)).permutation(documents)

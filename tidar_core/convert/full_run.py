@@ -52,10 +52,10 @@ def train_full(
     Raises ConfigError where there is nothing to learn from, where the loss is not a number and on a full disk.
     """
     learnt, held = corpus.split()
-    longest = [int(index) for index in learnt if len(corpus.document(int(index))[0]) >= LEAST_TOKENS]
+    usable = [int(index) for index in learnt if teaches(*corpus.document(int(index)), config.longest)]
     judged = [corpus.document(int(index))[0][: config.longest] for index in held[:HELD_OUT_DOCUMENTS]]
     judged = [tokens for tokens in judged if len(tokens) > config.block]
-    if not longest or not judged:
+    if not usable or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
     model = dense_model(source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, tokenizer)
@@ -73,12 +73,17 @@ def train_full(
         if used >= 1.0 or progress.stale >= patience:
             save(training, work)
             return progress
-        report = training.step(longest, used)
+        report = training.step(usable, used)
         shown = StepReport(report.progress, report.loss, 0.0, report.tokens, report.tokens, report.seconds)
         screen.trained(shown, budget.used(progress), None)
         if time.monotonic() - saved >= CHECKPOINT_SECONDS:
             save(training, work)
             saved = time.monotonic()
+
+
+def teaches(tokens: np.ndarray, own: np.ndarray, longest: int) -> bool:
+    """Whether a document is long enough, and has a token to learn behind its first."""
+    return len(tokens) >= LEAST_TOKENS and bool(own[1:longest].any())
 
 
 def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:
