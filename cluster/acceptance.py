@@ -58,14 +58,20 @@ class Acceptance:
         return metrics
 
 
-def answer_metrics(choices: list[Acceptance], seed: int, per_step: bool) -> dict[str, Any]:
+def answer_metrics(choices: list[Acceptance], seed: int, per_step: bool, draft_trust: float = 1.0) -> dict[str, Any]:
     """The `metrics` object of a response: vLLM's figures for a single choice (null for several), and ours for all.
 
     tokens_per_step is emitted / decode steps, the token of the prefill left out; null where there was no decode step.
+    draft_trust is told where drafts had a say in the text.
     """
     steps = sum(choice.decode_steps for choice in choices)
     tokens = sum(choice.decode_tokens for choice in choices)
+    own: dict[str, Any] = {
+        "decode_steps": steps, "tokens_per_step": tokens / steps if steps else None, "seed": seed,
+    }  # fmt: skip
+    if draft_trust < 1.0:
+        own["draft_trust"] = draft_trust
     return {
         "speculative_decoding": choices[0].speculative_decoding(per_step) if len(choices) == 1 else None,
-        "tidar": {"decode_steps": steps, "tokens_per_step": tokens / steps if steps else None, "seed": seed},
+        "tidar": own,
     }

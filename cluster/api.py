@@ -152,7 +152,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         ]
         head = new_head(card.name, chat)
         repeated = [prompt for prompt in prompts for _ in choices]
-        asked = requests_for(head.id, repeated, params, body.cache_salt or "")
+        asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
         echoes = echoes_of(body, prompts, backend)
         made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools)
         pieces = made.pieces(carrier, admission, max(1, len(directory.replicas)))

@@ -114,21 +114,14 @@ def told(**limits: float) -> Any:
 
 
 class TidarOptions(BaseModel):
-    """The `tidar` object of a request: how to draft, and whether to show it. None of it changes the tokens."""
+    """The `tidar` object of a request: how to draft, and whether to show it. Only `draft_trust` changes the tokens."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     drafts: DraftMode | None = None
     block: Annotated[int, Field(ge=1)] | None = None
-    draft_trust: float | None = None
+    draft_trust: Annotated[float | None, told(minimum=0, maximum=1)] = None
     trace: bool = False
-
-    @field_validator("draft_trust")
-    @classmethod
-    def trust_the_model(cls, value: float | None) -> float | None:
-        if value is not None and value != 1:
-            raise ValueError("draft_trust other than 1 is not supported: the model's own word decides")
-        return value
 
 
 class StreamOptions(BaseModel):
@@ -154,6 +147,7 @@ class Body(BaseModel):
     min_tokens: Annotated[int | None, told(minimum=0)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
@@ -342,6 +336,8 @@ def sampling_params(
         raise too_long(prompt_tokens, wanted, card.max_model_len, at_fault)
     default = room if chat else min(COMPLETION_MAX_TOKENS, room)
     top_k = body.top_k if body.top_k is not None else 0
+    trust = 1.0 if body.tidar.draft_trust is None else body.tidar.draft_trust
+    drafts = body.tidar.drafts or (card.drafts if trust >= 1.0 else "full")
     try:
         return SamplingParams(
             max_tokens=default if wanted is None else wanted,
@@ -361,7 +357,8 @@ def sampling_params(
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             grammar=body.grammar if tools is None else tools.grammar,
-            drafts=body.tidar.drafts or card.drafts,
+            drafts=drafts,
+            draft_trust=trust,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
         )
     except RequestError as error:

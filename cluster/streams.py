@@ -184,7 +184,9 @@ class Answer:
 
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the response; per step too where the answer is traced."""
-        return answer_metrics([choice.acceptance for choice in self.choices], self.requests[0].params.seed, self.trace)
+        params = self.requests[0].params
+        counts = [choice.acceptance for choice in self.choices]
+        return answer_metrics(counts, params.seed, self.trace, params.draft_trust)
 
     async def pieces(self, carrier: Carrier, admission: "Admission", replicas: int) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices, one a step and choice, as they come. Raises ApiError."""
@@ -231,11 +233,15 @@ class Admission:
 
 
 def requests_for(
-    answer_id: str, prompts: Sequence[tuple[int, ...]], params: Sequence[SamplingParams], cache_salt: str = ""
+    answer_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
+    cache_salt: str = "",
+    priority: int = 0,
 ) -> list[Request]:
     """One engine request a prompt, named after the answer."""
     return [
-        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt)
+        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt, priority=priority)
         for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
     ]
 

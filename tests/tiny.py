@@ -25,7 +25,7 @@ from tidar_core.config import DEFAULT_MODEL, Architecture
 from tidar_core.model.adapter import Adapter, AdapterConfig, Projection, identify_base, save_adapter
 from tidar_core.model.gguf import gguf_name
 from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -199,6 +199,7 @@ def tiny_adapter(
     model_directory: Path,
     *,
     rank: int = 4,
+    slot_head: int = 16,
     block_length: int = 4,
     within_block: Literal["bidirectional", "causal"] = "bidirectional",
     seed: int = 0,
@@ -222,8 +223,18 @@ def tiny_adapter(
             LayerAdapter(low_rank("qkv"), low_rank("o"), low_rank("gate_up"), low_rank("down"))
             for _ in range(base.layers)
         ),
+        slot_head=SlotHead(
+            hidden=random(slot_head, base.hidden_size),
+            token=random(slot_head, base.hidden_size),
+            state=random(slot_head, slot_head),
+            out=random(base.hidden_size, slot_head),
+        )
+        if slot_head
+        else None,
     )
-    adapter_config = AdapterConfig(base=base, rank=rank, block_length=block_length, within_block=within_block)
+    adapter_config = AdapterConfig(
+        base=base, rank=rank, slot_head=slot_head, block_length=block_length, within_block=within_block
+    )
     save_adapter(Adapter(adapter_config, weights, directory.name), directory)
     return directory
 

@@ -77,6 +77,8 @@ class EngineConfig:
     max_model_len: positions a sequence may use; 0 for the model's own limit.
     cache_tokens: K/V positions to hold; 0 for what a share of the memory allows.
     max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most.
+    exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
+    graphs: on a GPU, steps as CUDA graphs.
     """
 
     model: str = DEFAULT_MODEL
@@ -90,3 +92,5 @@ class EngineConfig:
     page_size: int = 16
     max_running: int = 64
     step_rows: int = 512
+    exact: bool = True
+    graphs: bool = True

@@ -3,11 +3,14 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from tidar_core.grammar import Grammar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DraftMode = Literal["auto", "off", "full"]
 MAX_LOGPROBS = 20
@@ -39,7 +42,9 @@ class SamplingParams:
     first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
     the likeliest, `prompt_logprobs` the same for the tokens of the prompt. `grammar` is what the answer has to follow;
     where that ends, so does the answer. `drafts` and `block` change the speed, never the tokens: `block` k allows at
-    most k slots a proposal and k - 1 verified drafts.
+    most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's scores into the
+    model's where a draft stands (paper, "Trust Diff"): the tokens are no longer the model's own, and depend on the
+    drafts; everything is drafted then, whatever `drafts` says.
     """
 
     max_tokens: int
@@ -62,6 +67,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     drafts: DraftMode = "auto"
     block: int | None = None
+    draft_trust: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -87,10 +93,19 @@ class SamplingParams:
             wanted = getattr(self, name)
             if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
                 raise RequestError(f"{name} must lie between 0 and {MAX_LOGPROBS}, so many a token", name)
+        if not 0.0 <= self.draft_trust <= 1.0:
+            raise RequestError("draft_trust must lie between 0 and 1", "tidar.draft_trust")
+        if self.draft_trust < 1.0 and self.drafts == "off":
+            raise RequestError("draft_trust below 1 needs drafts: leave one of both out", "tidar.draft_trust")
         if self.block is not None and self.block < 1:
             raise RequestError("block must be at least 1", "tidar.block")
         if any(not text for text in self.stop):
             raise RequestError("a stop string must not be empty", "stop")
+
+    @property
+    def drafting(self) -> DraftMode:
+        """How much is drafted: everything where drafts have a say in the text."""
+        return "full" if self.draft_trust < 1.0 else self.drafts
 
     @property
     def penalises(self) -> bool:
@@ -104,7 +119,8 @@ class Request:
 
     `emitted` holds tokens that were sent already, by a replica that is gone: the engine continues behind them
     and never sends them again, while limits and stops count from the end of `prompt`. Only requests with the same
-    `cache_salt` share the K/V pages of a common prefix.
+    `cache_salt` share the K/V pages of a common prefix. Those of a lower `priority` are served first, and take the
+    place of others where there is none left.
     """
 
     request_id: str
@@ -112,6 +128,7 @@ class Request:
     params: SamplingParams
     emitted: tuple[int, ...] = ()
     cache_salt: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +251,8 @@ class Sequence:
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
     admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. prompt_logprobs: of
-    the prompt's tokens from the second on, as far as they were read.
+    the prompt's tokens from the second on, as far as they were read. draft_scores: [drafts, vocab], what the drafter
+    said of each draft, where that has a say in the text.
     """
 
     request: Request
@@ -251,6 +269,7 @@ class Sequence:
     acceptance: HeldDrafts | None = None
     constraint: Constraint | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draft_scores: "Tensor | None" = None
 
     @property
     def prompt_length(self) -> int:

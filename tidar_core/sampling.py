@@ -60,6 +60,11 @@ class TokenRule:
         """A grammar, bias or penalties change this row's scores."""
         return self.allowed is not None or bool(self.params.logit_bias) or self.params.penalises
 
+    @property
+    def takes_best(self) -> bool:
+        """The token is the best of the scores as they are."""
+        return self.params.temperature == 0 and not self.banned and not self.adjusts
+
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     """Pick the token of each row.

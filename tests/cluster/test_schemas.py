@@ -113,6 +113,8 @@ def test_newer_name_of_max_tokens_wins(card: ModelCard) -> None:
         ({"min_p": 1.5}, "min_p"),
         ({"min_tokens": 17}, "min_tokens"),
         ({"stop": [""]}, "stop"),
+        ({"tidar": {"draft_trust": 1.5}}, "tidar.draft_trust"),
+        ({"tidar": {"draft_trust": 0.5, "drafts": "off"}}, "tidar.draft_trust"),
     ],
 )
 def test_values_out_of_range_are_named(card: ModelCard, fields: dict[str, Any], param: str) -> None:
@@ -136,7 +138,6 @@ def test_values_out_of_range_are_named(card: ModelCard, fields: dict[str, Any], 
         ({"tidar": {"speed": 3}}, "tidar.speed"),
         ({"tidar": {"drafts": "some"}}, "tidar.drafts"),
         ({"tidar": {"block": 0}}, "tidar.block"),
-        ({"tidar": {"draft_trust": 0.5}}, "tidar.draft_trust"),
         ({"stream_options": {"include_usage": True}}, None),
     ],
 )

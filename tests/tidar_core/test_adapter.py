@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tidar_core.model.adapter import (
     tokenizer_fingerprint,
 )
 from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
-from tidar_core.model.weights import AdapterWeights, LayerAdapter
+from tidar_core.model.weights import LayerAdapter
 
 
 def identity(path: Path | str) -> BaseIdentity:
@@ -57,6 +58,9 @@ def tensors_of(adapter: Adapter) -> dict[str, Tensor]:
             pair = getattr(layer, name)
             if pair is not None:
                 found |= {f"layers.{index}.{name}.A": pair.a, f"layers.{index}.{name}.B": pair.b}
+    head = adapter.weights.slot_head
+    if head is not None:
+        found |= {f"slot_head.{name}": getattr(head, name) for name in ("hidden", "token", "state", "out")}
     return found
 
 
@@ -79,8 +83,12 @@ def test_reads_every_tensor_into_its_place(path: Path, base: BaseIdentity, dtype
     assert lines == []
 
 
-def test_what_is_saved_is_what_is_loaded(path: Path, base: BaseIdentity, tmp_path: Path) -> None:
-    adapter = load(path, base)
+@pytest.mark.parametrize("slot_head", [0, 8])
+def test_what_is_saved_is_what_is_loaded(
+    path: Path, base: BaseIdentity, model: Path, tmp_path: Path, slot_head: int
+) -> None:
+    adapter = load(tiny_adapter(path, model, slot_head=slot_head), base)
+    assert (adapter.weights.slot_head is None) == (slot_head == 0)
     save_adapter(adapter, tmp_path / "new" / "copy")
     again = load(tmp_path / "new" / "copy", base)
     assert again.config == adapter.config
@@ -108,7 +116,7 @@ def test_a_save_that_fails_leaves_the_old_adapter(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)
-    worse = AdapterWeights(torch.zeros_like(before.weights.slot_embeddings), before.weights.layers)
+    worse = replace(before.weights, slot_embeddings=torch.zeros_like(before.weights.slot_embeddings))
     with pytest.raises(OSError, match="no space"):
         save_adapter(Adapter(before.config, worse, "drafter"), path)
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.trained import TinyBase, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
-from tidar_core.convert.drafter import named_tensors, trainable
+from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, mask_rows_see, tiles
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, judge_windows, measure_held_out
@@ -25,6 +25,7 @@ from tidar_core.kernels.ops import empty_cache
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.layout import Shape
 from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
+from tidar_core.model.weights import named_tensors
 from tidar_core.request import Request, SamplingParams, Sequence
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architectur
     clean = run_clean(tiny.base, pack)
     found = []
     for way in (run_masks, dense_mask_rows):
-        adapter = trainable(tiny.adapter)
+        adapter = trainable(replace(tiny.adapter, slot_head=None))
         hidden = way(tiny.base, adapter, clean, blocks, within_block)
         hidden.square().sum().backward()
         found.append((hidden.detach(), {name: tensor.grad for name, tensor in named_tensors(adapter)}))
@@ -177,7 +178,7 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     known = len(tokens) - drafts
     shape = Shape(drafts, tuple(range(1, drafts + 2)), 4)
     plan = SequencePlan(sequence, 0, tuple(tokens[:known]), tuple(tokens[known:]), shape, emits=True)
-    hidden = runner.forward(build_batch([plan], page, 4, within_block, CPU))
+    hidden = runner.forward(build_batch([plan], page, runner.padded, within_block))
     masks = hidden[-shape.mask_rows :].view(len(shape.proposals), shape.block, -1)
     return {plan.position + outcome: masks[index] for index, outcome in enumerate(shape.proposals)}
 

@@ -23,7 +23,7 @@ from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import trainer
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.command import convert_command
-from tidar_core.convert.drafter import PROJECTIONS, named_tensors, new_drafter
+from tidar_core.convert.drafter import PROJECTIONS, new_drafter
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
@@ -32,6 +32,7 @@ from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, l
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import read_adapter_config
+from tidar_core.model.weights import named_tensors
 from tidar_core.request import SamplingParams
 
 CONFIG = TrainConfig(

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_checkpoint
-from tidar_core.bench.drive import answer_all
+from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, load_engine
@@ -93,6 +93,33 @@ def test_prefill_chunks_do_not_change_the_answer(tmp_path, engine, step_rows):
     params = [sampled_params(16, "full")] * 3
     expected = [answer.tokens for answer in answer_all(engine, chosen, params)]
     assert [answer.tokens for answer in answer_all(chunked, chosen, params)] == expected
+
+
+@pytest.mark.parametrize("scarce", ["max_running", "pages"])
+def test_the_urgent_are_served_first_and_take_the_place_of_others(tmp_path, engine, scarce):
+    limits = {"max_running": 1} if scarce == "max_running" else {"cache_tokens": 64, "max_model_len": 64}
+    small = tiny_engine(tmp_path, **limits)
+    asked = {"patient": 5, "common": 0, "urgent": -1, "common too": 0}
+    params = replace(GREEDY, max_tokens=40)
+    questions = dict(zip(asked, prompts(4, seed=3, longest=20), strict=True))
+    ended = []
+
+    said = {name: [] for name in asked}
+    for name, priority in asked.items():
+        small.submit(Request(name, questions[name], params, priority=priority))
+        for _ in range(3):
+            for output in small.step():
+                said[output.request_id] += output.tokens
+    while small.has_work:
+        for output in small.step():
+            said[output.request_id] += output.tokens
+            if output.finish is not None:
+                ended.append(output.request_id)
+    assert ended[-1] == "patient"
+    if scarce == "max_running":
+        assert ended == ["urgent", "common", "common too", "patient"]
+    alone = answer_all(engine, list(questions.values()), [params] * 4)
+    assert list(said.values()) == [answer.tokens for answer in alone]
 
 
 def test_preemption_and_admission_do_not_change_the_answer(tmp_path, engine):
@@ -379,6 +406,32 @@ def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tok
     assert small._runner.cache.keys.eq(0).all()
     (answer,) = answer_all(small, [(5, 6, 7)], [replace(GREEDY, max_tokens=tokens - 3, drafts="full")])
     assert len(answer.tokens) == tokens - 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_that_are_trusted_have_a_say(engine, temperature):
+    """The paper's two ends, and what lies between."""
+    chosen = prompts(6, seed=21)
+
+    def said(trust: float) -> list[Answer]:
+        params = SamplingParams(40, temperature, seed=5, ignore_eos=True, drafts="full", draft_trust=trust, logprobs=0)
+        return answer_all(engine, chosen, [params] * len(chosen), cache_salt=str(trust))
+
+    plain, nearly, half, drafter = (said(trust) for trust in (1.0, 1.0 - 1e-9, 0.5, 0.0))
+    assert [answer.tokens for answer in nearly] == [answer.tokens for answer in plain]
+    held = [[sum(step.accepted for step in answer.steps) for answer in answers] for answers in (plain, half, drafter)]
+    assert sum(held[0]) < sum(held[1]) < sum(held[2])
+    steps = [step for answer in drafter for step in answer.steps]
+    assert all(step.accepted == len(step.drafted) for step in steps[:-1] if step.anchor is not None)
+    assert [answer.tokens for answer in half] != [answer.tokens for answer in plain]
+
+
+def test_trust_needs_drafts(tmp_path):
+    plain = tiny_engine(tmp_path, adapter="none")
+    with pytest.raises(RequestError, match="no drafter"):
+        plain.submit(Request("r", (5,), SamplingParams(4, draft_trust=0.5)))
+    with pytest.raises(RequestError, match="needs drafts"):
+        SamplingParams(4, drafts="off", draft_trust=0.5)
 
 
 def test_a_drafter_gone_mad_changes_no_token(engine):

@@ -76,15 +76,19 @@ class Visitors(RuleBasedStateMachine):
         most=st.sampled_from((1, 2, 17, 40)),
         seed=st.integers(0, 2),
         salt=st.sampled_from(("", "tenant")),
+        priority=st.sampled_from((0, 0, 0, -1, 2)),
     )
-    def ask(self, question: int, mode: DraftMode, temperature: float, most: int, seed: int, salt: str) -> None:
+    def ask(
+        self, question: int, mode: DraftMode, temperature: float, most: int, seed: int, salt: str, priority: int
+    ) -> None:
         params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True)
         name = f"{id(self)}-{self.number}"
         self.number += 1
         self.here[name] = questions()[question], params
         self.said[name] = []
         drafting = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True, drafts=mode)
-        traffic().engine.submit(Request(name, questions()[question], drafting, cache_salt=salt))
+        asked = Request(name, questions()[question], drafting, cache_salt=salt, priority=priority)
+        traffic().engine.submit(asked)
 
     @rule(which=st.integers(0, 99))
     def leave(self, which: int) -> None:

@@ -6,6 +6,7 @@ plain decoding; `acceptance.py` measures tokens per step, `decode.py` tokens per
 drafts hold in real answers and walks the draft policy through them on the measured step costs, without a model
 (`simulate.py`). `soak.py` runs mixed traffic for minutes, `peers/` other engines on the same prompts. `kernels.py`
 (with `kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and `launches.py`) holds every GPU
-kernel against its oracle and its limit. The commands (`command.py`) print what they find as a table and, with
+kernel against its oracle and its limit, `steps.py` times whole steps by rows and context, and `gpu.py` runs all that
+needs a GPU as one command. The commands (`command.py`) print what they find as a table and, with
 `--json FILE`, as a record.
 """

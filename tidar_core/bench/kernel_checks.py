@@ -13,7 +13,7 @@ from torch import Tensor
 from tidar_core import sampling
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
-from tidar_core.engine.batch import build_batch
+from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels import reference
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
@@ -72,7 +72,8 @@ def step_rows(contexts: Sequence[int], shape: Shape, page_size: int, device: tor
         sequence = EngineSequence(request, 0.0, [], pages=order[taken : taken + count])
         plans.append(SequencePlan(sequence, context, (1,), (1,) * shape.drafts, shape, emits=True))
         taken += count
-    return build_batch(plans, page_size, 1, "bidirectional", device).rows, taken + 1
+    batch = build_batch(plans, page_size, lambda size: size, "bidirectional")
+    return inputs_of(batch.numbers.to(device), batch.size).rows, taken + 1
 
 
 def random_cache(

@@ -25,6 +25,12 @@ needed.
     full.py           the paper's own training instead: one set of weights for both roles (`--mode full`)
     full_run.py       its way from a checkpoint and a text to a model that serves itself
 
+On one GPU, for the default model, in runs of nine minutes of which each goes on from the last (other seeds, so that it
+gathers other words; the optimizer starts anew):
+
+    tidar convert --start default --device cuda --minutes 8.5 --seed 1 --out first
+    tidar convert --start first --device cuda --minutes 8.5 --seed 2 --out second
+
 A block behind the context end c stands for a proposal of the engine (`tidar_core.layout`): slot s sits at position
 c + s, sees the positions below c and its own block, and should agree with the base's row c + s - 1.
 """

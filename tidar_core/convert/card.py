@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.drafter import map_tensors, named_tensors
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import Adapter, AdapterConfig, BaseIdentity, save_adapter
-from tidar_core.model.weights import AdapterWeights
+from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {
     "chat": "conversations that the model had with itself",
@@ -55,6 +54,7 @@ def write_folder(
         base=made.base,
         rank=first.shape[0],
         projections=tuple(p for p in ("qkv", "o", "gate_up", "down") if any(f".{p}." in name for name in names)),
+        slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],
         block_length=made.config.block,
         within_block=made.config.within_block,
         training=_training_record(made, progress, result),

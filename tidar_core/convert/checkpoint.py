@@ -69,20 +69,24 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The moments of AdamW, by parameter name."""
+    """The moments of AdamW, by parameter name; names: of the parameters of all its groups, in order."""
     return {
         f"{key}/{name}": value
-        for name, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True)
+        for name, parameter in zip(names, _parameters(optimizer), strict=True)
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
     """Puts back what `optimizer_tensors` gave."""
-    for name, parameter in zip(names, optimizer.param_groups[0]["params"], strict=True):
+    for name, parameter in zip(names, _parameters(optimizer), strict=True):
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{key}/{name}" in tensors:
                 optimizer.state[parameter][key] = tensors[f"{key}/{name}"].to(parameter.device)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _path(directory: Path, step: int) -> Path:

@@ -41,6 +41,9 @@ def convert_command(
         str, typer.Option(help="What it adapts, some of qkv,o,gate_up,down.")
     ] = "qkv,o,gate_up,down",
     block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
+    slot_head: Annotated[
+        int, typer.Option(min=0, help="Width of the head that corrects a slot by the token before it; 0: none.")
+    ] = 256,
     within_block: Annotated[
         WithinBlock, typer.Option(help="Whether slots see each other both ways or only the earlier ones.")
     ] = "bidirectional",
@@ -86,8 +89,9 @@ def convert_command(
         from tidar_core.convert.trainer import TrainConfig
 
         train = TrainConfig(
-            block=block_length, within_block=within_block, loss=LossConfig(kl_share, slot_weights), anchors=anchors,
-            rows_a_step=rows, rows_a_pass=rows_at_once, learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
+            block=block_length, slot_head=slot_head, within_block=within_block, anchors=anchors,
+            loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,
+            learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
         )  # fmt: skip
         options = ConvertOptions(
             model=model, out=out.absolute(), data=data, minutes=minutes, own_tokens=own_tokens, steps=steps,

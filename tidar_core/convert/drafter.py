@@ -1,13 +1,14 @@
-"""The drafter that is trained: its tensors, how they begin, and their way to and from `AdapterWeights`."""
+"""The drafter that is trained: how its tensors begin."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.model.adapter import AdapterWeights, BaseIdentity, Projection
-from tidar_core.model.weights import LayerAdapter, LowRank
+from tidar_core.model.adapter import BaseIdentity, Projection
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead, map_tensors
 
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
 
@@ -48,28 +49,20 @@ def new_drafter(
     return AdapterWeights(slots.to(embedding.device), layers)
 
 
-def named_tensors(weights: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names that they have on disk."""
-    yield "mask_embedding", weights.slot_embeddings
-    for index, layer in enumerate(weights.layers):
-        for projection in PROJECTIONS:
-            pair: LowRank | None = getattr(layer, projection)
-            if pair is not None:
-                yield f"layers.{index}.{projection}.A", pair.a
-                yield f"layers.{index}.{projection}.B", pair.b
+def with_slot_head(weights: AdapterWeights, embedding: Tensor, width: int, seed: int) -> AdapterWeights:
+    """The drafter with a slot head that changes nothing yet: `out` is zero; fp32. Width 0 leaves it as it is."""
+    if not width:
+        return weights
+    hidden, device = weights.slot_embeddings.shape[1], weights.slot_embeddings.device
+    generator = torch.Generator().manual_seed(seed)
 
+    def random(outs: int, ins: int) -> Tensor:
+        return (torch.randn(outs, ins, generator=generator) * ins**-0.5).to(device)
 
-def map_tensors(weights: AdapterWeights, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
-    """The same drafter with every tensor changed."""
-
-    def changed(pair: LowRank | None) -> LowRank | None:
-        return None if pair is None else LowRank(change(pair.a), change(pair.b))
-
-    layers = tuple(
-        LayerAdapter(changed(layer.qkv), changed(layer.o), changed(layer.gate_up), changed(layer.down))
-        for layer in weights.layers
-    )
-    return AdapterWeights(change(weights.slot_embeddings), layers)
+    # Embeddings are much smaller than hidden states, and would hardly be heard beside them.
+    token = random(width, hidden) / embedding.float().std()
+    zeros = torch.zeros(hidden, width, device=device)
+    return replace(weights, slot_head=SlotHead(random(width, hidden), token, random(width, width), zeros))
 
 
 def trainable(weights: AdapterWeights) -> AdapterWeights:

@@ -14,6 +14,7 @@ from tidar_core.convert.ops import training_ops
 from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
 from tidar_core.model.decoder import run_layers
+from tidar_core.model.slot_head import corrected
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 
 
@@ -74,3 +75,25 @@ def run_masks(
     slots = adapter.slot_embeddings[: blocks.block]
     x = slots.expand(len(blocks), -1, -1).reshape(-1, slots.shape[1])
     return run_layers(base.ops, base.config, base.weights, adapter, x, 0, attention)
+
+
+def run_slot_head(
+    base: FrozenBase,
+    adapter: AdapterWeights,
+    clean: Clean,
+    blocks: Blocks,
+    drafted: Tensor,
+    alone: Tensor | None = None,
+) -> Tensor:
+    """Hidden states of `run_masks` when each slot knows the document's tokens before it; as they are where the drafter
+    has no slot head. A slot before which a draft was wrong counts for nothing, so the document's tokens are the right
+    ones to know. alone: bool [blocks], those that are left as they are."""
+    if adapter.slot_head is None:
+        return drafted
+    own = drafted.view(len(blocks), blocks.block, -1)
+    # The row whose answer a slot should match is that of the token before it.
+    before = base.weights.embedding[clean.pack.tokens[blocks.target_rows]]
+    told = corrected(adapter.slot_head, own, before)
+    if alone is not None:
+        told = torch.where(alone[:, None, None], own, told)
+    return told.reshape(drafted.shape)

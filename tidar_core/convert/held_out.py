@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tidar_core.convert.blocks import Blocks, anchor_places, lay_blocks, pack_documents
-from tidar_core.convert.forward import FrozenBase, run_clean, run_masks
+from tidar_core.convert.forward import FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.shards import KINDS, Corpus, Kind
 from tidar_core.layout import WithinBlock
+from tidar_core.model.slot_head import CANDIDATES, rescored
 from tidar_core.model.weights import AdapterWeights
 
 WINDOW = 48  # context ends judged in each of so many documents; more in each where there are fewer
@@ -116,8 +117,9 @@ def _judge(
     holds = []
     for first in range(0, len(blocks), 256):
         part = blocks.part(first, min(first + 256, len(blocks)))
-        drafted = _best(base, run_masks(base, adapter, clean, part, within_block))
-        holds.append(_agree(base, clean.hidden, part, drafted))
+        alone = run_masks(base, adapter, clean, part, within_block)
+        told = run_slot_head(base, adapter, clean, part, alone)
+        holds.append(_agree(base, clean.hidden, part, _best(base, alone, told)))
     together = torch.cat(holds).cpu().numpy()
     return np.split(together, np.cumsum([len(held_out.windows[index]) for index in group])[:-1])
 
@@ -128,10 +130,19 @@ def _agree(base: FrozenBase, clean: Tensor, blocks: Blocks, drafted: Tensor) -> 
     return (drafted == truths).view(blocks.trained.shape) & blocks.trained
 
 
-def _best(base: FrozenBase, hidden: Tensor) -> Tensor:
-    """The best token of each row, without ever holding all logits."""
-    parts = hidden.split(max(16, (8 << 20) // base.weights.head.shape[0]))
-    return torch.cat([base.ops.head(part, base.weights.head).max(-1).indices for part in parts])
+def _best(base: FrozenBase, hidden: Tensor, told: Tensor | None = None) -> Tensor:
+    """The best token of each row, without ever holding all logits; told: hidden states after the slot head, which
+    chooses among the best tokens of `hidden`."""
+    rows = max(16, (8 << 20) // base.weights.head.shape[0])
+    if told is None or told is hidden:
+        return torch.cat([base.ops.head(part, base.weights.head).max(-1).indices for part in hidden.split(rows)])
+    best = []
+    for part, after in zip(hidden.split(rows), told.split(rows), strict=True):
+        logits = base.ops.head(part, base.weights.head)
+        candidates = logits.topk(min(CANDIDATES, logits.shape[1])).indices
+        choice = rescored(logits, candidates, after - part, base.weights.head).argmax(-1)
+        best.append(candidates.gather(-1, choice[:, None]).squeeze(-1))
+    return torch.cat(best)
 
 
 def _walk(holds: np.ndarray) -> tuple[int, int]:

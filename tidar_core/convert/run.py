@@ -16,7 +16,7 @@ from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
 from tidar_core.convert.card import made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
-from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter
+from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_run import train_full
@@ -315,10 +315,14 @@ def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
 def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen) -> AdapterWeights:
     """A new drafter, or one to go on from. Raises ConfigError where it does not fit."""
     path = _start_path(options, identity)
+    train = options.train
     if path is None:
-        block, seed = options.train.block, options.train.seed
-        return new_drafter(identity, weights.embedding, options.rank, options.projections, block, seed)
-    return load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+        begun = new_drafter(identity, weights.embedding, options.rank, options.projections, train.block, train.seed)
+    else:
+        begun = load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+    if begun.slot_head is not None:
+        return begun
+    return with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
 
 
 def _device(wanted: str) -> torch.device:

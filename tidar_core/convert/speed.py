@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tidar_core.convert.drafter import named_tensors
 from tidar_core.convert.forward import FrozenBase
-from tidar_core.model.weights import AdapterWeights
+from tidar_core.model.weights import AdapterWeights, named_tensors
 
 PROBE_SECONDS = 0.2
 

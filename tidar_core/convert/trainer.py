@@ -19,25 +19,28 @@ from tidar_core.convert.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from tidar_core.convert.drafter import map_tensors, named_tensors, trainable
-from tidar_core.convert.forward import FrozenBase, run_clean, run_masks
+from tidar_core.convert.drafter import trainable
+from tidar_core.convert.forward import FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.layout import WithinBlock
-from tidar_core.model.weights import AdapterWeights
+from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
 LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
+SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
+ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
 ROWS_A_PASS = {"cpu": 2048, "cuda": 32768}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How a drafter is trained. block: slots a proposal. anchors: blocks behind each document, at most.
+    """How a drafter is trained. block: slots a proposal. slot_head: width of the head that corrects a slot by the token
+    before it, 0 for none. anchors: blocks behind each document, at most.
 
     rows_a_step: mask rows of an optimizer step, about; rows_a_pass: mask rows whose activations are held at once
     (a step of more is gone through in parts); 0 for what suits the device. learning_rate rises over `warmup` steps
@@ -47,6 +50,7 @@ class TrainConfig:
     """
 
     block: int = 8
+    slot_head: int = 256
     within_block: WithinBlock = "bidirectional"
     loss: LossConfig = field(default_factory=LossConfig)
     anchors: int = 64
@@ -154,11 +158,15 @@ class _Training:
     def __init__(self, base: FrozenBase, start: AdapterWeights, config: TrainConfig, directory: Path, watch: Watch):
         self.base, self.config, self.directory, self.watch = base, config, directory, watch
         self.adapter, self.progress = trainable(start), Progress()
-        names, tensors = zip(*named_tensors(self.adapter), strict=True)
+        named = list(named_tensors(self.adapter))
+        names, tensors = zip(*named, strict=True)
         self.names: list[str] = list(names)
         self.tensors: list[Tensor] = list(tensors)
+        own = [tensor for name, tensor in named if not name.startswith("slot_head.")]
+        head = [tensor for name, tensor in named if name.startswith("slot_head.")]
+        groups = [{"params": own, "faster": 1.0}] + [{"params": head, "faster": SLOT_HEAD_FASTER}] * bool(head)
         self.optimizer = torch.optim.AdamW(
-            self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
         self.settings = config.settings() | {"rank": _rank(self.adapter), "tensors": len(self.tensors)}
         device = base.device.type
@@ -205,6 +213,7 @@ class _Training:
         blocks = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, draw)
         columns = vocabulary.draw(pack.tokens, draw)
         clean = run_clean(base, pack)
+        alone = torch.from_numpy(draw.random(len(blocks)) < ALONE_SHARE).to(base.device)
         normaliser = len(blocks) * float(config.loss.profile(config.block).sum())
         loss = torch.zeros((), device=base.device)
         at_once = max(1, self.rows_a_pass // config.block)
@@ -212,6 +221,7 @@ class _Training:
             part = blocks.part(first, min(first + at_once, len(blocks)))
             drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
             drafted = run_masks(base, drafter, clean, part, config.within_block)
+            drafted = run_slot_head(base, drafter, clean, part, drafted, alone[first : first + len(part)])
             judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
             judged.loss.backward()  # type: ignore[no-untyped-call]
             loss += judged.loss.detach()
@@ -222,7 +232,7 @@ class _Training:
                 "adapter are kept; start again with a lower --learning-rate"
             )
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(config, progress.step, used)
+            group["lr"] = group["faster"] * learning_rate(config, progress.step, used)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         seconds = time.monotonic() - began

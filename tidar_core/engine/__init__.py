@@ -2,10 +2,11 @@
 
 `engine.py` is the whole way of a request in one `step()`: the scheduler plans rows and pages (`scheduler.py`,
 `pages.py`) in shapes that the draft policy chose (`draft_policy.py`, by the prices of `step_cost.py`), `batch.py`
-turns plans into tensors, `runner.py` runs the model, tokens are picked by the rule of `tidar_core.sampling`, and the
-scheduler commits.
+turns plans into tensors, `runner.py` runs the model, tokens are picked by the rule of `tidar_core.sampling`, the
+scheduler commits, and `drafting.py` picks the next drafts. On a GPU `graphs.py` replays steps that were captured.
 `grammars.py` compiles what an answer has to follow, off this thread, and `constraint.py` follows it.
-`warmup.py` proves on the loaded model that a row's bits do not depend on its batch, and measures what rows cost.
+`warmup.py` proves on the loaded model that a row's bits do not depend on its batch, and measures what rows cost, which
+`cost_cache.py` remembers.
 
 The geometry of a step is `tidar_core.layout`. K/V at positions below a sequence's cursor come from committed
 tokens under causal attention; mask rows never write pages; a rejected draft moves a cursor and nothing else.

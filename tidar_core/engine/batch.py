@@ -1,5 +1,6 @@
-"""From the plans of a step to the tensors of one forward pass."""
+"""From the plans of a step to one array of numbers, and from that to the tensors of a forward pass."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,16 +15,47 @@ from tidar_core.layout import WithinBlock, mask_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One forward pass. tokens: int64 [verify], the tokens of the verify rows. slots: int64 [mask], the slot of
-    each mask row. emit_rows[i]: the verify rows of plan i whose answers are wanted. draft_rows[i]: for each
-    outcome of plan i, the rows of slots 1 … b-1 of its proposal."""
+class BatchSize:
+    """What the tensors of a step are as large as: rows of both kinds, rows of the page table and its width. The last
+    row of the page table is the trash page's, which padding rows belong to."""
+
+    verify: int
+    mask: int
+    sequences: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a forward pass reads. tokens: int32 [verify], of the verify rows. slots: int32 [mask], the slot of each mask
+    row."""
 
     rows: StepRows
     tokens: Tensor
     slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One forward pass, in the host's memory. numbers: int32, all of `Inputs` in one array, so that one copy brings it
+    to a device. emit_rows[i]: the verify rows of plan i whose answers are wanted. draft_rows[i]: for each outcome of
+    plan i, the rows of slots 1 … b-1 of its proposal."""
+
+    size: BatchSize
+    numbers: Tensor
     emit_rows: tuple[range, ...]
     draft_rows: tuple[dict[int, range], ...]
+
+
+def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
+    """The parts of a batch's numbers, without a copy, on whichever device they are."""
+    total = size.verify + size.mask
+    lengths = [5 * total, size.sequences * size.pages, size.verify, size.verify, size.mask]
+    columns, table, write_slots, tokens, slots = numbers.split(lengths)
+    positions, sequence, context_end, tail_start, tail_end = columns.view(5, total)
+    table = table.view(size.sequences, size.pages)
+    rows = StepRows(size.verify, positions, sequence, context_end, tail_start, tail_end, table, write_slots)
+    return Inputs(rows, tokens, slots)
 
 
 @lru_cache(maxsize=4096)
@@ -34,20 +66,25 @@ def _mask_columns(proposals: tuple[int, ...], block: int, within_block: WithinBl
 
 
 def build_batch(
-    plans: Items[SequencePlan], page_size: int, row_multiple: int, within_block: WithinBlock, device: torch.device
+    plans: Items[SequencePlan], page_size: int, padded: Callable[[BatchSize], BatchSize], within_block: WithinBlock
 ) -> Batch:
-    """Rows of all plans, all verify rows first; padding verify rows (trash page) make it a multiple of
-    `row_multiple`."""
-    total = sum(plan.verify_rows + plan.shape.mask_rows for plan in plans)
-    padding = -total % row_multiple
-    verify = sum(plan.verify_rows for plan in plans) + padding
-    total += padding
-
-    columns = np.zeros((5, total), dtype=np.int32)  # positions, sequence, context end, tail start, tail end
-    tokens = np.zeros(verify, dtype=np.int64)
-    slots = np.zeros(total - verify, dtype=np.int64)
-    write_slots = np.zeros(verify, dtype=np.int32)
-    page_table = np.zeros((len(plans) + 1, max(len(plan.sequence.pages) for plan in plans)), dtype=np.int32)
+    """Rows of all plans, all verify rows first. padded: the size to fill up to, no smaller in any part; what is filled
+    up with sees the trash page and writes to it."""
+    needed = BatchSize(
+        verify=sum(plan.verify_rows for plan in plans),
+        mask=sum(plan.shape.mask_rows for plan in plans),
+        sequences=len(plans) + 1,
+        pages=max(len(plan.sequence.pages) for plan in plans),
+    )
+    size = padded(needed)
+    verify = size.verify
+    length = 5 * (verify + size.mask) + size.sequences * size.pages + 2 * verify + size.mask
+    numbers = torch.zeros(length, dtype=torch.int32)
+    inputs = inputs_of(numbers, size)
+    columns = numbers[: 5 * (verify + size.mask)].view(5, -1).numpy()  # positions, sequence, context, tail start, end
+    page_table, write_slots = inputs.rows.page_table.numpy(), inputs.rows.write_slots.numpy()
+    tokens, slots = inputs.tokens.numpy(), inputs.slots.numpy()
+    columns[1], columns[2] = size.sequences - 1, 1
     emit_rows, draft_rows = [], []
     row, mask_row = 0, verify
     for index, plan in enumerate(plans):
@@ -77,16 +114,4 @@ def build_batch(
             columns[2, span] = plan.position + context_offset
             columns[3, span], columns[4, span] = first + tail_start, first + tail_end
             mask_row += plan.shape.mask_rows
-    columns[1, row:verify], columns[2, row:verify] = len(plans), 1  # padding: its table row is the trash page
-
-    positions, sequence, context_end, tail_start, tail_end = torch.from_numpy(columns).to(device)
-    return Batch(
-        StepRows(
-            verify, positions, sequence, context_end, tail_start, tail_end,
-            torch.from_numpy(page_table).to(device), torch.from_numpy(write_slots).to(device),
-        ),
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(slots).to(device),
-        tuple(emit_rows),
-        tuple(draft_rows),
-    )  # fmt: skip
+    return Batch(size, numbers, tuple(emit_rows), tuple(draft_rows))

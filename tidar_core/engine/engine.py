@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.constraint import constrained, guess_within
+from tidar_core.engine.drafting import pick_drafts, with_drafts_say
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
@@ -18,7 +19,7 @@ from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import WithinBlock
 from tidar_core.penalties import History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
 
 READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilities
@@ -104,6 +105,8 @@ class Engine:
             )
         if known >= wanted:
             raise RequestError("all of max_tokens was emitted already", "max_tokens")
+        if params.draft_trust < 1.0 and not self.info.block_length:
+            raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
         watch = TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens) if params.stop else None
         sequence = Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch)
         if params.grammar is None:
@@ -126,15 +129,13 @@ class Engine:
             if not ended:
                 self._compiling.pause()
             return ended
-        batch = build_batch(
-            plans, self.info.page_size, self._runner.ops.row_multiple, self.info.within_block, self._runner.device
-        )
+        batch = build_batch(plans, self.info.page_size, self._runner.padded, self.info.within_block)
         size = _size(plans, batch)
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
         scores = self._score(size, batch, hidden)
         outputs = self._verify(plans, batch, scores)
-        self._draft(plans, batch, scores, outputs)
+        self._draft(plans, batch, hidden, scores, outputs)
         self._scheduler.policy.took(size, time.monotonic() - began)
         return ended + outputs
 
@@ -166,7 +167,7 @@ class Engine:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
-        truths = pick_tokens(logits, rules).tolist()
+        truths = self._runner.ops.pick(with_drafts_say(plans, logits), rules).tolist()
         outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
@@ -177,7 +178,9 @@ class Engine:
             for output, entries in zip(outputs, logprobs, strict=True)
         ]
 
-    def _draft(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores", outputs: Items[StepOutput]) -> None:
+    def _draft(
+        self, plans: Items[SequencePlan], batch: Batch, hidden: Tensor, scores: "Scores", outputs: Items[StepOutput]
+    ) -> None:
         """Picks the drafts of the proposals that came true; the others are never looked at."""
         by_request = {output.request_id: output for output in outputs}
         chosen: list[tuple[SequencePlan, range, int]] = []
@@ -193,13 +196,21 @@ class Engine:
             for plan, rows, used in chosen
             for slot in range(1, len(rows) + 1)
         ]
-        logits = scores.of([row for _, rows, _ in chosen for row in rows])
-        drafts = _split(pick_tokens(logits, rules).tolist(), [rows for _, rows, _ in chosen])
+        slots = [row for _, rows, _ in chosen for row in rows]
+        logits = scores.of(slots)
+        anchors = [plan.sequence.tokens[-1] for plan, _, _ in chosen]
+        counts = [len(rows) for _, rows, _ in chosen]
+        said = [
+            own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
+            for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
+        ]
+        alone = any(scores is not None for scores in said)
+        drafts = pick_drafts(self._runner, hidden[slots], logits, rules, anchors, counts, alone)
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):
             drafts = guess_within(followed, logits, rules)
-        for (plan, _, _), tokens in zip(chosen, drafts, strict=True):
-            self._scheduler.take_drafts(plan.sequence, tokens)
+        for (plan, _, _), tokens, own in zip(chosen, drafts, said, strict=True):
+            self._scheduler.take_drafts(plan.sequence, tokens, own)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
         rules = [

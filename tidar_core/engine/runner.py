@@ -1,13 +1,15 @@
 """The model on its device: a batch in, hidden states out, and the scores of chosen rows."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.engine.batch import Batch
+from tidar_core.engine.batch import Batch, BatchSize, inputs_of
+from tidar_core.engine.graphs import Graphs, bucket
 from tidar_core.kernels.ops import KVCache, Layers, Ops
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
@@ -16,7 +18,9 @@ from tidar_core.sampling import TokenRule
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Everything that a forward pass needs, on one device."""
+    """Everything that a forward pass needs, on one device. weights are packed; vocabulary: for a slot head the rows
+    [vocab, hidden] of the model's head as they were before, else None. graphs: steps that were captured, where the
+    device replays them."""
 
     ops: Ops
     config: ModelConfig
@@ -24,18 +28,32 @@ class Runner:
     adapter: AdapterWeights | None
     cache: KVCache
     layers: Layers
+    vocabulary: Tensor | None = None
+    graphs: Graphs | None = None
 
     @property
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
+    def padded(self, size: BatchSize) -> BatchSize:
+        """The size that a batch is filled up to here."""
+        found = None if self.graphs is None else bucket(size)
+        return found or replace(size, verify=size.verify + -(size.verify + size.mask) % self.ops.row_multiple)
+
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Runs all rows of a step and writes the verify rows' K/V pages. -> hidden states [rows, hidden]."""
-        x = self.weights.embedding[batch.tokens]
-        if self.adapter is not None and len(batch.slots):
-            x = torch.cat((x, self.adapter.slot_embeddings[batch.slots]))
-        return self.layers(x, batch.rows, self.cache)
+        work = partial(self._run, batch.size)
+        if self.graphs is None or bucket(batch.size) != batch.size:
+            return work(batch.numbers.to(self.device))
+        return self.graphs.run(batch.size, self.device, work, batch.numbers)
+
+    def _run(self, size: BatchSize, numbers: Tensor) -> Tensor:
+        inputs = inputs_of(numbers, size)
+        x = self.weights.embedding[inputs.tokens]
+        if self.adapter is not None and size.mask:
+            x = torch.cat((x, self.adapter.slot_embeddings[inputs.slots]))
+        return self.layers(x, inputs.rows, self.cache)
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:

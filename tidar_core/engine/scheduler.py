@@ -5,12 +5,16 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.pages import PagePool
 from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
 from tidar_core.prefixes import first_key, is_mark, page_keys
 from tidar_core.request import Constraint, Finish, FinishReason, Sequence, StepOutput, StepTrace
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class Limits:
 class Scheduler:
     """Continuous batching: requests join and leave between steps, prompts are computed in chunks beside decoding.
 
-    When pages run short the sequence that was admitted last gives its own back and starts over from its tokens.
+    When pages run short the least urgent sequence, of several the one that was admitted last, gives its own back and
+    starts over from its tokens. One that waits has its place taken from a less urgent one in the same way.
     """
 
     def __init__(self, pool: PagePool, policy: DraftPolicy, limits: Limits):
@@ -65,7 +70,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
-        self.waiting.append(sequence)
+        self._queue(sequence, before_equals=False)
 
     def holds(self, request_id: str) -> bool:
         return any(s.request.request_id == request_id for queue in (self.running, self.waiting) for s in queue)
@@ -91,19 +96,24 @@ class Scheduler:
             if count > 0 and self._reserve(sequence, count):
                 chosen.append((sequence, count))
                 budget -= count
-        while self.waiting and budget > 0 and len(self.running) < self.limits.max_running:
+        while self.waiting and budget > 0:
             sequence = self.waiting[0]
+            if len(self.running) == self.limits.max_running and not self._make_way(sequence):
+                break
             self._reuse(sequence)
             if self._pages_missing(sequence, len(sequence.tokens) - sequence.computed) > self.pool.available:
                 self._release(sequence)
                 sequence.cached = None
+                if self._make_way(sequence):
+                    continue
                 break
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self.running.append(self.waiting.popleft())
             self._reserve(sequence, count)
+            chosen = [choice for choice in chosen if choice[0] is not sequence]  # it may have been preempted just now
             chosen.append((sequence, count))
             budget -= count
-        return self._shaped(chosen)
+        return self._shaped([(sequence, count) for sequence, count in chosen if sequence in self.running])
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
         """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
@@ -114,9 +124,11 @@ class Scheduler:
             if (output := self._commit_one(plan, answers, now)) is not None
         ]
 
-    def take_drafts(self, sequence: Sequence, drafts: Items[int]) -> None:
-        """New drafts, up to the first that a broken drafter could not pick."""
+    def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
+        """New drafts, up to the first that a broken drafter could not pick; scores: what it said of each, where that
+        has a say in the text."""
         sequence.drafts = list(takewhile(lambda token: token >= 0, drafts))
+        sequence.draft_scores = scores
 
     def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
         """Plans with the policy's shapes, for those whose chunk reaches their last token."""
@@ -144,7 +156,7 @@ class Scheduler:
     def _view(self, sequence: Sequence) -> SequenceView:
         params = sequence.request.params
         return SequenceView(
-            params.drafts,
+            params.drafting,
             len(sequence.drafts),
             params.block or self.policy.block_length,
             len(sequence.tokens),
@@ -157,9 +169,9 @@ class Scheduler:
         return -(-end // self.limits.page_size) - len(sequence.pages)
 
     def _reserve(self, sequence: Sequence, count: int) -> bool:
-        """Pages for `count` known tokens; preempts those admitted last. False if it was the last one itself."""
+        """Pages for `count` known tokens; preempts the least urgent. False if that was the sequence itself."""
         while self._pages_missing(sequence, count) > self.pool.available:
-            victim = self.running[-1]
+            victim = self._least_urgent()
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -169,7 +181,31 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
-        self.waiting.appendleft(sequence)
+        self._queue(sequence, before_equals=True)
+
+    def _queue(self, sequence: Sequence, before_equals: bool) -> None:
+        """Into the waiting line, before all that are less urgent."""
+        mine = sequence.request.priority
+        place = next(
+            (
+                place
+                for place, other in enumerate(self.waiting)
+                if other.request.priority > mine or (before_equals and other.request.priority == mine)
+            ),
+            len(self.waiting),
+        )
+        self.waiting.insert(place, sequence)
+
+    def _least_urgent(self) -> Sequence:
+        """Of those that run; of several the one that was admitted last."""
+        return max(reversed(self.running), key=lambda sequence: sequence.request.priority)
+
+    def _make_way(self, sequence: Sequence) -> bool:
+        """Preempts one that is less urgent than `sequence`, if there is any."""
+        if not self.running or self._least_urgent().request.priority <= sequence.request.priority:
+            return False
+        self._preempt(self._least_urgent())
+        return True
 
     def _reuse(self, sequence: Sequence) -> None:
         """Takes the pages of a prefix that was computed before; at least one token is left to compute."""
@@ -197,7 +233,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Gives all pages back; what the sequence holds then are its tokens alone."""
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.page_keys, sequence.drafts = [], [], []
+        sequence.pages, sequence.page_keys, sequence.drafts, sequence.draft_scores = [], [], [], None
         sequence.computed = 0
 
     def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float) -> StepOutput | None:
@@ -215,6 +251,7 @@ class Scheduler:
         if finish is None or finish.reason is not FinishReason.ERROR:
             self._publish(sequence)
         sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
+        sequence.draft_scores = None
         if shape.drafts and sequence.acceptance is not None:
             sequence.acceptance.observe(shape.drafts, committed - 1)
         if finish is not None:

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
+from tidar_core.engine.graphs import Graphs, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
-from tidar_core.engine.warmup import measure_cost, rows_are_exact, with_own_pages
-from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
+from tidar_core.engine.warmup import capture_graphs, measure_cost, pass_seconds, rows_are_exact, with_own_pages
+from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, supports
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import WithinBlock
@@ -57,16 +59,29 @@ def load_engine(
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     cache = empty_cache(model, pages + 1, config.page_size, dtype, device)
+    vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
     weights = pack_model(weights, ops.pack)
     drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
-    runner = Runner(ops, model, weights, drafter, cache, layers)
+    graphs = (
+        Graphs(cuda_capture(device)) if config.graphs and device.type == "cuda" and ops is not REFERENCE_OPS else None
+    )
+    runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs)
     block_length = adapter.config.block_length if adapter else 0
     within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner, block_length)
     exact = rows_are_exact(trial, block_length, within_block)
-    cost = measure_cost(trial, block_length, within_block)
+    known = cost_file(
+        cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=_arithmetic(ops, device),
+        drafter=adapter and adapter.config.model_dump(include={"rank", "projections", "slot_head", "block_length"}),
+        threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
+    )  # fmt: skip
+    cost = known_cost(
+        known,
+        lambda: measure_cost(trial, block_length, within_block),
+        lambda rows: pass_seconds(trial, rows, within_block),
+    )
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
         model=source.name,
@@ -86,6 +101,9 @@ def load_engine(
         arithmetic=_arithmetic(ops, device),
         cost=cost,
     )
+    if graphs is not None:
+        report("capturing CUDA graphs")
+        capture_graphs(runner, block_length, within_block, config.max_running, progress)
     report(_ready_line(info, ops))
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), DraftPolicy(block_length, cost), limits))
 
@@ -120,7 +138,7 @@ def _ops(
     if device.type != "cpu":
         if int8:
             raise ConfigError("int8 is for CPUs: use --dtype bfloat16 on a GPU, or --device cpu")
-        return _gpu_ops(model, config.page_size, dtype, device, report)
+        return _gpu_ops(config, model, dtype, device, report)
     if not supports(model, config.page_size):
         if int8:
             raise ConfigError("the int8 kernels do not fit this model's sizes: use --dtype bfloat16")
@@ -136,15 +154,15 @@ def _ops(
 
 
 def _gpu_ops(
-    model: ModelConfig, page_size: int, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
 ) -> Ops:
     try:
         from tidar_core.kernels import triton_ops
     except ImportError:
         report("triton is not installed (pip install 'tidar-cluster[cuda]'): running on plain torch, which is slower")
         return REFERENCE_OPS
-    if triton_ops.supports(model, page_size, dtype):
-        return triton_ops.triton_ops(model, dtype, device)
+    if triton_ops.supports(model, config.page_size, dtype):
+        return triton_ops.triton_ops(model, dtype, device, exact=config.exact)
     report("the Triton kernels do not fit this model's sizes: running on plain torch, which is slower")
     return REFERENCE_OPS
 

@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import Shape, WithinBlock, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.sampling import TokenRule
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+COST_ROWS_GPU = (*COST_ROWS, 192, 256, 384, 512)
+CAPTURED_PAGES = 64  # of context that the graphs made beforehand reach to; longer ones are captured when they come
 COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, where its price is measured
 TRIAL_BYTES = 128 << 20  # most that the pages for it take
 REPEATS = 5
@@ -35,7 +38,10 @@ def with_own_pages(runner: Runner, block_length: int) -> Runner:
     page_bytes = 2 * cache.keys[:, 0].numel() * cache.keys.element_size()
     measured = max(COST_PAGES, min(CONTEXT_ROWS * COST_PAGES, TRIAL_BYTES // page_bytes))
     pages = max(probes, measured) + 1
-    return replace(runner, cache=empty_cache(runner.config, pages, page, cache.keys.dtype, runner.device))
+    graphs = None if runner.graphs is None else runner.graphs.fresh()
+    return replace(
+        runner, cache=empty_cache(runner.config, pages, page, cache.keys.dtype, runner.device), graphs=graphs
+    )
 
 
 def _plan(tokens: list[int], start: int, known: int, drafts: int, shape: Shape, pages: list[int]) -> SequencePlan:
@@ -46,7 +52,7 @@ def _plan(tokens: list[int], start: int, known: int, drafts: int, shape: Shape, 
 
 
 def _batch(runner: Runner, plans: list[SequencePlan], within_block: WithinBlock) -> Batch:
-    return build_batch(plans, runner.cache.page_size, runner.ops.row_multiple, within_block, runner.device)
+    return build_batch(plans, runner.cache.page_size, runner.padded, within_block)
 
 
 def rows_are_exact(runner: Runner, block_length: int, within_block: WithinBlock) -> bool:
@@ -119,6 +125,7 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
 def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -> StepCost:
     """Seconds of whole passes at a few row counts, with next to no context, and what context adds."""
     block = block_length if runner.adapter is not None else 0
+    cost_rows = COST_ROWS_GPU if runner.device.type == "cuda" else COST_ROWS
     page = runner.cache.page_size
     context = max(1, min(page, runner.config.max_positions - block - 1))
     longer = max(context, min(COST_PAGES * page, runner.config.max_positions - block - 1))
@@ -137,10 +144,10 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
         return _timed(runner, [partial(runner.forward, each) for each in batches])
 
     # Mask rows come in whole proposals: the adapter is measured at those counts and read off between them.
-    proposals = sorted({max(1, round(rows / block)) for rows in COST_ROWS}) if block else []
-    found = passes(*(batch(rows, 0) for rows in COST_ROWS), *(batch(count, count) for count in proposals))
-    trunk, drafting = _rising(found[: len(COST_ROWS)]), found[len(COST_ROWS) :]
-    head = _rising(_timed(runner, [_picking(runner, rows) for rows in COST_ROWS]))
+    proposals = sorted({max(1, round(rows / block)) for rows in cost_rows}) if block else []
+    found = passes(*(batch(rows, 0) for rows in cost_rows), *(batch(count, count) for count in proposals))
+    trunk, drafting = _rising(found[: len(cost_rows)]), found[len(cost_rows) :]
+    head = _rising(_timed(runner, [_picking(runner, rows) for rows in cost_rows]))
 
     # What a token of context adds. c sequences of one row: c (reading + attending); one sequence of 1 + b rows:
     # reading + (1 + b) attending.
@@ -152,7 +159,7 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
     one_row = max(0.0, far_several - near_several) / further / CONTEXT_ROWS
     more_rows = max(0.0, (far_one - near_one) / further - one_row)
     attending = min(one_row, more_rows / block) if block else one_row
-    base = StepCost(COST_ROWS, trunk, head, (0.0,) * len(COST_ROWS), one_row - attending, attending)
+    base = StepCost(cost_rows, trunk, head, (0.0,) * len(cost_rows), one_row - attending, attending)
     if not block:
         return base
     extra = tuple(
@@ -160,7 +167,37 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
         for count, seconds in zip(proposals, drafting, strict=True)
     )
     known = StepCost(tuple(count * block for count in proposals), extra, extra, extra)
-    return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in COST_ROWS))
+    return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in cost_rows))
+
+
+def pass_seconds(runner: Runner, rows: tuple[int, ...], within_block: WithinBlock) -> tuple[float, ...]:
+    """Seconds of passes of so many rows each, as `measure_cost` times them."""
+    tokens = [5] * min(runner.cache.page_size, runner.config.max_positions - 1)
+    batches = [
+        _batch(runner, [_plan(tokens, len(tokens) - 1, 1, 0, Shape(), [1])] * count, within_block) for count in rows
+    ]
+    return tuple(_timed(runner, [partial(runner.forward, batch) for batch in batches]))
+
+
+def capture_graphs(
+    runner: Runner, block_length: int, within_block: WithinBlock, sequences: int, progress: Callable[[int, int], None]
+) -> None:
+    """Captures the graphs of the commonest steps, with `sequences` at most; progress gets (done, of so many). What is
+    computed on the way goes to the trash page."""
+    block = block_length if runner.adapter is not None else 0
+    counts = [rows for rows in VERIFY_ROWS if rows <= sequences]
+    shapes = [(count, Shape()) for count in counts]
+    if block:
+        shapes += [(count, Shape(0, (1,), block)) for count in counts]
+        shapes += [(1, full_shape(block, drafts)) for drafts in range(1, block)]
+    widths = [LEAST_PAGES]
+    while widths[-1] < CAPTURED_PAGES:
+        widths.append(2 * widths[-1])
+    todo = [(width, count, shape) for width in widths for count, shape in shapes]
+    for done, (width, count, shape) in enumerate(todo):
+        plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
+        runner.forward(_batch(runner, plans, within_block))
+        progress(done + 1, len(todo))
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:
@@ -188,4 +225,4 @@ def _rising(seconds: list[float]) -> tuple[float, ...]:
 def _picking(runner: Runner, rows: int) -> Callable[[], object]:
     hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     rules = [TokenRule(GREEDY, 1)] * rows
-    return lambda: pick_tokens(runner.scores(hidden, range(rows)), rules)
+    return lambda: runner.ops.pick(runner.scores(hidden, range(rows)), rules)

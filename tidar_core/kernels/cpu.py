@@ -19,13 +19,20 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.cpu_pass import bind_layers
+from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
-SOURCES = ("cpu_kernels.cpp", "cpu_gemm.cpp", "cpu_gemm_int8.cpp", "cpu_pass.cpp")  # one unit: they share names
+SOURCES = (
+    "cpu_kernels.cpp",
+    "cpu_gemm.cpp",
+    "cpu_gemm_int8.cpp",
+    "cpu_pass.cpp",
+    "cpu_slots.cpp",
+)  # one unit: they share names
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
 
 
@@ -201,20 +208,23 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, int8: bool = False) -> Ops:
         run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
         return out
 
+    slots = bind_draft_slots(getattr(library, f"draft_slots_{suffix}"))
     if not _packs_whole(config):
         if int8:
             raise CompileError("int8 needs matrices whose sizes are multiples of 32")
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
-            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul,
+            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul, draft_slots=slots,
         )  # fmt: skip
     if int8:
         linear, head = _products(library, f"int8_{suffix}", rounded=True)
         bind = partial(bind_layers, getattr(library, f"run_layers_int8_{suffix}"), config)
-        return Ops("cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind)
+        return Ops(
+            "cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots
+        )
     linear, head = _products(library, suffix, rounded=False)
     bind = partial(bind_layers, getattr(library, f"run_layers_{suffix}"), config)
-    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind)
+    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots)
 
 
 def _products(

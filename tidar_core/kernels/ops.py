@@ -1,6 +1,7 @@
 """What the decoder asks of a device: the rows of a step, the K/V pages, and the record of operations."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.model.rope import inverse_frequencies
-from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights
+from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights, SlotHead
+from tidar_core.sampling import TokenRule, pick_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class QKNorm:
     eps: float
 
 
+DraftSlots = Callable[[SlotHead, Tensor, Tensor, Tensor, Tensor, Items[int], Items[int]], Tensor | None]
+
 Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
 """All layers of a model: x [rows, hidden], what its rows see, and the pages -> hidden states [rows, hidden]."""
 
@@ -104,6 +108,10 @@ class Ops:
         whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
     bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, bit for bit alike, or
         None where these weights cannot be had so; None where a device has no such thing.
+    draft_slots(head, words, vocabulary, hidden, logits, anchors, counts): the greedy drafts of proposals as
+        `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors cannot be had so; words:
+        [vocab, hidden], the embedding. None where a device has no such thing.
+    pick(logits, rules): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
     """
 
     name: str
@@ -117,3 +125,5 @@ class Ops:
     silu_mul: Callable[[Tensor], Tensor]
     head: Callable[[Tensor, Tensor], Tensor]
     bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None
+    draft_slots: DraftSlots | None = None
+    pick: Callable[[Tensor, Items[TokenRule]], Tensor] = pick_tokens

@@ -12,6 +12,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
 from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, measured_tiles
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
+from tidar_core.kernels.triton_sampling import pick_tokens
 
 PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,4 +67,5 @@ def triton_ops(
         attend=paged_attend(config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device)),
         silu_mul=silu_mul,
         head=head if exact else REFERENCE_OPS.head,
+        pick=pick_tokens,
     )

@@ -6,6 +6,7 @@
     loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped
+    slot_head.py     the drafter's second part: each slot corrected by the token before it
     own_drafter.py   full TiDAR checkpoints, which draft by themselves
     decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows
 

@@ -3,7 +3,8 @@
 An adapter is a directory of two files. `adapter.json` is an `AdapterConfig`: which base it was made for and what its
 drafter does. `adapter.safetensors` holds `mask_embedding` ([block_length, hidden], the inputs of the mask rows by
 slot) and for every layer i and adapted projection `layers.{i}.{projection}.A` ([rank, in]) and `.B` ([out, rank]):
-on mask rows alone y = x Wᵀ + (x Aᵀ) Bᵀ, without another scale. Projections are fused as in `weights.py`.
+on mask rows alone y = x Wᵀ + (x Aᵀ) Bᵀ, without another scale. Projections are fused as in `weights.py`. Where the
+drafter has a slot head, its four matrices are `slot_head.hidden`, `.token`, `.state` and `.out`.
 
 The format names more drafters than the engine runs today, so that other published lossless drafters can be described
 in it; what the engine cannot run is refused by name.
@@ -27,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tidar_core.config import Architecture, ConfigError, ModelConfig
 from tidar_core.model.loading import fingerprint
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, SlotHead, named_tensors
 
 CONFIG_FILE = "adapter.json"
 WEIGHTS_FILE = "adapter.safetensors"
@@ -68,6 +69,7 @@ class BaseIdentity(BaseModel):
 class AdapterConfig(BaseModel):
     """`adapter.json`. Unknown keys are refused.
 
+    slot_head: width of the head that corrects a slot by the token before it (`weights.SlotHead`), 0 without one.
     block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
     ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
     the others. labels: "aligned" where slot s guesses its own position, "shifted" where it guesses the next.
@@ -81,6 +83,7 @@ class AdapterConfig(BaseModel):
     base: BaseIdentity
     rank: int = Field(ge=1)
     projections: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    slot_head: int = Field(default=0, ge=0)
     block_length: int = Field(ge=2)
     within_block: Literal["bidirectional", "causal"]
     slot_0: Literal["mask", "anchor"] = "mask"
@@ -184,7 +187,8 @@ def save_adapter(adapter: Adapter, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights, config = directory / WEIGHTS_FILE, directory / CONFIG_FILE
     weights_part, config_part = weights.with_suffix(".part"), config.with_suffix(".json.part")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _named_tensors(adapter)}
+    held = dict(named_tensors(adapter.weights))
+    tensors = {name: held[name].detach().cpu().contiguous() for name, _ in _expected_tensors(adapter.config)}
     weights_part.write_bytes(save(tensors, metadata={"format": "pt"}))
     config_part.write_text(adapter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     os.replace(weights_part, weights)
@@ -242,6 +246,12 @@ def _expected_tensors(config: AdapterConfig) -> Iterator[tuple[str, tuple[int, .
             columns, rows = config.base.projection_shape(projection)
             yield f"layers.{layer}.{projection}.A", (config.rank, columns)
             yield f"layers.{layer}.{projection}.B", (rows, config.rank)
+    if config.slot_head:
+        width, hidden = config.slot_head, config.base.hidden_size
+        yield "slot_head.hidden", (width, hidden)
+        yield "slot_head.token", (width, hidden)
+        yield "slot_head.state", (width, width)
+        yield "slot_head.out", (hidden, width)
 
 
 def _check_tensors(path: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
@@ -270,13 +280,7 @@ def _assemble(config: AdapterConfig, tensors: dict[str, Tensor]) -> AdapterWeigh
         )
         for layer in range(config.base.layers)
     )
-    return AdapterWeights(tensors["mask_embedding"], layers)
-
-
-def _named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    yield "mask_embedding", adapter.weights.slot_embeddings
-    for layer, weights in enumerate(adapter.weights.layers):
-        for projection in adapter.config.projections:
-            pair: LowRank = getattr(weights, projection)
-            yield f"layers.{layer}.{projection}.A", pair.a
-            yield f"layers.{layer}.{projection}.B", pair.b
+    parts = {
+        name.removeprefix("slot_head."): tensor for name, tensor in tensors.items() if name.startswith("slot_head.")
+    }
+    return AdapterWeights(tensors["mask_embedding"], layers, SlotHead(**parts) if parts else None)

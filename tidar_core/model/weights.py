@@ -1,7 +1,7 @@
 """Weights as the decoder reads them: projections fused, one tensor a matrix product."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
@@ -57,11 +57,62 @@ class LayerAdapter:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotHead:
+    """What a slot says once the token before it is known: a small recurrent net over the slots of one proposal.
+
+        state_s = silu(hidden h_s + token e(t_{s-1}) + state state_{s-1}),   h'_s = h_s + out state_s
+
+    h_s is the final hidden state of slot s, e(t_{s-1}) the embedding of the token before it (the anchor before slot 1),
+    state_0 is zero. hidden, token: [width, hidden]; state: [width, width]; out: [hidden, width].
+    """
+
+    hidden: Tensor
+    token: Tensor
+    state: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterWeights:
     """A drafter's tensors. `slot_embeddings` ([block_length, hidden]) are the inputs of the mask rows, by slot."""
 
     slot_embeddings: Tensor
     layers: tuple[LayerAdapter, ...]
+    slot_head: SlotHead | None = None
+
+
+def named_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
+    """An adapter's tensors under the names that they have on disk."""
+    yield "mask_embedding", adapter.slot_embeddings
+    for index, layer in enumerate(adapter.layers):
+        for field in fields(layer):
+            pair: LowRank | None = getattr(layer, field.name)
+            if pair is not None:
+                yield f"layers.{index}.{field.name}.A", pair.a
+                yield f"layers.{index}.{field.name}.B", pair.b
+    if adapter.slot_head is not None:
+        for field in fields(adapter.slot_head):
+            yield f"slot_head.{field.name}", getattr(adapter.slot_head, field.name)
+
+
+def map_tensors(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
+    """The same adapter with every tensor changed."""
+    head = adapter.slot_head
+    return AdapterWeights(
+        change(adapter.slot_embeddings),
+        _map_layers(adapter, change),
+        head and SlotHead(change(head.hidden), change(head.token), change(head.state), change(head.out)),
+    )
+
+
+def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> tuple[LayerAdapter, ...]:
+    def changed(pair: LowRank | None) -> LowRank | None:
+        return None if pair is None else LowRank(change(pair.a), change(pair.b))
+
+    return tuple(
+        LayerAdapter(changed(layer.qkv), changed(layer.o), changed(layer.gate_up), changed(layer.down))
+        for layer in adapter.layers
+    )
 
 
 def pack_model(weights: ModelWeights, pack: Callable[[Tensor], Tensor]) -> ModelWeights:
@@ -74,13 +125,5 @@ def pack_model(weights: ModelWeights, pack: Callable[[Tensor], Tensor]) -> Model
 
 
 def pack_adapter(adapter: AdapterWeights, pack: Callable[[Tensor], Tensor]) -> AdapterWeights:
-    """The same adapter with every matrix laid out anew by `pack`."""
-
-    def packed(low_rank: LowRank | None) -> LowRank | None:
-        return None if low_rank is None else LowRank(pack(low_rank.a), pack(low_rank.b))
-
-    layers = tuple(
-        LayerAdapter(packed(layer.qkv), packed(layer.o), packed(layer.gate_up), packed(layer.down))
-        for layer in adapter.layers
-    )
-    return replace(adapter, layers=layers)
+    """The same adapter with every matrix of its layers laid out anew by `pack`."""
+    return replace(adapter, layers=_map_layers(adapter, pack))

@@ -1,0 +1,70 @@
+"""Step costs on disk: taken where they still hold, measured anew where they do not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tidar_core.engine.cost_cache import cost_file, known_cost
+from tidar_core.engine.step_cost import StepCost
+
+COST = StepCost((1, 4, 16), (1.0, 1.1, 2.0), (0.1, 0.1, 0.2), (0.0, 0.1, 0.3), 1e-6, 2e-6)
+
+
+class Machine:
+    """A machine that is so many times slower than when COST was measured; it counts its measurements."""
+
+    def __init__(self, slower: float = 1.0):
+        self.slower = slower
+        self.measured = 0
+
+    def measure(self) -> StepCost:
+        self.measured += 1
+        return replace(COST, trunk=tuple(self.slower * seconds for seconds in COST.trunk))
+
+    def check(self, rows: tuple[int, ...]) -> tuple[float, ...]:
+        return tuple(self.slower * COST.trunk_seconds(count) for count in rows)
+
+    def known(self, path: Path) -> StepCost:
+        return known_cost(path, self.measure, self.check)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path):
+    path, machine = cost_file(tmp_path / "new", model="m", threads=2), Machine()
+    assert machine.known(path) == COST
+    again = Machine(1.1)
+    assert again.known(path) == COST
+    assert (machine.measured, again.measured) == (1, 0)
+    assert list((tmp_path / "new").iterdir()) == [path]
+
+
+def test_a_machine_that_became_slower_is_measured_anew(tmp_path):
+    path = cost_file(tmp_path, model="m")
+    Machine().known(path)
+    slow = Machine(2.0)
+    assert slow.known(path).trunk == (2.0, 2.2, 4.0)
+    assert slow.measured == 1
+    assert Machine(2.0).known(path).trunk == (2.0, 2.2, 4.0)
+
+
+def test_other_things_have_other_files(tmp_path):
+    files = {cost_file(tmp_path, model=model, threads=threads) for model in "ab" for threads in (1, 2)}
+    assert len(files) == 4
+    assert cost_file(tmp_path, model="a", threads=1) == cost_file(tmp_path, threads=1, model="a")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [1], "trunk": [], "head": [], "adapter": []}', "\0"])
+def test_a_spoiled_file_is_replaced(tmp_path, content):
+    path, machine = cost_file(tmp_path, model="m"), Machine()
+    path.write_text(content)
+    assert machine.known(path) == COST
+    assert machine.measured == 1
+    assert Machine().known(path) == COST
+
+
+def test_without_room_on_disk_it_is_measured_each_time(tmp_path):
+    (tmp_path / "file").write_text("")
+    machine = Machine()
+    for _ in range(2):
+        assert machine.known(tmp_path / "file" / "cost.json") == COST
+    assert machine.measured == 2

@@ -1,0 +1,114 @@
+"""Steps over captured sizes: buckets hold what they must, and padding and static buffers change nothing."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.tidar_core.engines import tiny_engine
+from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.engine import Engine
+from tidar_core.engine.batch import BatchSize
+from tidar_core.engine.graphs import MOST_ROWS, Graphs, Replay, bucket
+from tidar_core.engine.warmup import capture_graphs
+from tidar_core.request import SamplingParams
+
+CPU = torch.device("cpu")
+SIZES = st.builds(BatchSize, st.integers(1, 300), st.integers(0, 600), st.integers(2, 300), st.integers(1, 3000))
+
+
+@given(SIZES)
+def test_a_bucket_holds_its_batch(size: BatchSize) -> None:
+    found = bucket(replace(size, sequences=min(size.sequences, size.verify + 1)))
+    if found is None:
+        assert size.verify > 256 or size.mask > 512 or size.verify + size.mask > MOST_ROWS // 2
+        return
+    assert found.verify >= size.verify
+    assert found.mask >= size.mask
+    assert found.pages >= size.pages
+    assert found.sequences == found.verify + 1  # any number of sequences, and the trash page's row
+    assert bucket(found) == found
+
+
+def repeat(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+    """What a capture gives, without a GPU: the work done again over the same buffers, its result in the same place."""
+    result = work()
+
+    def replay() -> None:
+        result.copy_(work())
+
+    return replay, result
+
+
+def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams]) -> list[Answer]:
+    """Answers to prompts of all lengths. Without the CPU's one call for a proposal, a graph drafts it."""
+    plain = engine._runner
+    draw = random.Random(3)
+    prompts = [tuple(draw.randrange(3, 500) for _ in range(draw.choice((2, 9, 40)))) for _ in params]
+    engine._runner = replace(plain, graphs=graphs, ops=replace(plain.ops, draft_slots=None))
+    try:
+        return answer_all(engine, prompts, params, cache_salt="" if graphs is None else "graphs")
+    finally:
+        engine._runner = plain
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_captured_steps_give_the_same_answers(tmp_path, within_block):
+    """Mixed traffic, all kinds of drafts, greedy and sampled."""
+    engine = tiny_engine(tmp_path, within_block=within_block)
+    graphs = Graphs(repeat)
+    params = [
+        SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
+        for index, mode in enumerate(("off", "auto", "full") * 3)
+    ]
+    expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert sum(step.accepted for answer in found for step in answer.steps) > 0
+    assert len(graphs) > 3
+
+
+def test_captured_proposals_draft_the_same(tmp_path):
+    engine = tiny_engine(tmp_path)
+    graphs = Graphs(repeat)
+    params = [SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full")] * 3
+    expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [step.drafted for step in ours.steps] == [step.drafted for step in theirs.steps]
+    assert any(isinstance(key, tuple) and key[0] == "slots" for key in graphs._captured)
+
+
+def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
+    engine = tiny_engine(tmp_path)
+    graphs, told = Graphs(repeat), []
+    runner = replace(engine._runner, graphs=graphs)
+    capture_graphs(runner, 4, "bidirectional", 8, lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1] == len(told)
+    before = len(graphs)
+    assert before > 10
+    assert runner.cache.keys[:, 1:].eq(0).all()  # only the trash page was written
+    engine._runner = runner
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, drafts="off")
+    answer_all(engine, [(5,), (6,), (7,), (8,)], [params] * 4)
+    assert len(graphs) == before
+
+
+def test_without_room_for_a_graph_the_step_runs_without() -> None:
+    def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    graphs = Graphs(full)
+    for number in range(3):
+        assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
+    assert len(graphs) == 0
+
+
+def test_a_replay_reads_new_inputs() -> None:
+    graphs = Graphs(repeat)
+    found = [graphs.run("key", CPU, lambda x, y: x * y, torch.tensor(a), torch.tensor(3)).item() for a in (2, 5, 7)]
+    assert found == [6, 15, 21]
+    assert len(graphs) == 1

@@ -1,0 +1,68 @@
+"""Step costs that were measured before, kept on disk: a start need not measure what it can look up and check.
+
+What a step costs depends on the weights' shapes and dtype, the drafter, the kernels, the kind of processor and the
+number of threads; a file is named after all of them. A machine may be slower today than it was then, so two points of
+the curve are measured anew, and where they do not fit all of it is.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tidar_core.engine.step_cost import StepCost
+
+FITS = 1.25  # measured seconds may differ from the cached ones by this factor
+
+
+def cost_file(directory: Path, **depends_on: Any) -> Path:
+    """Where the costs of an engine are kept that depend on these things."""
+    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return directory / f"step-cost-{key}.json"
+
+
+def known_cost(
+    path: Path, measure: Callable[[], StepCost], check: Callable[[tuple[int, ...]], tuple[float, ...]]
+) -> StepCost:
+    """The cost in `path` where it still holds, else what `measure` finds, which is kept there.
+
+    check(rows) measures passes of so many rows each, in seconds. A file that cannot be read or written is no matter.
+    """
+    cost = _read(path)
+    if cost is not None:
+        points = (cost.rows[0], cost.rows[len(cost.rows) // 2])
+        if all(_alike(cost.trunk_seconds(rows), now) for rows, now in zip(points, check(points), strict=True)):
+            return cost
+    cost = measure()
+    _write(path, cost)
+    return cost
+
+
+def _alike(before: float, now: float) -> bool:
+    return before > 0 and now > 0 and max(before / now, now / before) <= FITS
+
+
+def _read(path: Path) -> StepCost | None:
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        rows, trunk, head, adapter = (tuple(held[name]) for name in ("rows", "trunk", "head", "adapter"))
+        if not rows or {len(rows)} != {len(trunk), len(head), len(adapter)}:
+            return None
+        return StepCost(rows, trunk, head, adapter, held["reading"], held["attending"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, cost: StepCost) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(asdict(cost)), encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)

@@ -1,0 +1,122 @@
+"""What a proposal that came true drafts: each slot's best, knowing the token before it where there is a slot head."""
+
+from collections.abc import Sequence as Items
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidar_core.engine.runner import Runner
+from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.model.slot_head import CANDIDATES, greedy_drafts, next_state, rescored
+from tidar_core.model.weights import SlotHead
+from tidar_core.sampling import TokenRule
+
+MOST_GRAPHED = 16  # proposals; the scores of more are too many to keep a copy of
+
+
+@torch.inference_mode()
+def pick_drafts(
+    runner: Runner,
+    hidden: Tensor,
+    logits: Tensor,
+    rules: Items[TokenRule],
+    anchors: Items[int],
+    counts: Items[int],
+    alone: bool = False,
+) -> list[list[int]]:
+    """The drafts of some proposals, `counts[i]` in proposal i, which follows `anchors[i]`.
+
+    hidden: [slots, hidden] and logits: [slots, vocab] of slots 1 … b-1 of the proposals, one behind the other, with
+    a rule each. The logits of tokens that the slot head scores anew may be changed in place. alone: leave it out.
+    """
+    head = None if runner.adapter is None else runner.adapter.slot_head
+    if head is None or runner.vocabulary is None or alone:
+        return _split(runner.ops.pick(logits, rules), counts)
+    picks = None
+    if all(rule.takes_best for rule in rules):
+        picks = _at_once(runner, head, runner.vocabulary, hidden, logits, anchors, counts)
+    if picks is None:
+        picks = _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts)
+    return _split(picks, counts)
+
+
+def _split(picks: Tensor, counts: Items[int]) -> list[list[int]]:
+    tokens = picks.tolist()
+    return [tokens[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+
+
+def _at_once(
+    runner: Runner,
+    head: SlotHead,
+    vocabulary: Tensor,
+    hidden: Tensor,
+    logits: Tensor,
+    anchors: Items[int],
+    counts: Items[int],
+) -> Tensor | None:
+    """Greedy drafts in one call or one graph; None where there is no such thing."""
+    words, proposals = runner.weights.embedding, len(counts)
+    if runner.ops.draft_slots is not None:
+        return runner.ops.draft_slots(head, words, vocabulary, hidden, logits, anchors, counts)
+    if runner.graphs is None or len(set(counts)) > 1 or proposals > MOST_GRAPHED:
+        return None
+
+    def drafts(hidden: Tensor, logits: Tensor, first: Tensor) -> Tensor:
+        return greedy_drafts(head, words, vocabulary, hidden, logits, first).flatten()
+
+    shaped = hidden.view(proposals, counts[0], -1), logits.view(proposals, counts[0], -1)
+    key = ("slots", proposals, counts[0])
+    return runner.graphs.run(key, runner.device, drafts, *shaped, torch.tensor(anchors))
+
+
+def _slot_by_slot(
+    runner: Runner,
+    head: SlotHead,
+    vocabulary: Tensor,
+    hidden: Tensor,
+    logits: Tensor,
+    rules: Items[TokenRule],
+    anchors: Items[int],
+    counts: Items[int],
+) -> Tensor:
+    device = logits.device
+    starts = list(accumulate(counts, initial=0))
+    candidates = logits.topk(min(CANDIDATES, logits.shape[1])).indices
+    picks = torch.empty(len(rules), dtype=torch.int64, device=device)
+    before = torch.tensor(anchors, device=device)
+    state: Tensor | None = None
+    going = list(range(len(counts)))
+    for slot in range(max(counts)):
+        left = [place for place, proposal in enumerate(going) if counts[proposal] > slot]
+        if len(left) < len(going):
+            going = [going[place] for place in left]
+            kept = torch.tensor(left, device=device)
+            before, state = before[kept], None if state is None else state[kept]
+        at = [starts[proposal] + slot for proposal in going]
+        rows = torch.tensor(at, device=device)
+        state = next_state(head, hidden[rows], runner.weights.embedding[before], state)
+        chosen = candidates[rows]
+        anew = rescored(logits[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)
+        logits[rows[:, None], chosen] = anew
+        alone = torch.full_like(logits[: len(at)], -torch.inf).scatter_(-1, chosen, anew)
+        picks[rows] = runner.ops.pick(alone, [rules[row] for row in at])
+        before = picks[rows].clamp(min=0)  # a row without a finite score drafts nothing that could hold
+    return picks
+
+
+@torch.inference_mode()
+def with_drafts_say(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
+    """The verify rows' scores with those of the drafter mixed in where a draft stands and its request trusts it (paper,
+    section 3: beta AR + (1 - beta) diffusion). logits: [rows, vocab], left as they are."""
+    mixed, row = logits, 0
+    for plan in plans:
+        said, trust = plan.sequence.draft_scores, plan.sequence.request.params.draft_trust
+        if plan.emits and said is not None and plan.drafts:
+            if mixed is logits:
+                mixed = logits.clone()
+            own = mixed[row : row + len(plan.drafts)]
+            own.mul_(trust).add_(said[: len(plan.drafts)], alpha=1.0 - trust)
+        row += len(plan.drafts) + 1 if plan.emits else 0
+    return mixed

@@ -1,0 +1,102 @@
+"""Steps as CUDA graphs: sizes come in buckets, each size is captured once and replayed over static buffers.
+
+A step of a small model is hundreds of launches of a few microseconds each, more than a processor can launch in that
+time. A graph is one launch for all of them, of fixed tensors and fixed sizes; so a batch is padded up to the next of a
+few sizes with rows that see and write the trash page alone, and its numbers are copied into the graph's own. What a
+graph gives is what the same work gives without one; where a size cannot be captured it runs without.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidar_core.engine.batch import BatchSize
+
+VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MOST_ROWS = 512  # of both kinds; more are bound by arithmetic, and launching does not matter
+LEAST_PAGES = 16  # of the page table's width, which doubles from bucket to bucket
+WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
+"""Records some work; gives what repeats it, and the tensor that holds its result then."""
+
+
+def bucket(size: BatchSize) -> BatchSize | None:
+    """The size that a batch is padded up to; None for one that is too large for a graph."""
+    if size.verify > VERIFY_ROWS[-1] or size.mask > MASK_ROWS[-1]:
+        return None
+    verify, mask = VERIFY_ROWS[bisect_left(VERIFY_ROWS, size.verify)], MASK_ROWS[bisect_left(MASK_ROWS, size.mask)]
+    if verify + mask > MOST_ROWS:
+        return None
+    pages = LEAST_PAGES
+    while pages < size.pages:
+        pages *= 2
+    return BatchSize(verify, mask, verify + 1, pages)  # every sequence has a verify row
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    inputs: tuple[Tensor, ...]
+    replay: Replay
+    result: Tensor
+
+
+class Graphs:
+    """Work that was captured, by key. A result is overwritten by the next run of any key: use it before."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+        self._captured: dict[Hashable, _Captured | None] = {}
+
+    def __len__(self) -> int:
+        return sum(captured is not None for captured in self._captured.values())
+
+    def run(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`work` over copies of the inputs on `device`. A key stands for one piece of work and sizes of its inputs."""
+        if key not in self._captured:
+            self._captured[key] = self._record(device, work, inputs)
+        captured = self._captured[key]
+        if captured is None:
+            return work(*(each.to(device) for each in inputs))
+        for static, given in zip(captured.inputs, inputs, strict=True):
+            static.copy_(given, non_blocking=True)
+        captured.replay()
+        return captured.result
+
+    def fresh(self) -> "Graphs":
+        """The same way of capturing, and nothing captured yet."""
+        return Graphs(self._capture)
+
+    def _record(
+        self, device: torch.device, work: Callable[..., Tensor], inputs: tuple[Tensor, ...]
+    ) -> _Captured | None:
+        static = tuple(each.to(device, copy=True) for each in inputs)
+        try:
+            replay, result = self._capture(lambda: work(*static))
+        except torch.cuda.OutOfMemoryError:
+            return None
+        return _Captured(static, replay, result)
+
+
+def cuda_capture(device: torch.device) -> Capture:
+    """Captures CUDA graphs that share one pool of memory, since they never run side by side."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = work()
+        return graph.replay, result
+
+    return capture

@@ -1,0 +1,50 @@
+"""Drafting by the slot head as one call into `cpu_slots.cpp`."""
+
+import ctypes
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor
+
+from tidar_core.kernels.ops import DraftSlots
+from tidar_core.model.slot_head import CANDIDATES
+from tidar_core.model.weights import SlotHead
+
+LANES = 16
+
+
+def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
+    """`Ops.draft_slots` over a function of the compiled library."""
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [  # type: ignore[attr-defined]
+        *[pointer] * 4, integer, integer, pointer, pointer, integer, pointer, pointer, integer, integer, pointer,
+        pointer, integer, pointer, integer,
+    ]  # fmt: skip
+    function.restype = None  # type: ignore[attr-defined]
+
+    def draft_slots(
+        head: SlotHead,
+        words: Tensor,
+        vocabulary: Tensor,
+        hidden: Tensor,
+        logits: Tensor,
+        anchors: Items[int],
+        counts: Items[int],
+    ) -> Tensor | None:
+        size, width = head.out.shape
+        fits = size % LANES == 0 and width % LANES == 0 and hidden.dtype == words.dtype == head.out.dtype
+        if not fits or logits.dtype is not torch.float32:
+            return None
+        logits, hidden = logits.contiguous(), hidden.contiguous()
+        drafts = torch.empty(len(hidden), dtype=torch.int64)
+        each, first = torch.tensor(counts, dtype=torch.int32), torch.tensor(anchors, dtype=torch.int64)
+        function(
+            head.hidden.data_ptr(), head.token.data_ptr(), head.state.data_ptr(), head.out.data_ptr(), size, width,
+            words.data_ptr(), vocabulary.data_ptr(), logits.shape[1], hidden.data_ptr(), logits.data_ptr(),
+            len(hidden), len(counts), each.data_ptr(), first.data_ptr(), min(CANDIDATES, logits.shape[1]),
+            drafts.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return drafts
+
+    return draft_slots
