@@ -13,6 +13,7 @@ from tidar_core.bench.kernel_checks import Check, Sizes, check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
 from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
 from tidar_core.bench.shapes import QWEN3_8B
+from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
 from tidar_core.bench.tuning import candidate_tiles, tune
 from tidar_core.kernels import reference, triton_gemm
 from tidar_core.kernels.triton_ops import triton_ops
@@ -24,7 +25,7 @@ TOY = replace(
 )  # fmt: skip
 SIZES = Sizes(contexts=(1, 16, 130), rows=(1, 3, 17), rank=8, block=3)
 EXTENT = Extent(
-    rows=(1, 9), contexts=(20, 400), steps=((2, Shape()), (1, Shape(1, (1, 2), 2))), read_bytes=1 << 18, cold_bytes=1,
+    rows=(1, 9), contexts=(20, 400), read_bytes=1 << 18, cold_bytes=1,
     matrix=64,
 )  # fmt: skip
 
@@ -45,6 +46,23 @@ def test_a_wrong_kernel_is_found():
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
 
 
+def test_steps_and_prompts_are_measured():
+    torch.set_num_threads(1)
+    ceilings = measure_ceilings(CPU, EXTENT)
+    subject = Subject("toy", TOY, triton_ops(TOY, torch.float32, CPU), torch.float32, CPU, ceilings, EXTENT)
+    model = random_model(subject)
+    grid = ((2, Shape()), (1, Shape(1, (1, 2), 2)))
+    steps = list(measure_steps(subject, model, (20, 400), grid))
+    assert [(step.rows, step.verify, step.mask, step.adapter) for step in steps] == [(2, 2, 0, False), (6, 2, 4, True)]
+    assert all(step.microseconds > 0 and step.context == 20 and step.share > 0 for step in steps)
+    assert [shape.verify_rows * count + shape.mask_rows * count for count, shape in GRID] == [
+        1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 288,
+    ]  # fmt: skip
+    (prompt,) = measure_prefill(subject, model, (40, 400), chunk=24)
+    assert (prompt.tokens, prompt.chunk) == (40, 24)
+    assert prompt.milliseconds > 0
+
+
 def test_everything_is_measured_and_shown():
     torch.set_num_threads(1)
     ceilings = measure_ceilings(CPU, EXTENT)
@@ -52,7 +70,7 @@ def test_everything_is_measured_and_shown():
     assert ceilings.multiply > 0
     ops = triton_ops(TOY, torch.float32, CPU)
     measures = list(measure_all(Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT)))
-    assert {one.kernel for one in measures} >= {"linear", "head", "attend", "add_norm", "step"}
+    assert {one.kernel for one in measures} >= {"linear", "head", "attend", "add_norm", "pick, sampled"}
     assert all(one.microseconds > 0 for one in measures)
     assert not any("context 400" in one.case for one in measures)
     check = Check("attend", "a row", "float32", 1.0, 0.5)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,11 @@ Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures here as a record.")
 ]
+
+Shapes = Annotated[
+    list[str] | None, typer.Option("--shape", help="A model's shape; repeat it for several. [default: all]")
+]
+Exact = Annotated[bool, typer.Option(help="On a GPU: products that give a row the same bits in any batch, or torch's.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measure: exactness, tokens per step and per second, the policy, peers.")
 
@@ -130,6 +135,8 @@ def decode(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
     full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
+    exact: Exact = True,
+    graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
@@ -140,7 +147,9 @@ def decode(
         from tidar_core.bench.decode import measure_decode
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
 
-        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        most = max(batch or [0], default=0)
+        config = EngineConfig(model, adapter, dtype, device, threads, exact=exact, graphs=graphs)
+        engine = load(replace(config, max_running=max(config.max_running, most)))
         chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
         results = measure_decode(
@@ -309,14 +318,64 @@ def peers(
 
 
 @bench.command()
+def gpu(
+    model: Model = DEFAULT_MODEL,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 8.0,
+    json_file: JsonFile = None,
+) -> None:
+    """All that only a GPU can tell, the most needed first: kernels, decoding, step times, exactness.
+
+    Each phase is a bench command in a process of its own; the record is written after each of them.
+    """
+    with user_errors():
+        from tidar_core.bench.gpu import phases, run_gpu_bench, steps_chart
+        from tidar_core.bench.kernels import require_gpu
+
+        require_gpu()
+        say = Console(stderr=True).print
+        record = run_gpu_bench(phases(model), minutes, say, lambda found: write_record(json_file, found))
+        Console().print(steps_chart(record), markup=False, highlight=False)
+        write_record(json_file, record)
+
+
+@bench.command()
+def steps(
+    shape: Shapes = None,
+    exact: Exact = True,
+    json_file: JsonFile = None,
+) -> None:
+    """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read."""
+    with user_errors():
+        from tidar_core.bench.steps import run_step_bench
+
+        record = run_step_bench(Console(stderr=True).print, _shapes(shape), exact)
+        table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
+        for s in record["steps"]:
+            cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"
+            table.add_row(s["shape"], str(s["context"]), str(s["rows"]), str(s["mask"]), str(s["adapter"]), *cells)
+        Console().print(table)
+        write_record(json_file, record)
+
+
+def _shapes(named: list[str] | None) -> tuple[str, ...]:
+    from tidar_core.bench.shapes import SHAPES
+
+    for name in named or ():
+        if name not in SHAPES:
+            raise ConfigError(f"--shape {name}: choose among {', '.join(SHAPES)}")
+    return tuple(named or SHAPES)
+
+
+@bench.command()
 def kernels(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here as a record.")] = None,
+    shape: Shapes = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Hold every Triton kernel against its oracle and against this GPU's limits. Exit status 1 if one is wrong."""
     with user_errors():
         from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
 
-        record = run_kernel_bench(Console(stderr=True).print)
+        record = run_kernel_bench(Console(stderr=True).print, _shapes(shape))
         right = show_kernel_bench(record, Console())
         write_record(json_file, record)
         if not right:

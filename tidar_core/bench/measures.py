@@ -1,4 +1,4 @@
-"""How near each kernel is to what the GPU can do: two ceilings, each kernel's share, steps of random weights."""
+"""How near each kernel is to what the GPU can do: two ceilings, and each kernel's share of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from tidar_core.bench.kernel_checks import random_cache, step_rows
 from tidar_core.bench.reading import read_all
-from tidar_core.bench.shapes import projections, random_adapter, random_weights
+from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import KVCache, Ops, StepRows, rotary_tables
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import Shape
-from tidar_core.model.decoder import paged_attention, run_layers
-from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights
+from tidar_core.model.weights import LowRank
 
 RANK = 32
 FULL = Shape(7, tuple(range(1, 8)), 8)  # 8 verify rows and 56 mask rows
@@ -27,13 +26,10 @@ REPEATS = 7
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How much is measured. cold_bytes: that many of weights or K/V are walked through, so that none comes out of a
-    cache. steps: (sequences, shape) of whole steps."""
+    cache."""
 
     rows: tuple[int, ...] = (1, 8, 64, 288)
     contexts: tuple[int, ...] = (512, 4096, 32768)
-    steps: tuple[tuple[int, Shape], ...] = (
-        (1, Shape()), (8, Shape()), (1, FULL), (64, Shape()), (288, Shape()),
-    )  # fmt: skip
     read_bytes: int = 4 << 30
     cold_bytes: int = 256 << 20
     matrix: int = 8192
@@ -201,48 +197,8 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
             yield subject.measure(kernel, f"{count} rows", work, 8, 0)
 
 
-def measure_steps(subject: Subject) -> Iterator[Measure]:
-    """Whole forward passes with head and argmax, one graph each: random weights, all layers, the shortest context.
-
-    Bytes are those of the weights: the share is what reading them once would take of the step.
-    """
-    ops, config, extent, device = subject.ops, subject.config, subject.extent, subject.device
-    weights = random_weights(config, config.layers, subject.dtype, device)
-    adapter = random_adapter(config, config.layers, RANK, FULL.block, subject.dtype, device)
-    rotary = rotary_tables(config, device)
-    matrices = [m for layer in weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-    size = sum(matrix.numel() for matrix in (*matrices, weights.head)) * subject.dtype.itemsize
-    for sequences, shape in extent.steps:
-        rows, pages = step_rows([extent.contexts[0]] * sequences, shape, extent.page_size, device)
-        cache = random_cache(config, config.layers, pages, extent.page_size, subject.dtype, device)
-        attention = paged_attention(ops, config, weights, rows, rotary, cache)
-        tokens = torch.randint(config.vocab_size, (len(rows.positions),), device=device)
-        drafts = adapter if shape.mask_rows else None
-        work = again(_whole_step, ops, config, weights, drafts, tokens, rows.verify, attention)
-        mask = f" + {shape.mask_rows * sequences} mask" if shape.mask_rows else ""
-        case = f"{rows.verify}{mask} rows, context {extent.contexts[0]}"
-        yield subject.measure("step", case, work, 1, size)
-
-
-def _whole_step(
-    ops: Ops,
-    config: ModelConfig,
-    weights: ModelWeights,
-    adapter: AdapterWeights | None,
-    tokens: Tensor,
-    verify: int,
-    attention: Callable[[int, Tensor], Tensor],
-) -> Tensor:
-    """The greedy token of every verify row."""
-    hidden = run_layers(ops, config, weights, adapter, weights.embedding[tokens], verify, attention)
-    greedy = torch.zeros(verify, device=tokens.device)
-    words = torch.zeros(4, verify, dtype=torch.int32, device=tokens.device)
-    return pick_whole(ops.head(hidden[:verify], weights.head), greedy, words)
-
-
 def measure_all(subject: Subject) -> Iterator[Measure]:
     """Everything that is measured at one shape."""
     yield from measure_products(subject)
     yield from measure_attention(subject)
     yield from measure_small(subject)
-    yield from measure_steps(subject)

@@ -1,0 +1,51 @@
+"""`tidar bench gpu`: phases fail, hang and end by themselves, and what was found is kept."""
+
+from tests.tiny import tiny_checkpoint
+from tidar_core.bench.gpu import Phase, phases, run_gpu_bench, steps_chart
+
+
+def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
+    model = str(tiny_checkpoint(tmp_path / "tiny"))
+    works = ("decode", "--model", model, "--batch", "1", "--rounds", "1", "--prompts", "1", "--max-tokens", "4")
+    chosen = [
+        Phase("no GPU", ("kernels", "--shape", "SmolLM2-135M"), 120),
+        Phase("too slow", ("soak", "--model", model), 0.5),
+        Phase("works", (*works, "--device", "cpu", "--no-graphs"), 120),
+    ]
+    kept = []
+    record = run_gpu_bench(chosen, 10.0, lambda line: None, lambda found: kept.append(sorted(found["phases"])))
+    assert record["phases"]["no GPU"]["error"] == "exit status 1"
+    assert "bench kernels needs an NVIDIA GPU" in " ".join(record["phases"]["no GPU"]["output"].split())
+    assert record["phases"]["too slow"]["error"] == "stopped after 0 s"
+    works_record = record["phases"]["works"]
+    assert "error" not in works_record
+    assert [one["drafts"] for one in works_record["decode"]] == ["off", "auto", "full"]
+    assert kept == [["no GPU"], ["no GPU", "too slow"], ["no GPU", "too slow", "works"]]
+
+
+def test_without_time_left_nothing_is_started():
+    record = run_gpu_bench(phases("any"), 0.05, lambda line: None, lambda found: None)
+    assert {phase["error"] for phase in record["phases"].values()} == {"no time left"}
+
+
+def test_the_chart_has_a_line_a_shape():
+    def step(rows: int, microseconds: float, context: int = 512, adapter: bool = True) -> dict[str, object]:
+        mask = max(0, rows - 8)
+        return {
+            "rows": rows, "mask": mask, "adapter": adapter and mask > 0, "context": context,
+            "microseconds": microseconds,
+        }  # fmt: skip
+
+    steps = [step(16, 440.0), step(1, 400.0), step(16, 9.0, adapter=False), step(1, 900.0, context=4096)]
+    record = {
+        "phases": {
+            "steps": {"steps": steps, "exact": True},
+            "others": {"steps": [step(1, 2.0), step(16, 3.0)], "exact": True},
+            "inexact": {"steps": steps, "exact": False},
+            "failed": {"error": "exit status 1"},
+        }
+    }
+    chart = steps_chart(record)
+    assert "line [1.000, 1.100]\n    line [1.000, 1.500]" in chart
+    assert '"rows in a step" [1, 16]' in chart
+    assert steps_chart({"phases": {}}) == ""

@@ -1,0 +1,120 @@
+"""`tidar bench gpu`: everything that only a GPU can tell, in one command with a limit of time.
+
+Other bench commands are run one after the other, each in a process of its own: a kernel that goes wrong ends its own
+phase and no other, one that hangs is stopped, and what was found so far is on disk after every phase. The most needed
+comes first: are the kernels right, how fast does the default model decode, what does a step cost.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidar_core.bench.shapes import SHAPES
+
+LAST_SECONDS = 10.0  # less than this is not worth a phase's start
+TAIL = 600  # characters of a failed phase's output that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A bench command without `--json`, and the seconds it may take."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+
+
+def phases(model: str) -> list[Phase]:
+    """What is run, the most needed first."""
+    small, *large = SHAPES
+    decode = ("decode", "--model", model, "--device", "cuda", "--max-tokens", "128", "--rounds", "1")
+    batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
+    found = [
+        Phase(f"kernels {small}", ("kernels", "--shape", small), 120),
+        Phase("decode", (*decode, *batches), 110),
+        Phase(f"steps {small}", ("steps", "--shape", small), 60),
+        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 60),
+    ]
+    found += [Phase(f"steps {name}", ("steps", "--shape", name), 75) for name in reversed(large)]
+    found += [
+        Phase("decode without graphs", (*decode, "--batch", "1", "--no-graphs"), 50),
+        Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
+        Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
+    ]
+    return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
+
+
+def run_gpu_bench(
+    chosen: Sequence[Phase], minutes: float, report: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Runs the phases that time is left for. keep gets the record after each: by phase its record, seconds, and what
+    went wrong."""
+    record: dict[str, Any] = {"phases": {}}
+    until = time.monotonic() + 60 * minutes
+    for phase in chosen:
+        left = until - time.monotonic()
+        if left < LAST_SECONDS:
+            record["phases"][phase.name] = {"error": "no time left"}
+            report(f"{phase.name}: no time left")
+            continue
+        report(f"{phase.name}: {left:.0f} s left")
+        began = time.monotonic()
+        found = _run(phase, min(left, phase.seconds))
+        found["seconds"] = round(time.monotonic() - began, 1)
+        record["phases"][phase.name] = found
+        report(f"{phase.name}: {found.get('error', 'done')} ({found['seconds']} s)")
+        keep(record)
+    return record
+
+
+def _run(phase: Phase, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "record.json"
+        program = [sys.executable, "-c", "from tidar_core.cli import main; main()", "bench"]
+        with open(Path(scratch) / "output", "w+", encoding="utf-8", errors="replace") as output:
+            process = subprocess.Popen(
+                [*program, *phase.command, "--json", str(path)], stdout=output, stderr=output, start_new_session=True
+            )
+            try:
+                status: int | None = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            output.seek(0)
+            said = output.read()[-TAIL:]
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if status is None:
+        return found | {"error": f"stopped after {seconds:.0f} s", "output": said}
+    return found if status == 0 else found | {"error": f"exit status {status}", "output": said}
+
+
+def steps_chart(record: dict[str, Any]) -> str:
+    """Step time against rows at the shortest context, in multiples of one row's, a line a shape: a mermaid chart."""
+    measured = [phase["steps"] for phase in record["phases"].values() if phase.get("exact") and phase.get("steps")]
+    curves = [_curve(steps) for steps in measured]
+    if not curves:
+        return ""
+    ratios = [[seconds / curve[min(curve)] for seconds in curve.values()] for curve in curves]
+    lines = [f"    line [{', '.join(f'{ratio:.3f}' for ratio in line)}]" for line in ratios]
+    axis = ", ".join(map(str, curves[0]))
+    head = ["```mermaid", "xychart-beta", f'    x-axis "rows in a step" [{axis}]']
+    most = 1.1 * max(ratio for line in ratios for ratio in line)
+    return "\n".join([*head, f'    y-axis "time, one row is 1" 0 --> {most:.1f}', *lines, "```"])
+
+
+def _curve(steps: list[dict[str, Any]]) -> dict[int, float]:
+    """Microseconds by rows at the shortest context, drafting where there are mask rows."""
+    nearest = min(step["context"] for step in steps)
+    chosen = [step for step in steps if step["context"] == nearest and step["adapter"] == (step["mask"] > 0)]
+    return {step["rows"]: step["microseconds"] for step in sorted(chosen, key=lambda step: step["rows"])}

@@ -1,0 +1,190 @@
+"""`tidar bench steps`: what a step costs by its rows and its context, and how soon a long prompt is read.
+
+Random weights at the shapes of real models, one CUDA graph a case: what is timed is the device. Up to 72 rows are one
+sequence, 8 of them verified and the others mask rows in whole proposals, as the draft policy has them; more are several
+such sequences. This is the paper's picture of free token slots (arXiv 2511.08923, section 1), on this GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tidar_core.bench.kernel_checks import random_cache, step_rows
+from tidar_core.bench.measures import RANK, Subject, again, seconds_a_call
+from tidar_core.bench.shapes import random_adapter, random_weights
+from tidar_core.config import ModelConfig
+from tidar_core.engine.batch import build_batch, inputs_of
+from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.ops import KVCache, Ops, Rotary, StepRows, rotary_tables
+from tidar_core.kernels.triton_sampling import pick_whole
+from tidar_core.layout import Shape
+from tidar_core.model.decoder import paged_attention, run_layers
+from tidar_core.model.weights import AdapterWeights, ModelWeights
+from tidar_core.request import Request, SamplingParams, Sequence
+
+BLOCK = 8
+ADAPTER_ROWS = 64  # where the adapter's own share is measured
+
+
+def _proposals(count: int) -> Shape:
+    return Shape(7, tuple(range(1, count + 1)), BLOCK)
+
+
+GRID: tuple[tuple[int, Shape], ...] = (
+    (1, Shape()), (1, Shape(3)), (1, Shape(7)), (1, _proposals(1)), (1, _proposals(2)), (1, _proposals(3)),
+    (1, _proposals(5)), (1, _proposals(7)), (2, _proposals(5)), (2, _proposals(7)), (3, _proposals(7)),
+    (4, _proposals(8)),
+)  # fmt: skip
+"""Sequences and the shape of each: 1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192 and 288 rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """share: of the time that reading the weights once takes at the measured bandwidth. adapter: whether mask rows
+    passed through one."""
+
+    shape: str
+    context: int
+    rows: int
+    verify: int
+    mask: int
+    adapter: bool
+    microseconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """The time of all chunks of a prompt and the token behind it."""
+
+    shape: str
+    tokens: int
+    chunk: int
+    milliseconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Random weights of a subject's shape."""
+
+    ops: Ops
+    config: ModelConfig
+    weights: ModelWeights
+    adapter: AdapterWeights
+    rotary: Rotary
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights that a step reads."""
+        matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return sum(matrix.numel() * matrix.element_size() for matrix in (*matrices, self.weights.head))
+
+    def whole_step(self, rows: StepRows, cache: KVCache, tokens: Tensor, drafting: bool) -> Tensor:
+        """The greedy token of every verify row."""
+        adapter = self.adapter if drafting else None
+        attention = paged_attention(self.ops, self.config, self.weights, rows, self.rotary, cache)
+        x = self.weights.embedding[tokens]
+        hidden = run_layers(self.ops, self.config, self.weights, adapter, x, rows.verify, attention)
+        return self.greedy(hidden[: rows.verify])
+
+    def greedy(self, hidden: Tensor) -> Tensor:
+        heat = torch.zeros(len(hidden), device=hidden.device)
+        words = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
+        return pick_whole(self.ops.head(hidden, self.weights.head), heat, words)
+
+
+def random_model(subject: Subject) -> _Model:
+    """All layers of the subject's shape, and a drafter."""
+    config, dtype, device = subject.config, subject.dtype, subject.device
+    weights = random_weights(config, config.layers, dtype, device)
+    adapter = random_adapter(config, config.layers, RANK, BLOCK, dtype, device)
+    return _Model(subject.ops, config, weights, adapter, rotary_tables(config, device))
+
+
+def measure_steps(
+    subject: Subject, model: _Model, contexts: tuple[int, ...], grid: tuple[tuple[int, Shape], ...] = GRID
+) -> Iterator[StepTime]:
+    """Whole forward passes with head and argmax at each context that the model has room for."""
+    config, device, page = subject.config, subject.device, subject.extent.page_size
+    for context in contexts:
+        if context + 2 * BLOCK > config.max_positions:
+            continue
+        for sequences, shape in grid:
+            rows, pages = step_rows([context] * sequences, shape, page, device)
+            cache = random_cache(config, config.layers, pages, page, subject.dtype, device)
+            total = len(rows.positions)
+            tokens = torch.randint(config.vocab_size, (total,), device=device)
+            for drafting in (True, False) if total == ADAPTER_ROWS and shape.mask_rows else (shape.mask_rows > 0,):
+                seconds = seconds_a_call(again(model.whole_step, rows, cache, tokens, drafting), 1, device)
+                share = model.bytes / subject.ceilings.read / seconds
+                mask = total - rows.verify
+                yield StepTime(subject.name, context, total, rows.verify, mask, drafting, 1e6 * seconds, share)
+
+
+def measure_prefill(
+    subject: Subject, model: _Model, lengths: tuple[int, ...], chunk: int = 1024
+) -> Iterator[PrefillTime]:
+    """Prompts of each length that the model has room for, read chunk by chunk."""
+    config, device, page = subject.config, subject.device, subject.extent.page_size
+    for length in lengths:
+        if length > config.max_positions:
+            continue
+        pages = list(range(1, -(-length // page) + 1))
+        cache = random_cache(config, config.layers, len(pages) + 1, page, subject.dtype, device)
+        request = Request("bench", (1,), SamplingParams(max_tokens=1))
+        steps = []
+        for start in range(0, length, chunk):
+            known = (1,) * min(chunk, length - start)
+            plan = SequencePlan(Sequence(request, 0.0, [], pages=pages), start, known, (), Shape(), emits=True)
+            batch = build_batch([plan], page, lambda size: size, "bidirectional")
+            steps.append(inputs_of(batch.numbers.to(device), batch.size).rows)
+        work = partial(_read_prompt, model, steps, cache, torch.ones(chunk, dtype=torch.int64, device=device))
+        yield PrefillTime(subject.name, length, chunk, 1e3 * seconds_a_call(work, 1, device))
+
+
+def _read_prompt(model: _Model, steps: list[StepRows], cache: KVCache, tokens: Tensor, call: int) -> Tensor:
+    hidden = tokens
+    for rows in steps:
+        attention = paged_attention(model.ops, model.config, model.weights, rows, model.rotary, cache)
+        x = model.weights.embedding[tokens[: rows.verify]]
+        hidden = run_layers(model.ops, model.config, model.weights, None, x, rows.verify, attention)
+    return model.greedy(hidden[-1:])
+
+
+@torch.inference_mode()
+def run_step_bench(report: Callable[[str], None], shapes: tuple[str, ...], exact: bool) -> dict[str, Any]:
+    """Steps and prompts at each shape as one record. Raises ConfigError where there is no GPU."""
+    from tidar_core.bench.kernels import require_gpu
+    from tidar_core.bench.measures import Extent, measure_ceilings
+    from tidar_core.bench.shapes import SHAPES
+    from tidar_core.kernels.triton_ops import triton_ops
+
+    require_gpu()
+    device, extent = torch.device("cuda"), Extent()
+    ceilings = measure_ceilings(device, extent)
+    steps: list[StepTime] = []
+    prompts: list[PrefillTime] = []
+    for name in shapes:
+        config = SHAPES[name]
+        ops = triton_ops(config, torch.bfloat16, device, exact=exact)
+        subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
+        model = random_model(subject)
+        for one in measure_steps(subject, model, extent.contexts):
+            steps.append(one)
+            report(f"{name}: {one.rows} rows, context {one.context}: {one.microseconds:.0f} µs, {one.share:.0%}")
+        for prompt in measure_prefill(subject, model, extent.contexts[1:]):
+            prompts.append(prompt)
+            report(f"{name}: {prompt.tokens} tokens of a prompt: {prompt.milliseconds:.1f} ms")
+        del model
+        torch.cuda.empty_cache()
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "exact": exact,
+        "ceilings": asdict(ceilings),
+        "steps": [asdict(one) for one in steps],
+        "prefill": [asdict(one) for one in prompts],
+    }
