@@ -27,6 +27,7 @@ class ServeOptions(BaseModel):
     its K/V pages. upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s: how long the load must want it.
     wake_seconds: how long a request may wait for a model that sleeps.
     accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
+    exact, graphs: as in `EngineConfig`, for GPUs.
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
@@ -53,6 +54,8 @@ class ServeOptions(BaseModel):
     downscale_to_zero_delay_s: Seconds = 900.0
     wake_seconds: Seconds = 300.0
     accelerator: str | None = None
+    exact: bool = True
+    graphs: bool = True
     threads: Count = 0
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
@@ -140,6 +143,8 @@ class ServeOptions(BaseModel):
             threads=threads,
             drafts=self.drafts,
             max_model_len=self.max_model_len,
+            exact=self.exact,
+            graphs=self.graphs,
         )
 
 

@@ -38,6 +38,8 @@ def up(
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
     threads: Threads = 0,
+    exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
+    graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
@@ -60,8 +62,8 @@ def up(
         given = {
             "model": model, "adapter": adapter, "name": name, "dtype": dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
-            "max_model_len": max_model_len, "api_keys": api_keys, "metrics_keys": metrics_keys,
-            "cors_origins": cors_origin or [],
+            "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
+            "metrics_keys": metrics_keys, "cors_origins": cors_origin or [],
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         deploy.up(UpOptions(serve=serve, host=host, port=port))

@@ -22,8 +22,8 @@ class Machine:
         self.measured += 1
         return replace(COST, trunk=tuple(self.slower * seconds for seconds in COST.trunk))
 
-    def check(self, rows: tuple[int, ...]) -> tuple[float, ...]:
-        return tuple(self.slower * COST.trunk_seconds(count) for count in rows)
+    def check(self, cost: StepCost) -> list[tuple[float, float]]:
+        return [(cost.trunk_seconds(rows), self.slower * COST.trunk_seconds(rows)) for rows in (1, 4)]
 
     def known(self, path: Path) -> StepCost:
         return known_cost(path, self.measure, self.check)

@@ -122,6 +122,14 @@ def test_the_urgent_are_served_first_and_take_the_place_of_others(tmp_path, engi
     assert list(said.values()) == [answer.tokens for answer in alone]
 
 
+def test_an_urgent_prompt_does_not_wait_for_a_long_one(tmp_path):
+    small = tiny_engine(tmp_path, step_rows=16)
+    small.submit(Request("long", tuple(range(3, 120)), replace(GREEDY, max_tokens=4), priority=1))
+    assert small.step() == []
+    small.submit(Request("urgent", (5, 6, 7), replace(GREEDY, max_tokens=4)))
+    assert [output.request_id for output in small.step()] == ["urgent"]
+
+
 def test_preemption_and_admission_do_not_change_the_answer(tmp_path, engine):
     """Twelve pages for eight sequences that want up to six each: they take turns."""
     small = tiny_engine(tmp_path, cache_tokens=12 * 16, max_model_len=96)

@@ -15,7 +15,7 @@ from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.engine import Engine
 from tidar_core.engine.batch import BatchSize
 from tidar_core.engine.graphs import MOST_ROWS, Graphs, Replay, bucket
-from tidar_core.engine.warmup import capture_graphs
+from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -97,6 +97,11 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
     assert len(graphs) == before
 
 
+def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
+    runner = tiny_engine(tmp_path, adapter="none")._runner
+    assert rows_are_exact(replace(runner, graphs=Graphs(repeat)), 0, "bidirectional")
+
+
 def test_without_room_for_a_graph_the_step_runs_without() -> None:
     def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         raise torch.cuda.OutOfMemoryError("no room")
@@ -104,7 +109,7 @@ def test_without_room_for_a_graph_the_step_runs_without() -> None:
     graphs = Graphs(full)
     for number in range(3):
         assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
-    assert len(graphs) == 0
+    assert list(graphs._captured.values()) == [None]
 
 
 def test_a_replay_reads_new_inputs() -> None:

@@ -348,7 +348,8 @@ def steps(
     with user_errors():
         from tidar_core.bench.steps import run_step_bench
 
-        record = run_step_bench(Console(stderr=True).print, _shapes(shape), exact)
+        say = Console(stderr=True).print
+        record = run_step_bench(say, _shapes(shape), exact, lambda found: write_record(json_file, found))
         table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
         for s in record["steps"]:
             cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"

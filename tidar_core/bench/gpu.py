@@ -41,9 +41,9 @@ def phases(model: str) -> list[Phase]:
         Phase(f"kernels {small}", ("kernels", "--shape", small), 120),
         Phase("decode", (*decode, *batches), 110),
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
-        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 60),
+        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 90),
     ]
-    found += [Phase(f"steps {name}", ("steps", "--shape", name), 75) for name in reversed(large)]
+    found += [Phase(f"steps {name}", ("steps", "--shape", name), 110) for name in reversed(large)]
     found += [
         Phase("decode without graphs", (*decode, "--batch", "1", "--no-graphs"), 50),
         Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
@@ -93,10 +93,18 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
                     process.wait()
             output.seek(0)
             said = output.read()[-TAIL:]
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = _read(path)
     if status is None:
         return found | {"error": f"stopped after {seconds:.0f} s", "output": said}
     return found if status == 0 else found | {"error": f"exit status {status}", "output": said}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A phase's record, as far as it came; nothing where it was stopped while it wrote."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def steps_chart(record: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ class Ceilings:
     multiply: float
 
 
-def seconds_a_call(work: Callable[[int], object], calls: int, device: torch.device) -> float:
+def seconds_a_call(work: Callable[[int], object], calls: int, device: torch.device, repeats: int = REPEATS) -> float:
     """Seconds of one call among `calls` in a row, work(0), work(1), …; on a GPU they are one graph, so that what is
     timed is the device and not the launching, and the median of several replays counts."""
     if device.type != "cuda":
@@ -76,7 +76,7 @@ def seconds_a_call(work: Callable[[int], object], calls: int, device: torch.devi
             work(call)
     times = []
     graph.replay()
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

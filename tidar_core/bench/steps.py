@@ -143,7 +143,7 @@ def measure_prefill(
             batch = build_batch([plan], page, lambda size: size, "bidirectional")
             steps.append(inputs_of(batch.numbers.to(device), batch.size).rows)
         work = partial(_read_prompt, model, steps, cache, torch.ones(chunk, dtype=torch.int64, device=device))
-        yield PrefillTime(subject.name, length, chunk, 1e3 * seconds_a_call(work, 1, device))
+        yield PrefillTime(subject.name, length, chunk, 1e3 * seconds_a_call(work, 1, device, 1))
 
 
 def _read_prompt(model: _Model, steps: list[StepRows], cache: KVCache, tokens: Tensor, call: int) -> Tensor:
@@ -156,8 +156,11 @@ def _read_prompt(model: _Model, steps: list[StepRows], cache: KVCache, tokens: T
 
 
 @torch.inference_mode()
-def run_step_bench(report: Callable[[str], None], shapes: tuple[str, ...], exact: bool) -> dict[str, Any]:
-    """Steps and prompts at each shape as one record. Raises ConfigError where there is no GPU."""
+def run_step_bench(
+    report: Callable[[str], None], shapes: tuple[str, ...], exact: bool, keep: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. Raises ConfigError
+    where there is no GPU."""
     from tidar_core.bench.kernels import require_gpu
     from tidar_core.bench.measures import Extent, measure_ceilings
     from tidar_core.bench.shapes import SHAPES
@@ -166,25 +169,23 @@ def run_step_bench(report: Callable[[str], None], shapes: tuple[str, ...], exact
     require_gpu()
     device, extent = torch.device("cuda"), Extent()
     ceilings = measure_ceilings(device, extent)
-    steps: list[StepTime] = []
-    prompts: list[PrefillTime] = []
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device), "exact": exact, "ceilings": asdict(ceilings),
+        "steps": [], "prefill": [],
+    }  # fmt: skip
     for name in shapes:
         config = SHAPES[name]
         ops = triton_ops(config, torch.bfloat16, device, exact=exact)
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
         model = random_model(subject)
         for one in measure_steps(subject, model, extent.contexts):
-            steps.append(one)
+            record["steps"].append(asdict(one))
+            keep(record)
             report(f"{name}: {one.rows} rows, context {one.context}: {one.microseconds:.0f} µs, {one.share:.0%}")
         for prompt in measure_prefill(subject, model, extent.contexts[1:]):
-            prompts.append(prompt)
+            record["prefill"].append(asdict(prompt))
+            keep(record)
             report(f"{name}: {prompt.tokens} tokens of a prompt: {prompt.milliseconds:.1f} ms")
         del model
         torch.cuda.empty_cache()
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "exact": exact,
-        "ceilings": asdict(ceilings),
-        "steps": [asdict(one) for one in steps],
-        "prefill": [asdict(one) for one in prompts],
-    }
+    return record

@@ -53,6 +53,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
                 about = json.loads(file.metadata()["about"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             progress = Progress(**about["progress"])
+            about["settings"].setdefault("slot_head", 0)  # not named before there was one
         except (OSError, SafetensorError, ValueError, KeyError, TypeError):
             notes.append(f"{path.name} cannot be read: going on from the one before")
             path.unlink(missing_ok=True)

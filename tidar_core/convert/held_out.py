@@ -139,8 +139,8 @@ def _best(base: FrozenBase, hidden: Tensor, told: Tensor | None = None) -> Tenso
     best = []
     for part, after in zip(hidden.split(rows), told.split(rows), strict=True):
         logits = base.ops.head(part, base.weights.head)
-        candidates = logits.topk(min(CANDIDATES, logits.shape[1])).indices
-        choice = rescored(logits, candidates, after - part, base.weights.head).argmax(-1)
+        scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
+        choice = rescored(scores, candidates, after - part, base.weights.head).argmax(-1)
         best.append(candidates.gather(-1, choice[:, None]).squeeze(-1))
     return torch.cat(best)
 

@@ -5,7 +5,7 @@ The same command started again goes on from there.
 """
 
 import gc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -255,6 +255,8 @@ def _train(
     base = frozen_base(model_config, weights, screen.line)
     config = options.train
     start = _start(options, identity, weights, screen)
+    if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
+        config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held = corpus.split()
     sampler = Sampler(corpus, learnt.tolist(), config.block, model_config.max_positions, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)

@@ -1,16 +1,17 @@
 """Step costs that were measured before, kept on disk: a start need not measure what it can look up and check.
 
 What a step costs depends on the weights' shapes and dtype, the drafter, the kernels, the kind of processor and the
-number of threads; a file is named after all of them. A machine may be slower today than it was then, so two points of
-the curve are measured anew, and where they do not fit all of it is.
+number of threads; a file is named after all of them. A machine may be slower today than it was then, so a few points
+are measured anew, and where they do not fit all of it is.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,25 @@ FITS = 1.25  # measured seconds may differ from the cached ones by this factor
 
 
 def cost_file(directory: Path, **depends_on: Any) -> Path:
-    """Where the costs of an engine are kept that depend on these things."""
-    key = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return directory / f"step-cost-{key}.json"
+    """Where the costs of an engine are kept that depend on these things and on the kernels' own code."""
+    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
+    for source in sorted(resources.files("tidar_core.kernels").iterdir(), key=lambda file: file.name):
+        if source.name.endswith((".py", ".cpp")):
+            digest.update(source.read_bytes())
+    return directory / f"step-cost-{digest.hexdigest()[:16]}.json"
 
 
 def known_cost(
-    path: Path, measure: Callable[[], StepCost], check: Callable[[tuple[int, ...]], tuple[float, ...]]
+    path: Path, measure: Callable[[], StepCost], check: Callable[[StepCost], Iterable[tuple[float, float]]]
 ) -> StepCost:
     """The cost in `path` where it still holds, else what `measure` finds, which is kept there.
 
-    check(rows) measures passes of so many rows each, in seconds. A file that cannot be read or written is no matter.
+    check(cost) gives seconds as the cost has them and as they are now, of a few things. A file that cannot be read or
+    written is no matter.
     """
     cost = _read(path)
-    if cost is not None:
-        points = (cost.rows[0], cost.rows[len(cost.rows) // 2])
-        if all(_alike(cost.trunk_seconds(rows), now) for rows, now in zip(points, check(points), strict=True)):
-            return cost
+    if cost is not None and all(_alike(before, now) for before, now in check(cost)):
+        return cost
     cost = measure()
     _write(path, cost)
     return cost

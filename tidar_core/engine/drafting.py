@@ -13,7 +13,7 @@ from tidar_core.model.slot_head import CANDIDATES, greedy_drafts, next_state, re
 from tidar_core.model.weights import SlotHead
 from tidar_core.sampling import TokenRule
 
-MOST_GRAPHED = 16  # proposals; the scores of more are too many to keep a copy of
+MOST_GRAPHED = 64  # proposals of one graph; launching counts for little where there are more
 
 
 @torch.inference_mode()
@@ -63,10 +63,11 @@ def _at_once(
     if runner.graphs is None or len(set(counts)) > 1 or proposals > MOST_GRAPHED:
         return None
 
-    def drafts(hidden: Tensor, logits: Tensor, first: Tensor) -> Tensor:
-        return greedy_drafts(head, words, vocabulary, hidden, logits, first).flatten()
+    def drafts(hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor) -> Tensor:
+        return greedy_drafts(head, words, vocabulary, hidden, scores, candidates, first).flatten()
 
-    shaped = hidden.view(proposals, counts[0], -1), logits.view(proposals, counts[0], -1)
+    best = logits.topk(min(CANDIDATES, logits.shape[1]))
+    shaped = [each.view(proposals, counts[0], -1) for each in (hidden, best.values, best.indices)]
     key = ("slots", proposals, counts[0])
     return runner.graphs.run(key, runner.device, drafts, *shaped, torch.tensor(anchors))
 
@@ -83,7 +84,7 @@ def _slot_by_slot(
 ) -> Tensor:
     device = logits.device
     starts = list(accumulate(counts, initial=0))
-    candidates = logits.topk(min(CANDIDATES, logits.shape[1])).indices
+    scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
     picks = torch.empty(len(rules), dtype=torch.int64, device=device)
     before = torch.tensor(anchors, device=device)
     state: Tensor | None = None
@@ -98,7 +99,7 @@ def _slot_by_slot(
         rows = torch.tensor(at, device=device)
         state = next_state(head, hidden[rows], runner.weights.embedding[before], state)
         chosen = candidates[rows]
-        anew = rescored(logits[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)
+        anew = rescored(scores[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)
         logits[rows[:, None], chosen] = anew
         alone = torch.full_like(logits[: len(at)], -torch.inf).scatter_(-1, chosen, anew)
         picks[rows] = runner.ops.pick(alone, [rules[row] for row in at])

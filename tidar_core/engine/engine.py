@@ -52,7 +52,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Requests and pages at this moment. waiting_since: when the first in the queue arrived, on the monotonic clock."""
+    """Requests and pages at this moment. waiting_since: when the one that waits longest arrived, on the monotonic
+    clock."""
 
     running: int
     waiting: int
@@ -80,7 +81,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
-        since = scheduler.waiting[0].arrived if scheduler.waiting else None
+        since = min((sequence.arrived for sequence in scheduler.waiting), default=None)
         return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total, since)
 
     def prefix_marks(self, limit: int) -> bytes:
@@ -130,13 +131,14 @@ class Engine:
                 self._compiling.pause()
             return ended
         batch = build_batch(plans, self.info.page_size, self._runner.padded, self.info.within_block)
-        size = _size(plans, batch)
+        size, captured = _size(plans, batch), self._runner.captured
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
         scores = self._score(size, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, hidden, scores, outputs)
-        self._scheduler.policy.took(size, time.monotonic() - began)
+        if self._runner.captured == captured:  # capturing takes many times what the step does
+            self._scheduler.policy.took(size, time.monotonic() - began)
         return ended + outputs
 
     def _read_prompts(self, plans: Items[SequencePlan], hidden: Tensor) -> None:

@@ -6,6 +6,7 @@ few sizes with rows that see and write the trash page alone, and its numbers are
 graph gives is what the same work gives without one; where a size cannot be captured it runs without.
 """
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = 512  # of both kinds; more are bound by arithmetic, and launching does not matter
 LEAST_PAGES = 16  # of the page table's width, which doubles from bucket to bucket
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
+
+log = logging.getLogger("tidar")
 
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
@@ -54,7 +57,8 @@ class Graphs:
         self._captured: dict[Hashable, _Captured | None] = {}
 
     def __len__(self) -> int:
-        return sum(captured is not None for captured in self._captured.values())
+        """How many keys were tried, captured or not."""
+        return len(self._captured)
 
     def run(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`work` over copies of the inputs on `device`. A key stands for one piece of work and sizes of its inputs."""
@@ -75,20 +79,20 @@ class Graphs:
     def _record(
         self, device: torch.device, work: Callable[..., Tensor], inputs: tuple[Tensor, ...]
     ) -> _Captured | None:
-        static = tuple(each.to(device, copy=True) for each in inputs)
         try:
+            static = tuple(each.to(device, copy=True) for each in inputs)
             replay, result = self._capture(lambda: work(*static))
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:  # no memory for it, or something in the work that cannot be captured
+            log.warning("a step runs without a CUDA graph: %s", str(error).partition("\n")[0])
             return None
         return _Captured(static, replay, result)
 
 
 def cuda_capture(device: torch.device) -> Capture:
     """Captures CUDA graphs that share one pool of memory, since they never run side by side."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):

@@ -35,6 +35,11 @@ class Runner:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
+    @property
+    def captured(self) -> int:
+        """How many graphs there are."""
+        return 0 if self.graphs is None else len(self.graphs)
+
     def padded(self, size: BatchSize) -> BatchSize:
         """The size that a batch is filled up to here."""
         found = None if self.graphs is None else bucket(size)

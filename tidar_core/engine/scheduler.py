@@ -1,6 +1,7 @@
 """Who runs in the next step, with which rows and pages, and what the step's answers change."""
 
 import time
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -86,34 +87,39 @@ class Scheduler:
         return False
 
     def plan(self) -> list[SequencePlan]:
-        """The rows of the next step. Reserves their pages; may preempt and admit."""
-        budget = self.limits.step_rows
-        chosen: list[tuple[Sequence, int]] = []
-        for sequence in list(self.running):
+        """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
+        chosen: dict[Sequence, int] = {}
+        for sequence in sorted(self.running, key=_priority):
+            self._admit(chosen, before=_priority(sequence))
             if sequence not in self.running:
                 continue  # preempted for one before it
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(len(sequence.tokens) - sequence.computed, self._budget(chosen))
             if count > 0 and self._reserve(sequence, count):
-                chosen.append((sequence, count))
-                budget -= count
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            if len(self.running) == self.limits.max_running and not self._make_way(sequence):
-                break
+                chosen[sequence] = count
+        self._admit(chosen)
+        return self._shaped([(sequence, count) for sequence, count in chosen.items() if sequence in self.running])
+
+    def _budget(self, chosen: dict[Sequence, int]) -> int:
+        """Known tokens that the step has room for beside those chosen."""
+        return self.limits.step_rows - sum(count for sequence, count in chosen.items() if sequence in self.running)
+
+    def _admit(self, chosen: dict[Sequence, int], before: int | None = None) -> None:
+        """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
+        while self.waiting and (before is None or _priority(self.waiting[0]) < before):
+            sequence, budget = self.waiting[0], self._budget(chosen)
+            if budget <= 0 or (self._full() and not self._yielding(sequence)):
+                return
             self._reuse(sequence)
-            if self._pages_missing(sequence, len(sequence.tokens) - sequence.computed) > self.pool.available:
+            if not self._make_way(sequence):
                 self._release(sequence)
                 sequence.cached = None
-                if self._make_way(sequence):
-                    continue
-                break
+                return
             count = min(len(sequence.tokens) - sequence.computed, budget)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
             self._reserve(sequence, count)
-            chosen = [choice for choice in chosen if choice[0] is not sequence]  # it may have been preempted just now
-            chosen.append((sequence, count))
-            budget -= count
-        return self._shaped([(sequence, count) for sequence, count in chosen if sequence in self.running])
+            chosen.pop(sequence, None)  # it may have been chosen and preempted just now
+            chosen[sequence] = count
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
         """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
@@ -185,27 +191,31 @@ class Scheduler:
 
     def _queue(self, sequence: Sequence, before_equals: bool) -> None:
         """Into the waiting line, before all that are less urgent."""
-        mine = sequence.request.priority
-        place = next(
-            (
-                place
-                for place, other in enumerate(self.waiting)
-                if other.request.priority > mine or (before_equals and other.request.priority == mine)
-            ),
-            len(self.waiting),
-        )
-        self.waiting.insert(place, sequence)
+        place = bisect_left if before_equals else bisect_right
+        self.waiting.insert(place(self.waiting, _priority(sequence), key=_priority), sequence)
 
     def _least_urgent(self) -> Sequence:
         """Of those that run; of several the one that was admitted last."""
-        return max(reversed(self.running), key=lambda sequence: sequence.request.priority)
+        return max(reversed(self.running), key=_priority)
 
     def _make_way(self, sequence: Sequence) -> bool:
-        """Preempts one that is less urgent than `sequence`, if there is any."""
-        if not self.running or self._least_urgent().request.priority <= sequence.request.priority:
+        """Whether there is room for all of a waiting sequence, after less urgent ones were preempted where that is what
+        it takes and is enough."""
+        missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
+        if missing > self.pool.available + sum(len(other.pages) for other in self._yielding(sequence)):
             return False
-        self._preempt(self._least_urgent())
+        while self._full() or missing > self.pool.available:
+            if not self._yielding(sequence):
+                return False  # pages that several own came free for none
+            self._preempt(self._least_urgent())
         return True
+
+    def _full(self) -> bool:
+        return len(self.running) >= self.limits.max_running
+
+    def _yielding(self, sequence: Sequence) -> list[Sequence]:
+        """Those that run and are less urgent."""
+        return [other for other in self.running if _priority(other) > _priority(sequence)]
 
     def _reuse(self, sequence: Sequence) -> None:
         """Takes the pages of a prefix that was computed before; at least one token is left to compute."""
@@ -296,6 +306,10 @@ class Scheduler:
             if shown.stop is not None:
                 return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
         return emitted, finish
+
+
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
 def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> Finish | None:

@@ -15,7 +15,7 @@ from tidar_core.engine.graphs import Graphs, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
-from tidar_core.engine.warmup import capture_graphs, measure_cost, pass_seconds, rows_are_exact, with_own_pages
+from tidar_core.engine.warmup import capture_graphs, check_cost, measure_cost, rows_are_exact, with_own_pages
 from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, supports
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -72,15 +72,15 @@ def load_engine(
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner, block_length)
     exact = rows_are_exact(trial, block_length, within_block)
-    known = cost_file(
+    path = cost_file(
         cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=_arithmetic(ops, device),
         drafter=adapter and adapter.config.model_dump(include={"rank", "projections", "slot_head", "block_length"}),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
     )  # fmt: skip
     cost = known_cost(
-        known,
+        path,
         lambda: measure_cost(trial, block_length, within_block),
-        lambda rows: pass_seconds(trial, rows, within_block),
+        lambda known: check_cost(trial, known, within_block),
     )
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(

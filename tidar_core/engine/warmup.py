@@ -23,7 +23,7 @@ from tidar_core.sampling import TokenRule
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-COST_ROWS_GPU = (*COST_ROWS, 192, 256, 384, 512)
+COST_ROWS_GPU = (*COST_ROWS, 192, 256)  # as far as steps are captured
 CAPTURED_PAGES = 64  # of context that the graphs made beforehand reach to; longer ones are captured when they come
 COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, where its price is measured
 TRIAL_BYTES = 128 << 20  # most that the pages for it take
@@ -103,7 +103,7 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
     pages, other_pages = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
 
     def hidden(*plans: SequencePlan) -> Tensor:
-        return runner.forward(_batch(runner, list(plans), within_block))
+        return runner.forward(_batch(runner, list(plans), within_block)).clone()  # a graph's result does not last
 
     whole = hidden(_plan(text, 0, length, 0, Shape(), pages))[:length]
     for chunk in (1, 5, page):
@@ -170,13 +170,16 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
     return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in cost_rows))
 
 
-def pass_seconds(runner: Runner, rows: tuple[int, ...], within_block: WithinBlock) -> tuple[float, ...]:
-    """Seconds of passes of so many rows each, as `measure_cost` times them."""
+def check_cost(runner: Runner, cost: StepCost, within_block: WithinBlock) -> list[tuple[float, float]]:
+    """Seconds as `cost` has them and as they are now: of passes of few and of more rows, and of a head."""
     tokens = [5] * min(runner.cache.page_size, runner.config.max_positions - 1)
+    few, more = cost.rows[0], cost.rows[len(cost.rows) // 2]
     batches = [
-        _batch(runner, [_plan(tokens, len(tokens) - 1, 1, 0, Shape(), [1])] * count, within_block) for count in rows
+        _batch(runner, [_plan(tokens, len(tokens) - 1, 1, 0, Shape(), [1])] * count, within_block)
+        for count in (few, more)
     ]
-    return tuple(_timed(runner, [partial(runner.forward, batch) for batch in batches]))
+    now = _timed(runner, [*(partial(runner.forward, batch) for batch in batches), _picking(runner, more)])
+    return list(zip((cost.trunk_seconds(few), cost.trunk_seconds(more), cost.head_seconds(more)), now, strict=True))
 
 
 def capture_graphs(

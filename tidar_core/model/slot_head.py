@@ -43,27 +43,31 @@ def corrected(head: SlotHead, hidden: Tensor, before: Tensor) -> Tensor:
 def rescored(scores: Tensor, candidates: Tensor, told: Tensor, vocabulary: Tensor) -> Tensor:
     """The candidates' scores, fp32 [rows, candidates], when `told` is added to the hidden states they come from.
 
-    scores: [rows, vocab], from the hidden states as they were; candidates: int64 [rows, candidates]; told:
-    [rows, hidden]; vocabulary: the model's head, [vocab, hidden].
+    scores: [rows, candidates], from the hidden states as they were; candidates: their ids, int64; told: [rows, hidden];
+    vocabulary: the model's head, [vocab, hidden].
     """
-    more = torch.einsum("rch,rh->rc", vocabulary[candidates].float(), told.float())
-    return scores.gather(-1, candidates).float() + more
+    return scores.float() + torch.einsum("rch,rh->rc", vocabulary[candidates].float(), told.float())
 
 
 def greedy_drafts(
-    head: SlotHead, words: Tensor, vocabulary: Tensor, hidden: Tensor, logits: Tensor, anchors: Tensor
+    head: SlotHead,
+    words: Tensor,
+    vocabulary: Tensor,
+    hidden: Tensor,
+    scores: Tensor,
+    candidates: Tensor,
+    anchors: Tensor,
 ) -> Tensor:
-    """The best token of each slot, one after the other: int64 [proposals, slots]. All on the device, sizes alone decide
-    what is launched.
+    """The best candidate of each slot, one after the other: int64 [proposals, slots]. All on the device, sizes alone
+    decide what is launched.
 
-    words: [vocab, hidden], the embedding. hidden: [proposals, slots, hidden] and logits: [proposals, slots, vocab] of
-    slots 1, 2, …; anchors: int64 [proposals].
+    words: [vocab, hidden], the embedding. hidden: [proposals, slots, hidden] of slots 1, 2, …; scores and candidates:
+    [proposals, slots, candidates], as the model's head scored them; anchors: int64 [proposals].
     """
-    candidates = logits.topk(min(CANDIDATES, logits.shape[-1])).indices
     before, state, drafts = anchors, None, []
     for slot in range(hidden.shape[1]):
         state = next_state(head, hidden[:, slot], words[before], state)
-        anew = rescored(logits[:, slot], candidates[:, slot], F.linear(state, head.out), vocabulary)
+        anew = rescored(scores[:, slot], candidates[:, slot], F.linear(state, head.out), vocabulary)
         before = candidates[:, slot].gather(-1, anew.argmax(-1, keepdim=True)).squeeze(-1)
         drafts.append(before)
     return torch.stack(drafts, dim=1)
