@@ -131,10 +131,17 @@ its licence is what applies to them and to this adapter.
 
 - rank {adapter.rank} on {", ".join(adapter.projections)}; one mask embedding for each of {adapter.block_length} slots,
   which see each other {inside}
+- {_slot_head_line(adapter)}
 - {progress.rows:,} mask rows in {progress.step:,} steps, {progress.seconds / 60:.1f} minutes on {made.device}
 - loss {_loss_line(config)}; AdamW (0.9, 0.95), highest learning rate {config.learning_rate:g}, seed {config.seed}
 - base weights {base.fingerprint}, tokenizer {base.tokenizer}; {datetime.now(UTC):%Y-%m-%d}
 """
+
+
+def _slot_head_line(adapter: AdapterConfig) -> str:
+    if not adapter.slot_head:
+        return "no slot head: each slot guesses without knowing the others"
+    return f"a slot head of width {adapter.slot_head}, which tells each slot what the one before it said"
 
 
 def _loss_line(config: TrainConfig) -> str:
