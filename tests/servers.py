@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 MARK = "TIDAR_TEST_MARK"  # inherited by every process that a server starts, so that orphans can be told
 START_SECONDS = 180
 STOP_SECONDS = 60
+ENDING_SECONDS = 60  # for what ends by itself once the server is gone
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def running(server: Server) -> Iterator[Server]:
     finally:
         if server.process.poll() is None:
             server.interrupt()
-        left = server.processes()
+        # Parts of Ray's dashboard notice only after a while that it is gone, and end then.
+        _, left = psutil.wait_procs(server.processes(), timeout=ENDING_SECONDS)
         for process in left:
             process.kill()
     assert not left, f"left behind: {[process.cmdline() for process in left]}"

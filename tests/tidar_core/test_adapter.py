@@ -234,7 +234,8 @@ def test_the_default_model_has_its_own_adapter(default_base: BaseIdentity) -> No
     adapter = load_adapter(path, default_base, torch.bfloat16, "cpu", lines.append)
     assert lines == []
     assert (adapter.config.block_length, adapter.config.rank, adapter.config.within_block) == (8, 32, "bidirectional")
-    assert sum(tensor.numel() for tensor in tensors_of(adapter).values()) == 8_114_688
+    assert adapter.config.slot_head == 256
+    assert sum(tensor.numel() for tensor in tensors_of(adapter).values()) == 8_622_592
     assert all(tensor.isfinite().all() for tensor in tensors_of(adapter).values())
     assert adapter.config.training["stages"]
 
