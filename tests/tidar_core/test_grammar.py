@@ -125,7 +125,7 @@ def test_a_grammar_changes_nothing_for_its_neighbours(engine: Engine) -> None:
 
 
 def test_preemption_changes_no_token_under_a_grammar(tmp_path: Path, engine: Engine) -> None:
-    small = tiny_engine(tmp_path, cache_tokens=7 * 16, max_model_len=96, threads=1)
+    small = tiny_engine(tmp_path, cache_tokens=6 * 16, max_model_len=96, threads=1)
     chosen = prompts(6, seed=6)
     params = [
         following(GRAMMARS["object"], max_tokens=60, drafts=mode, seed=index)
