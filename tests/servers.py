@@ -24,7 +24,8 @@ REPOSITORY = Path(__file__).parent.parent
 MARK = "TIDAR_TEST_MARK"  # inherited by every process that a server starts, so that orphans can be told
 START_SECONDS = 180
 STOP_SECONDS = 60
-ENDING_SECONDS = 60  # for what ends by itself once the server is gone
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of Ray's dashboard
+ENDING_SECONDS = 60  # for these, which notice only after a while that it is gone, and end then
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,14 @@ def wait_for_text(server: Server, text: str, seconds: float = START_SECONDS) -> 
         time.sleep(0.1)
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; nothing of one that is gone."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
     """A started server, once it is ready. However the test ends, none of its processes is left."""
@@ -129,11 +138,13 @@ def running(server: Server) -> Iterator[Server]:
     finally:
         if server.process.poll() is None:
             server.interrupt()
-        # Parts of Ray's dashboard notice only after a while that it is gone, and end then.
-        _, left = psutil.wait_procs(server.processes(), timeout=ENDING_SECONDS)
+        left = server.processes()
+        helpers = [process for process in left if any(name in " ".join(words_of(process)) for name in HELPERS)]
+        ended, _ = psutil.wait_procs(helpers, timeout=ENDING_SECONDS)
+        left = [process for process in left if process not in ended]
         for process in left:
             process.kill()
-    assert not left, f"left behind: {[process.cmdline() for process in left]}"
+    assert not left, f"left behind: {[words_of(process) for process in left]}"
 
 
 @contextmanager

@@ -34,7 +34,10 @@ def convert_command(
     text: Annotated[Path | None, typer.Option(help="Text to learn from besides its own words.")] = None,
     data: Annotated[Path | None, typer.Option(help="Where the token shards are; later runs may use them too.")] = None,
     start: Annotated[
-        str, typer.Option(help="Go on from an adapter (rank and projections are its own): its directory, or 'default'.")
+        str,
+        typer.Option(
+            help="Go on from an adapter (rank, projections and slot head are its own): its directory, or 'default'."
+        ),
     ] = "none",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     projections: Annotated[

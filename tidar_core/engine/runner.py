@@ -37,7 +37,7 @@ class Runner:
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """How many sizes were captured, or tried."""
         return 0 if self.graphs is None else len(self.graphs)
 
     def padded(self, size: BatchSize) -> BatchSize:
