@@ -24,7 +24,7 @@ ROUTER = "cluster.routing:ReplicaRouter"
 POLICY = "cluster.autoscaling:LoadPolicy"
 MEASURE_SECONDS, LOOK_BACK_SECONDS = 1.0, 5.0  # how often replicas tell of their load, and how much of it counts
 # Serve's own limits bind nothing here: a call over them would wait, the one that asks a full replica whether it lives
-# too. `Admission` at the ingress bounds the work.
+# too, or be refused because many came at one moment. `Admission` at the ingress bounds the work.
 UNBOUND = 1_000_000
 DRAIN_SECONDS = 10.0
 PUBLISH_SECONDS = 2.0  # between two looks at what replicas have cached
@@ -67,7 +67,6 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         name=ENGINE,
         **replica_count(args),
         max_ongoing_requests=UNBOUND,
-        max_queued_requests=args.max_ongoing,  # while there is no replica at all
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
@@ -80,6 +79,7 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
     )(EngineReplica)
     ingress = serve.deployment(
         name=INGRESS,
+        num_replicas=args.ingresses,
         max_ongoing_requests=UNBOUND,
         max_surge_percent=100,  # it takes up no CPU: the new one is there before the old one lets its streams end
         graceful_shutdown_timeout_s=DRAIN_SECONDS,

@@ -135,10 +135,14 @@ class Directory:
         return prefix_marks(request.prompt, self._card.page_size, request.cache_salt, PROMPT_MARKS)
 
     def generate(
-        self, request: Request, kind: EngineKind | None, way: Way
+        self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
     ) -> DeploymentResponseGenerator[Accepted | Batch]:
         """Send a request to a replica (`EngineReplica.generate`)."""
-        return listen(self.engine, "generate", request, kind, way=way)
+        return listen(self.engine, "generate", request, mailbox, kind, way=way)
+
+    def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | Batch]:
+        """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
+        return listen(self.engine, "listen", mailbox, way=Way(only=replica))
 
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless

@@ -5,39 +5,32 @@ its prompt and the tokens that were sent already. What may befall the replica un
 heartbeats stop), its engine breaks, it is shut down. The client sees a gap, never a lost or a repeated token.
 
 Each attempt is a call of its own under a name of its own, and only the last one is listened to: a replica that wakes up
-late talks to nobody, and finds its call cancelled.
+late talks to nobody, and finds its call cancelled. What happens to it meanwhile comes by `channels`.
 """
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import NoReturn, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
-from cluster.engine_thread import Failure, Refusal
+from cluster.channels import Call, Channels, Ended, Lost, Reception, hang_up, hear, next_arrival
+from cluster.engine_thread import Event, Refusal
 from cluster.errors import ApiError, full, server_error
 from cluster.metrics import IngressMetrics
-from cluster.replica import Accepted, Batch, EngineKind
+from cluster.replica import Accepted, EngineKind
 from cluster.routing import Way
 from tidar_core.request import FinishReason, Request, StepOutput
 
 log = logging.getLogger("ray.serve")
-TICK_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
-
-
-class Call(Protocol):
-    """One call of `EngineReplica.generate`, from outside."""
-
-    def __aiter__(self) -> AsyncIterator[Accepted | Batch]: ...
-    def cancel(self) -> None: ...
 
 
 class Replicas(Protocol):
@@ -47,7 +40,8 @@ class Replicas(Protocol):
     def silent(self) -> frozenset[str]: ...
     def silence(self, name: str) -> None: ...
     def marks(self, request: Request) -> bytes: ...
-    def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Call: ...
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Call: ...
+    def listen(self, replica: str, mailbox: str) -> Call: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +52,6 @@ class Patience:
     silence: float
     give_up: float
     losses: int = 4
-
-
-class Lost(Exception):
-    """An attempt is over before its answer: under the replica that had accepted it, where one had."""
-
-    def __init__(self, cause: str, replica: str | None = None):
-        super().__init__(cause)
-        self.cause = cause
-        self.replica = replica
 
 
 @dataclass(slots=True)
@@ -114,6 +99,19 @@ class Story:
         return replace(output, trace=replace(trace, step=self.step, seconds=self.seconds_base + trace.seconds))
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened to a request since the last time, and the name of the replica where it did."""
+
+    replica: str
+    events: tuple[StepOutput | Refusal, ...]
+
+
+def ended_badly(output: StepOutput) -> bool:
+    """The replica ended the request, not the answer: it is going."""
+    return output.finish is not None and output.finish.reason is FinishReason.ABORT
+
+
 class Carrier:
     """Carries requests over the replicas that there are."""
 
@@ -121,78 +119,107 @@ class Carrier:
         self._replicas = replicas
         self._patience = patience
         self._metrics = metrics
+        self._channels = Channels(replicas.listen, patience.silence)
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: Request) -> AsyncGenerator[Batch, None]:
+    async def run(self, request: Request) -> AsyncGenerator[News, None]:
         """What happens to a request, up to its finish or a `Refusal`. Raises ApiError; however the caller stops, the
         request ends wherever it is."""
         story = Story(request, marks=self._replicas.marks(request))
         while True:
             try:
-                async with aclosing(self._attempt(story)) as batches:
-                    async for batch in batches:
-                        yield batch
+                async with aclosing(self._attempt(story)) as attempt:
+                    async for news in attempt:
+                        yield news
                 return
             except Lost as lost:
                 await self._recover(story, lost)
 
-    async def _attempt(self, story: Story) -> AsyncGenerator[Batch, None]:
+    async def _attempt(self, story: Story) -> AsyncGenerator[News, None]:
         """One call of one replica. Raises Lost where another may go on."""
         request = story.next_request()
         # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
         marks = b"" if story.tries else story.marks
         way = Way(never=frozenset(story.refused), avoid=self._replicas.silent, marks=marks)
-        call = self._replicas.generate(request, story.kind if story.emitted else None, way)
-        arrivals: asyncio.Queue[Any] = asyncio.Queue()
-        listener = asyncio.create_task(hear(call, arrivals))
+        reception = self._channels.expect(request.request_id)
+        call = self._replicas.generate(request, reception.mail.name, story.kind if story.emitted else None, way)
+        listener = asyncio.create_task(hear(call, reception.news))
         finished = False
         try:
-            wait = min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS)
-            accepted = self._judged(await next_arrival(arrivals, wait, "not accepted"), story, None)
-            assert isinstance(accepted, Accepted)
-            name = accepted.replica
-            if story.emitted and accepted.kind != story.kind:
-                story.refused.add(name)
-                raise Lost("another kind of engine")
-            self._accepted(story, accepted)
+            heard: list[object] = [*await self._acceptance(story, reception)]
+            name = reception.replica
+            assert name is not None
+            call_ended: Ended | None = None
             while not finished:
-                try:
-                    heard = await next_arrival(arrivals, self._patience.silence, "silent")
-                except Lost as lost:
-                    raise Lost(lost.cause, name) from None
-                batch = self._judged(heard, story, name)
-                assert isinstance(batch, Batch)
-                events = []
-                for event in batch.events:
-                    if isinstance(event, Failure):
-                        raise Lost("engine failed", name)
-                    if isinstance(event, Refusal):
-                        if story.emitted:
-                            story.refused.add(name)
-                            raise Lost(f"refused: {event.message}")
+                heard = heard or await self._heard(reception, call_ended)
+                said: list[StepOutput | Refusal] = []
+                for item in heard:
+                    if isinstance(item, Ended):
+                        call_ended = item
+                    elif isinstance(item, Refusal) and not story.emitted:
+                        said.append(item)
                         finished = True
-                    elif event.request_id != request.request_id:
-                        continue
-                    elif event.finish is not None:
-                        if event.finish.reason is FinishReason.ABORT:
-                            raise Lost("aborted", name)
-                        finished = True
-                    events.append(event if isinstance(event, Refusal) else story.take(event))
-                if events:
-                    yield replace(batch, events=tuple(events))
+                    elif isinstance(item, StepOutput) and not ended_badly(item):
+                        said.append(story.take(item))
+                        finished = item.finish is not None
+                    else:
+                        if said:
+                            yield News(name, tuple(said))
+                        self._give_up(item, story, name)
+                heard = []
+                if said:
+                    yield News(name, tuple(said))
         finally:
+            self._channels.forget(reception)
             if finished:  # its last words are still to come
                 self._ending.add(listener)
                 listener.add_done_callback(self._ending.discard)
             else:
-                listener.cancel()
-                with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
-                    call.cancel()
+                hang_up(call, listener)
 
-    def _judged(self, heard: object, story: Story, replica: str | None) -> object:
-        """What came from the replica; raises what the request failed of."""
-        if not isinstance(heard, Exception):
-            return heard
+    async def _heard(self, reception: Reception, call_ended: Ended | None) -> list[object]:
+        """All that has come, waiting for something. Whether the replica lives its channel sees to, and tells it behind
+        the last events; that the request's own call is over, of whatever, may be known before they are there."""
+        news = reception.news
+        if call_ended is None:
+            heard: list[object] = [await news.get()]
+        else:
+            try:
+                heard = [await next_arrival(news, self._patience.silence, "ended early")]
+            except Lost as lost:
+                heard = [call_ended.error or lost]
+        while not news.empty():
+            heard.append(news.get_nowait())
+        return heard
+
+    def _give_up(self, item: object, story: Story, replica: str) -> NoReturn:
+        """Raise what became of an attempt: Lost where another may go on."""
+        if isinstance(item, Refusal):
+            story.refused.add(replica)
+            raise Lost(f"refused: {item.message}")
+        if isinstance(item, StepOutput):
+            raise Lost("aborted", replica)
+        assert isinstance(item, Exception)
+        self._judge(item, story, replica)
+
+    async def _acceptance(self, story: Story, reception: Reception) -> list[Event]:
+        """Wait until somebody has the request; its events that came before that was known."""
+        early: list[Event] = []
+        wait = min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS)
+        while not isinstance(heard := await next_arrival(reception.news, wait, "not accepted"), Accepted):
+            if isinstance(heard, Ended):
+                self._judge(heard.error or Lost("ended early"), story, None)
+            else:
+                early.append(heard)
+        if story.emitted and heard.kind != story.kind:
+            story.refused.add(heard.replica)
+            raise Lost("another kind of engine")
+        self._channels.accepted(reception, heard.replica)
+        self._accepted(story, heard)
+        return early
+
+    def _judge(self, heard: Exception, story: Story, replica: str | None) -> NoReturn:
+        """Raise what a request failed of: Lost where another replica may go on."""
         first = story.attempt == 0 and replica is None
         if isinstance(heard, BackPressureError) and first:
             raise full() from heard
@@ -246,33 +273,3 @@ class Carrier:
         if lost.replica is None:
             await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2**story.tries))
             story.tries += 1
-
-
-async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:
-    """Put everything that a call brings into `arrivals`, at last the exception with which it ended."""
-    try:
-        async for heard in call:
-            arrivals.put_nowait(heard)
-        arrivals.put_nowait(Lost("ended early"))
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        if task.cancelling():
-            raise
-        arrivals.put_nowait(Lost("cancelled by the server"))  # so Ray says it: by an exception of the same type
-    except Exception as error:
-        arrivals.put_nowait(error)
-
-
-async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str) -> Any:
-    """The next item; raises Lost(cause) if none comes. Ticks are counted, not time: while this very event loop is held
-    up nothing can be heard, which is no sign that nobody speaks."""
-    if not arrivals.empty():
-        return arrivals.get_nowait()
-    for _ in range(max(1, round(seconds / TICK_SECONDS))):
-        try:
-            async with asyncio.timeout(TICK_SECONDS):
-                return await arrivals.get()
-        except TimeoutError:
-            continue
-    raise Lost(cause)

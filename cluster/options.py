@@ -31,6 +31,9 @@ class ServeOptions(BaseModel):
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
+    ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends at most, all streams
+    together: beyond, steps of a stream share one; 0 for a rate that suits the engines' device. A stream whose steps are
+    traced gets them one by one.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
     carry_seconds: how long a stream may be without any replica before it is given up.
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).
@@ -60,6 +63,8 @@ class ServeOptions(BaseModel):
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    ingresses: Annotated[int, Field(ge=1)] = 1
+    chunk_rate: Count = 0
     stall_seconds: Annotated[float, Field(ge=0.5)] = 1.5
     carry_seconds: Annotated[float, Field(ge=0.0)] = 60.0
     api_keys: str | None = None

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("ray.serve")
 LAST_WORDS_SECONDS = 0.5  # for the failure to reach the clients
 HEARTBEAT_SECONDS = 0.3
+IDLE_SECONDS = (
+    1.0  # without any request, and a call for events ends: Serve waits for calls before it takes a replica away
+)
+UNHEARD_SECONDS = 60.0
 STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
 
 
@@ -43,7 +47,7 @@ class EngineKind:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The first word of a stream: who has the request."""
+    """All that a request's own call says: who has it."""
 
     replica: str
     kind: EngineKind
@@ -51,20 +55,20 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a stream brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
+    """What a mailbox brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
 
     replica: str
     events: tuple[Event, ...]
 
 
 @dataclass(slots=True)
-class Subscriber:
-    """A request in flight, as the event loop sees it."""
+class Mailbox:
+    """The events of all requests that were sent under one name. requests: those in flight. heard: somebody listens."""
 
-    timing: Timing
+    heard: bool = False
+    requests: dict[str, "Subscriber"] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: bool = False
 
     def push(self, event: Event) -> None:
         self.events.append(event)
@@ -80,6 +84,16 @@ class Subscriber:
         return taken
 
 
+@dataclass(slots=True)
+class Subscriber:
+    """A request in flight, as the event loop sees it. over: nothing more is done for it, whether it `ended` or not."""
+
+    timing: Timing
+    mailbox: Mailbox
+    ended: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class EngineReplica:
     """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop."""
 
@@ -88,6 +102,7 @@ class EngineReplica:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self._subscribers: dict[str, Subscriber] = {}
+        self._mailboxes: dict[str, Mailbox] = {}
         progress = ProgressLine(self._replica)
         # Ray sets it to the CPUs that were asked for; libgomp reads it once, when torch is first imported.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
@@ -129,9 +144,10 @@ class EngineReplica:
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
 
     async def generate(
-        self, request: Request, kind: EngineKind | None = None, way: Way = ANYWHERE
-    ) -> AsyncGenerator[Accepted | Batch, None]:
-        """Everything that happens to a request, up to its finish, a `Refusal` or a `Failure`.
+        self, request: Request, mailbox: str, kind: EngineKind | None = None, way: Way = ANYWHERE
+    ) -> AsyncGenerator[Accepted, None]:
+        """Take a request on: says so, and ends when the request has ended, by its finish, a `Refusal` or a `Failure`.
+        Its events are for `listen` to fetch, under the mailbox's name.
 
         A request that began at an engine of another `kind` is not gone on with. Closing or cancelling this ends the
         request in the engine before the next step.
@@ -139,24 +155,42 @@ class EngineReplica:
         if kind not in (None, self._kind):
             yield Accepted(self._replica, self._kind)
             return
-        subscriber = Subscriber(Timing(time.monotonic(), resumed=bool(request.emitted)))
-        self._subscribers[request.request_id] = subscriber
+        box = self._mailboxes.setdefault(mailbox, Mailbox())
+        subscriber = Subscriber(Timing(time.monotonic(), resumed=bool(request.emitted)), box)
+        self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
         self._metrics.arrived(len(request.prompt), subscriber.timing)
         self._thread.submit(request)
         try:
             yield Accepted(self._replica, self._kind)
-            while True:
-                events = await subscriber.take()
-                if not events and self._thread.step_seconds() > STEP_SECONDS:
-                    events = (Failure("the engine hangs"),)
-                yield Batch(self._replica, events)
-                if subscriber.ended and not subscriber.events:
-                    break
+            await subscriber.over.wait()
         finally:
-            del self._subscribers[request.request_id]
+            del self._subscribers[request.request_id], box.requests[request.request_id]
+            self._loop.call_later(UNHEARD_SECONDS, self._sweep, mailbox)
             if not subscriber.ended:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
+
+    async def listen(self, mailbox: str, way: Way = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        """Everything that happens to the requests that were sent under a mailbox's name, an item a step; ends once
+        there have been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
+
+        There may be one at a time for each mailbox.
+        """
+        box = self._mailboxes.setdefault(mailbox, Mailbox())
+        box.heard = True
+        busy = time.monotonic()
+        try:
+            while box.events or box.requests or time.monotonic() - busy < IDLE_SECONDS:
+                if box.requests:
+                    busy = time.monotonic()
+                events = await box.take()
+                if not events and self._thread.step_seconds() > STEP_SECONDS:
+                    events = (Failure("the engine hangs"),)
+                yield Batch(self._replica, events)
+        finally:
+            for subscriber in box.requests.values():
+                subscriber.over.set()
+            del self._mailboxes[mailbox]
 
     async def describe(self, way: Way = ANYWHERE) -> ModelCard:
         """What the ingress must know of the model."""
@@ -203,6 +237,12 @@ class EngineReplica:
         if self._thread.step_seconds() > STEP_SECONDS:
             raise RuntimeError(f"the engine has been busy with one step for more than {STEP_SECONDS:g} s")
 
+    def _sweep(self, mailbox: str) -> None:
+        """Throw a mailbox away that nobody came for: whose it was is gone."""
+        box = self._mailboxes.get(mailbox)
+        if box is not None and not box.heard and not box.requests:
+            del self._mailboxes[mailbox]
+
     def _deliver(self, events: Sequence[Event]) -> None:
         self._loop.call_soon_threadsafe(self._spread, events)
 
@@ -224,7 +264,7 @@ class EngineReplica:
                 continue
             self._metrics.stepped(event, found.timing, now)
             if event.finish is None:
-                found.push(event)
+                found.mailbox.push(event)
             else:
                 self._end(found, event, event.finish.reason, now)
 
@@ -232,5 +272,6 @@ class EngineReplica:
         if subscriber.ended:
             return
         subscriber.ended = True
+        subscriber.over.set()
         self._metrics.ended(reason, subscriber.timing, now)
-        subscriber.push(event)
+        subscriber.mailbox.push(event)

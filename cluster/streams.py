@@ -4,9 +4,10 @@ Whatever goes wrong leaves here as an ApiError. Closing a stream ends its reques
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerFast
@@ -15,8 +16,7 @@ from cluster.acceptance import Acceptance, answer_metrics
 from cluster.card import ModelCard
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError, bad_request, full
-from cluster.handover import Carrier
-from cluster.replica import Batch
+from cluster.handover import Carrier, News
 from cluster.tool_calls import CallDelta, ToolParser
 from cluster.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace, TokenLogprobs
@@ -107,7 +107,7 @@ class Choice:
         text, calls = self.tools.push(text)
         if self.finish is not None:
             rest, more = self.tools.finish()
-            text, calls = text + rest, calls + more
+            text, calls = text + rest, one_a_call((*calls, *more))
         return text, calls
 
 
@@ -188,26 +188,78 @@ class Answer:
         counts = [choice.acceptance for choice in self.choices]
         return answer_metrics(counts, params.seed, self.trace, params.draft_trust)
 
-    async def pieces(self, carrier: Carrier, admission: "Admission", replicas: int) -> AsyncGenerator[Piece, None]:
-        """Pieces of all choices, one a step and choice, as they come. Raises ApiError."""
+    async def pieces(
+        self, carrier: Carrier, admission: "Admission", replicas: int, pace: "Pace | None" = None
+    ) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices as they come; at a pace, what several steps of a choice brought may be one. Raises
+        ApiError."""
         with admission.enter(len(self.requests), replicas):
-            async with aclosing(self._all(carrier)) as pieces:
+            async with aclosing(self._all(carrier, pace)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _all(self, carrier: Carrier) -> AsyncGenerator[Piece, None]:
+    async def _all(self, carrier: Carrier, pace: "Pace | None") -> AsyncGenerator[Piece, None]:
         streams = [
-            self._of(choice, carrier.run(request)) for choice, request in zip(self.choices, self.requests, strict=True)
+            self._of(choice, carrier.run(request), pace)
+            for choice, request in zip(self.choices, self.requests, strict=True)
         ]
         async with aclosing(merge(streams)) as merged:
             async for piece in merged:
                 yield piece
 
-    async def _of(self, choice: Choice, batches: AsyncGenerator[Batch, None]) -> AsyncGenerator[Piece, None]:
-        async with aclosing(batches):
-            async for batch in batches:
-                for event in batch.events:
-                    yield choice.add(finished_well(event), batch.replica)
+    async def _of(
+        self, choice: Choice, story: AsyncGenerator[News, None], pace: "Pace | None"
+    ) -> AsyncGenerator[Piece, None]:
+        async with aclosing(story):
+            async for news in story:
+                pieces = [choice.add(finished_well(event), news.replica) for event in news.events]
+                if self.trace:  # which is told step by step
+                    for piece in pieces:
+                        yield piece
+                    continue
+                said = time.monotonic()
+                yield joined(pieces)
+                if pace is not None and choice.finish is None:
+                    await asyncio.sleep(pace.interval - (time.monotonic() - said))
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """What several steps added to one choice as if it were one; traces cannot be joined."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[0],
+        text="".join(piece.text for piece in pieces),
+        finish=pieces[-1].finish,
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        calls=one_a_call(delta for piece in pieces for delta in piece.calls),
+    )
+
+
+def one_a_call(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """The same with one delta for each call: clients add up one a chunk."""
+    made: list[CallDelta] = []
+    for delta in deltas:
+        if made and made[-1].index == delta.index:
+            made[-1] = replace(made[-1], arguments=made[-1].arguments + delta.arguments)
+        else:
+            made.append(delta)
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How often a stream gets a chunk: one a step, unless all streams of an ingress together would get more than
+    `chunks` a second. Then a chunk brings what several steps did: chunks cost processor time, and where engines compute
+    on the same processors, tokens."""
+
+    admission: "Admission"
+    chunks: int
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two chunks of a stream."""
+        return self.admission.under_way / self.chunks
 
 
 class Admission:
@@ -246,11 +298,10 @@ def requests_for(
     ]
 
 
-def finished_well(event: object) -> StepOutput:
+def finished_well(event: StepOutput | Refusal) -> StepOutput:
     """The event where it is a step that did not break the answer off; raises ApiError for all others."""
     if isinstance(event, Refusal):
         raise bad_request(event.message, event.param)
-    assert isinstance(event, StepOutput)
     if event.finish is not None and event.finish.reason is FinishReason.ERROR:
         if event.finish.param is not None:
             raise bad_request(event.finish.error or "the request cannot be served", event.finish.param)

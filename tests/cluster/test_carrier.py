@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from cluster.engine_thread import Failure, Refusal
+from cluster.engine_thread import Event, Failure, Refusal
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics, render
@@ -52,13 +52,14 @@ def undisturbed() -> list[int]:
 
 @dataclass
 class Scripted:
-    """A call of a replica that acts."""
+    """A replica that has one request, and acts: its call for the request, and its call for what happens to it."""
 
     name: str
     act: Act
     request: Request
     kind: EngineKind | None
     cancelled: bool = False
+    said: asyncio.Queue[Batch | BaseException | None] = field(default_factory=asyncio.Queue)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -71,13 +72,13 @@ class Scripted:
         if self.kind not in (None, mine):
             return
         if self.act.end == "refuses":
-            yield Batch(self.name, (Refusal(self.request.request_id, "too long here", None),))
+            self.say(Refusal(self.request.request_id, "too long here", None))
             return
         known = [*self.request.prompt, *self.request.emitted]
         step = bool(self.request.emitted)
         for _ in range(self.act.steps):
             await asyncio.sleep(0)
-            yield Batch(self.name, ())
+            self.say()
             said: list[int] = []
             while len(said) < self.act.run and len(known) < len(REQUEST.prompt) + LENGTH:
                 said.append(token_after(known))
@@ -85,23 +86,49 @@ class Scripted:
             finish = Finish(FinishReason.LENGTH) if len(known) == len(REQUEST.prompt) + LENGTH else None
             trace = StepTrace(int(step), 0.001, tuple(said[:-1]), len(said) - 1, said[-1], 4, (), None, len(said), 0)
             late = StepOutput("answer-0.-1", (99, 99, 99))
-            yield Batch(self.name, (late, StepOutput(self.request.request_id, tuple(said), trace, finish)))
+            self.say(late, StepOutput(self.request.request_id, tuple(said), trace, finish))
             step += 1
             if finish:
                 return
         match self.act.end:
             case "silent":
                 await asyncio.sleep(60)
+            case "ends early":
+                await asyncio.sleep(0)
             case "breaks":
-                yield Batch(self.name, (Failure("the engine failed"),))
-                await asyncio.sleep(60)
+                self.say(Failure("the engine failed"))
             case "aborts":
-                end = Finish(FinishReason.ABORT)
-                yield Batch(self.name, (StepOutput(self.request.request_id, (), finish=end),))
+                self.say(StepOutput(self.request.request_id, (), finish=Finish(FinishReason.ABORT)))
             case "cancelled":
+                self.said.put_nowait(asyncio.CancelledError())
                 raise asyncio.CancelledError
             case "dies" | "other kind":
-                raise ActorUnavailableError("gone", b"0" * 16)
+                gone = ActorUnavailableError("gone", b"0" * 16)
+                self.said.put_nowait(gone)
+                raise gone
+
+    def say(self, *events: Event) -> None:
+        self.said.put_nowait(Batch(self.name, events))
+
+
+@dataclass
+class Listening:
+    """A replica's call for what happens: it comes for as long as the replica lives."""
+
+    replica: Scripted
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        while True:
+            said = await self.replica.said.get()
+            if said is None:
+                return
+            if isinstance(said, BaseException):
+                raise said
+            yield said
 
 
 @dataclass
@@ -119,11 +146,14 @@ class Cast:
     def marks(self, request: Request) -> bytes:
         return b"marks of " + bytes(request.prompt)
 
-    def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Scripted:
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
         act = self.acts[min(len(self.calls), len(self.acts) - 1)]
         self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
         self.ways.append(way)
         return self.calls[-1]
+
+    def listen(self, replica: str, mailbox: str) -> Listening:
+        return Listening(next(call for call in self.calls if call.name == replica))
 
 
 def carry(cast: Cast, patience: Patience | None = None) -> tuple[list[StepOutput], IngressMetrics]:
@@ -132,8 +162,8 @@ def carry(cast: Cast, patience: Patience | None = None) -> tuple[list[StepOutput
 
     async def run() -> list[StepOutput]:
         outputs: list[StepOutput] = []
-        async for batch in carrier.run(REQUEST):
-            for event in batch.events:
+        async for news in carrier.run(REQUEST):
+            for event in news.events:
                 assert isinstance(event, StepOutput)
                 outputs.append(event)
         return outputs
@@ -211,7 +241,7 @@ def test_a_stream_without_a_replica_is_given_up_in_time() -> None:
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     async def run() -> list[object]:
         carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"))
-        return [event async for batch in carrier.run(REQUEST) for event in batch.events]
+        return [event async for news in carrier.run(REQUEST) for event in news.events]
 
     (event,) = asyncio.run(run())
     assert isinstance(event, Refusal)
@@ -219,7 +249,7 @@ def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
 
 def test_a_full_server_says_so_at_once() -> None:
     class Full(Cast):
-        def generate(self, request: Request, kind: EngineKind | None, way: Way) -> Scripted:
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
             class Refused(Scripted):
                 async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
                     raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
@@ -236,9 +266,9 @@ def test_closing_a_stream_cancels_its_call() -> None:
     cast = Cast([Act()])
 
     async def run() -> None:
-        batches = Carrier(cast, Patience(1, 1), IngressMetrics("here")).run(REQUEST)
-        await anext(batches)
-        await batches.aclose()
+        events = Carrier(cast, Patience(1, 1), IngressMetrics("here")).run(REQUEST)
+        await anext(events)
+        await events.aclose()
 
     asyncio.run(run())
     assert [call.cancelled for call in cast.calls] == [True]

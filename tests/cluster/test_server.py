@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.replica import IDLE_SECONDS
 from tests.servers import Server
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -421,6 +422,28 @@ def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.metric("vllm:request_success_total") == aborted + 1
     assert server.metric("vllm:generation_tokens_total") - generated < 4000
+
+
+def test_who_goes_away_takes_no_other_stream_along(server: Server) -> None:
+    """All streams come by one call, which whoever was first has made."""
+    body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    until(lambda: server.metric("vllm:num_requests_running") == 0)
+    time.sleep(2 * IDLE_SECONDS)  # the call of the tests before is over
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as one,
+        httpx.Client(base_url=server.url, timeout=60) as two,
+        one.stream("POST", "/v1/completions", json=body) as first,
+    ):
+        assert next(first.iter_lines()).startswith("data: ")
+        with two.stream("POST", "/v1/completions", json={**body, "max_tokens": 1500}) as second:
+            lines = second.iter_lines()
+            assert next(lines).startswith("data: ")
+            first.close()
+            until(lambda: server.metric("vllm:num_requests_running") == 1)
+            rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    assert server.metric("tidar:stream_handovers_total") == 0
 
 
 def until(holds: Any, seconds: float = 30) -> None:

@@ -133,7 +133,7 @@ def test_the_cluster_tab_follows_a_burst(live: Visit, base_url: str) -> None:
     page.click("#tab-cluster")
     expect(page.locator(".replica")).to_have_count(1)
     page.fill("#b-answers", "8")
-    page.fill("#b-tokens", "24")
+    page.fill("#b-tokens", "96")  # long enough for a look, one a second, to fall into it
     page.click("#b-start")
     page.wait_for_function("Number(document.querySelector('.replica .meters').children[3].lastChild.textContent) >= 2")
     page.wait_for_function("document.querySelector('#b-status').textContent.startsWith('Done')", timeout=120_000)

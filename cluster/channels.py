@@ -1,0 +1,165 @@
+"""The ingress side of the line to the replicas: one call of each brings what happens to all requests there.
+
+A call of its own for every stream would pay for the way between two processes once a token and stream. So a request is
+sent by a call that says who has it and then nothing more (`EngineReplica.generate`), and what happens to it comes by
+the replica's one call for this ingress (`EngineReplica.listen`): an item a step, whatever the number of streams.
+
+Both name a mailbox. What a call had taken out of its mailbox when it failed does not come again: the requests that it
+brought events of are lost with it, those that nobody has accepted yet too, and what is sent afterwards goes under the
+name of a new mailbox.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from cluster.engine_thread import Event, Failure
+from cluster.replica import Accepted, Batch
+
+TICK_SECONDS = 0.1
+
+
+class Call(Protocol):
+    """One call of a replica, from outside."""
+
+    def __aiter__(self) -> AsyncIterator[Accepted | Batch]: ...
+    def cancel(self) -> None: ...
+
+
+class Lost(Exception):
+    """An attempt is over before its answer: under the replica that had accepted it, where one had."""
+
+    def __init__(self, cause: str, replica: str | None = None):
+        super().__init__(cause)
+        self.cause = cause
+        self.replica = replica
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A call is over: of an error, or by itself."""
+
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class Mail:
+    """A mailbox's name, who waits for what under it, the calls that fetch it by replica, and those that failed."""
+
+    name: str = field(default_factory=lambda: secrets.token_hex(8))
+    waiting: "dict[str, Reception]" = field(default_factory=dict)
+    fetching: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Reception:
+    """Where one request's news arrive: what its own call says, its events, and the exception that its events end of."""
+
+    request_id: str
+    mail: Mail
+    replica: str | None = None
+    news: asyncio.Queue[Accepted | Event | Ended | Exception] = field(default_factory=asyncio.Queue)
+
+
+class Channels:
+    """Fetches what replicas have for this ingress. listen: calls a replica for a mailbox. silence: one that says
+    nothing for so many seconds hangs."""
+
+    def __init__(self, listen: Callable[[str, str], Call], silence: float):
+        self._listen = listen
+        self._silence = silence
+        self._mail = Mail()
+
+    def expect(self, request_id: str) -> Reception:
+        """Make ready for a request that is about to be sent, under the mailbox `mail.name`."""
+        mail = self._mail
+        reception = mail.waiting[request_id] = Reception(request_id, mail)
+        return reception
+
+    def accepted(self, reception: Reception, replica: str) -> None:
+        """Say who has the request. Raises Lost where its events may have been lost on the way already."""
+        mail = reception.mail
+        if replica in mail.failed:
+            raise Lost("call failed", replica)
+        reception.replica = replica
+        if replica not in mail.fetching:
+            # In a context of its own: it is for all requests, and must not end with the one that happens to be first.
+            mail.fetching[replica] = asyncio.create_task(self._fetch(mail, replica), context=Context())
+
+    def forget(self, reception: Reception) -> None:
+        """The request is over, for whatever reason."""
+        reception.mail.waiting.pop(reception.request_id, None)
+
+    async def _fetch(self, mail: Mail, replica: str) -> None:
+        try:
+            # A replica ends the call itself when it has had nothing to say for a while.
+            while any(reception.replica == replica for reception in mail.waiting.values()):
+                await self._fetch_once(mail, replica)
+        except Exception as error:
+            mail.failed.add(replica)
+            if self._mail is mail:
+                self._mail = Mail()
+            for reception in mail.waiting.values():
+                if reception.replica == replica:
+                    reception.news.put_nowait(error)
+        finally:
+            del mail.fetching[replica]
+
+    async def _fetch_once(self, mail: Mail, replica: str) -> None:
+        call = self._listen(replica, mail.name)
+        arrivals: asyncio.Queue[Any] = asyncio.Queue()
+        listener = asyncio.create_task(hear(call, arrivals))
+        try:
+            while not isinstance(heard := await next_arrival(arrivals, self._silence, "silent"), Ended):
+                for event in heard.events:
+                    if isinstance(event, Failure):
+                        raise Lost("engine failed")
+                    if (found := mail.waiting.get(event.request_id)) is not None:
+                        found.news.put_nowait(event)
+        except Lost:
+            hang_up(call, listener)
+            raise
+        if heard.error is not None:
+            raise heard.error
+
+
+async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:
+    """Put everything that a call brings into `arrivals`, at last how it `Ended`."""
+    try:
+        async for heard in call:
+            arrivals.put_nowait(heard)
+        arrivals.put_nowait(Ended())
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        if task.cancelling():
+            raise
+        arrivals.put_nowait(Ended(Lost("cancelled by the server")))  # so Ray says it: by an exception of the same type
+    except Exception as error:
+        arrivals.put_nowait(Ended(error))
+
+
+def hang_up(call: Call, listener: asyncio.Task[None]) -> None:
+    """End a call that goes on."""
+    listener.cancel()
+    with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
+        call.cancel()
+
+
+async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str) -> Any:
+    """The next item; raises Lost(cause) if none comes. Ticks are counted, not time: while this very event loop is held
+    up nothing can be heard, which is no sign that nobody speaks."""
+    if not arrivals.empty():
+        return arrivals.get_nowait()
+    for _ in range(max(1, round(seconds / TICK_SECONDS))):
+        try:
+            async with asyncio.timeout(TICK_SECONDS):
+                return await arrivals.get()
+        except TimeoutError:
+            continue
+    raise Lost(cause)

@@ -1,0 +1,160 @@
+"""The calls that bring what happens: one a replica, and what becomes of requests when one ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from cluster.channels import Channels, Lost, Reception
+from cluster.engine_thread import Event, Failure
+from cluster.replica import Accepted, Batch
+from tidar_core.request import StepOutput
+
+ENDS = None
+Said = Event | Exception | None
+
+
+@dataclass
+class Line:
+    """A replica's call: brings what the test says, `ENDS` by itself or as an exception says."""
+
+    replica: str
+    mailbox: str
+    said: asyncio.Queue[Said] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        while (said := await self.said.get()) is not ENDS:
+            if isinstance(said, Exception):
+                raise said
+            yield Batch(self.replica, (said,))
+
+
+@dataclass
+class Lines:
+    made: list[Line] = field(default_factory=list)
+
+    def __call__(self, replica: str, mailbox: str) -> Line:
+        self.made.append(Line(replica, mailbox))
+        return self.made[-1]
+
+
+def play(scene: Callable[[Channels, Lines], Awaitable[None]], silence: float = 5.0) -> Lines:
+    lines = Lines()
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await scene(Channels(lines, silence), lines)
+
+    asyncio.run(run())
+    return lines
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def heard(reception: Reception) -> object:
+    return await reception.news.get()
+
+
+def token(request_id: str, value: int) -> StepOutput:
+    return StepOutput(request_id, (value,))
+
+
+def test_all_requests_at_a_replica_come_by_one_call() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, two, other = (channels.expect(name) for name in ("one", "two", "other"))
+        for reception, replica in ((one, "r0"), (two, "r0"), (other, "r1")):
+            channels.accepted(reception, replica)
+        await settle()
+        first, second = lines.made
+        for event in (token("two", 1), token("one", 2), token("nobody", 9), token("two", 3)):
+            first.said.put_nowait(event)
+        second.said.put_nowait(token("other", 4))
+        assert await heard(one) == token("one", 2)
+        assert [await heard(two), await heard(two)] == [token("two", 1), token("two", 3)]
+        assert await heard(other) == token("other", 4)
+
+    lines = play(scene)
+    assert [line.replica for line in lines.made] == ["r0", "r1"]
+    assert lines.made[0].mailbox == lines.made[1].mailbox
+
+
+def test_events_that_come_before_the_acceptance_are_kept() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, two = channels.expect("one"), channels.expect("two")
+        channels.accepted(one, "r0")
+        await settle()
+        lines.made[0].said.put_nowait(token("two", 1))
+        assert await heard(two) == token("two", 1)
+
+    play(scene)
+
+
+def test_a_call_that_ends_by_itself_is_made_again_while_somebody_waits() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one = channels.expect("one")
+        channels.accepted(one, "r0")
+        await settle()
+        lines.made[0].said.put_nowait(ENDS)
+        await settle()
+        lines.made[1].said.put_nowait(token("one", 1))
+        assert await heard(one) == token("one", 1)
+        channels.forget(one)
+        lines.made[1].said.put_nowait(ENDS)
+        await settle()
+        assert len(lines.made) == 2
+        two = channels.expect("two")
+        channels.accepted(two, "r0")
+        await settle()
+        assert len(lines.made) == 3
+
+    lines = play(scene)
+    assert len({line.mailbox for line in lines.made}) == 1, "nothing was lost, so the name may stay"
+
+
+def test_what_a_failed_call_may_have_taken_with_it_is_lost_and_later_requests_have_another_name() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, elsewhere, late = (channels.expect(name) for name in ("one", "elsewhere", "late"))
+        channels.accepted(one, "r0")
+        channels.accepted(elsewhere, "r1")
+        await settle()
+        lines.made[0].said.put_nowait(ConnectionError("gone"))
+        assert isinstance(await heard(one), ConnectionError)
+        assert elsewhere.news.empty()
+        with pytest.raises(Lost) as caught:
+            channels.accepted(late, "r0")
+        assert caught.value.replica == "r0"
+        again = channels.expect("again")
+        channels.accepted(again, "r0")
+        await settle()
+        lines.made[1].said.put_nowait(token("elsewhere", 1))
+        assert await heard(elsewhere) == token("elsewhere", 1)
+
+    lines = play(scene)
+    assert [line.replica for line in lines.made] == ["r0", "r1", "r0"]
+    assert lines.made[2].mailbox != lines.made[0].mailbox
+
+
+@pytest.mark.parametrize("failure", [None, Failure("the engine failed")])
+def test_a_replica_that_falls_silent_or_breaks_loses_all_its_requests(failure: Failure | None) -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        receptions = [channels.expect(str(number)) for number in range(3)]
+        for reception in receptions:
+            channels.accepted(reception, "r0")
+        await settle()
+        if failure is not None:
+            lines.made[0].said.put_nowait(failure)
+        for reception in receptions:
+            news = await heard(reception)
+            assert isinstance(news, Lost)
+            assert news.cause == ("silent" if failure is None else "engine failed")
+
+    lines = play(scene, silence=0.2)
+    assert [line.cancelled for line in lines.made] == [True]
