@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,8 +20,8 @@ from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
-from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics, render
+from cluster.models import Models
 from cluster.openapi import document
 from cluster.options import ServeOptions
 from cluster.prompts import (
@@ -44,7 +44,7 @@ from cluster.schemas import (
     refuse_unsupported,
     sampling_params,
 )
-from cluster.streams import Admission, Answer, Echo, Pace, requests_for
+from cluster.streams import Answer, Echo, Pace, requests_for
 from cluster.tools import Toolbox, tool_format, toolbox
 
 PLAYGROUND = "/playground/"
@@ -64,14 +64,17 @@ class Plan:
     tools: Toolbox | None = None
 
 
-def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
-    """The ingress' application. Errors of any kind leave as OpenAI's error object."""
+def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
+    """The ingress' application; `directories` by the names that requests may ask for. Errors of any kind leave as
+    OpenAI's error object."""
+    metrics = IngressMetrics(secrets.token_hex(4))
+    models = Models(directories, options, metrics)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await directory.start()
+        await models.start()
         yield
-        await directory.stop()
+        await models.stop()
 
     app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, answer_error)
@@ -87,27 +90,22 @@ def build_api(directory: Directory, options: ServeOptions) -> FastAPI:
             allow_headers=("*",),
             expose_headers=("Retry-After",),
         )
-    metrics = IngressMetrics(secrets.token_hex(4))
-    add_openai_routes(app, directory, options, metrics)
-    add_tokenizer_routes(app, directory, options)
-    add_service_routes(app, directory, metrics)
+    add_openai_routes(app, models, options)
+    add_tokenizer_routes(app, models, options)
+    add_service_routes(app, models, metrics)
     add_document(app, options)
     return app
 
 
-def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions, metrics: IngressMetrics) -> None:
-    admission = Admission(options.max_ongoing)
-    carrier = Carrier(directory, Patience(options.stall_seconds, options.carry_seconds), metrics)
-
+def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
-        card, _ = directory.model
-        return JSONResponse({"object": "list", "data": [card.describe()]})
+        return JSONResponse({"object": "list", "data": [card.describe() for card in models.cards]})
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> JSONResponse:
-        card, _ = directory.model
-        check_model(name, card)
+        _ = models.cards  # while nothing is served, nobody is told that a name is wrong
+        card, _ = models.named(name).directory.model
         return JSONResponse(card.describe())
 
     @app.post("/v1/completions")
@@ -138,6 +136,8 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
 
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
+        served = await models.wanted(raw)
+        directory, admission = served.directory, served.admission
         card, backend = await directory.awake()
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
         planned = await asyncio.to_thread(plan, raw, card, backend)
@@ -157,7 +157,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         echoes = echoes_of(body, prompts, backend)
         made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools)
         pace = Pace(admission, options.chunk_rate or CHUNK_RATE[card.device]) if body.stream else None
-        pieces = made.pieces(carrier, admission, max(1, len(directory.replicas)), pace)
+        pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
@@ -169,7 +169,7 @@ def add_openai_routes(app: FastAPI, directory: Directory, options: ServeOptions,
         return Response(whole(head, made, gathered), media_type="application/json")
 
 
-def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptions) -> None:
+def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
         def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
@@ -205,19 +205,20 @@ def add_tokenizer_routes(app: FastAPI, directory: Directory, options: ServeOptio
         request: Request, work: Callable[[bytes, ModelCard, Tokenizer], dict[str, Any]]
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
-        return JSONResponse(await asyncio.to_thread(work, raw, *directory.model))
+        served = await models.wanted(raw)
+        return JSONResponse(await asyncio.to_thread(work, raw, *served.directory.model))
 
 
-def add_service_routes(app: FastAPI, directory: Directory, counts: IngressMetrics) -> None:
+def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        if not directory.serves:
+        if not models.serves:
             return PlainTextResponse("no engine replica answers yet\n", 503, {"Retry-After": "1"})
         return PlainTextResponse("ok\n")
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = render([*await directory.metrics(), counts.collect()])
+        page = render([*await models.metrics(), counts.collect()])
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)

@@ -34,13 +34,13 @@ PUBLISH_SECONDS = 2.0  # between two looks at what replicas have cached
 class Ingress:
     """Any number of these may run: all that they know they can ask for again."""
 
-    def __init__(self, engine: DeploymentHandle, options: ServeOptions):
+    def __init__(self, engines: dict[str, DeploymentHandle], options: ServeOptions):
         wake = Wake(options.wake_seconds, options.max_ongoing) if options.sleeps else None
-        self._directory = Directory(engine, wake)
+        self._directories = {name: Directory(engine, wake) for name, engine in engines.items()}
         self._options = options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_api(self._directory, self._options)
+        return build_api(self._directories, self._options)
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -64,9 +64,9 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
     if args.accelerator is not None:
         gpu["accelerator_type"] = args.accelerator
     engine = serve.deployment(
-        name=ENGINE,
         **replica_count(args),
         max_ongoing_requests=UNBOUND,
+        max_queued_requests=args.max_ongoing,  # while there is no replica at all
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,
@@ -77,6 +77,10 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)
+    engines = {
+        name: engine.options(name=deployment).bind(args.engine_config(args.adapter_of[name], device, threads), name)
+        for name, deployment in engine_names(args).items()
+    }
     ingress = serve.deployment(
         name=INGRESS,
         num_replicas=args.ingresses,
@@ -86,7 +90,13 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return ingress.bind(engine.bind(args.engine_config(device, threads), args.served_name), args)
+    return ingress.bind(engines, args)
+
+
+def engine_names(options: ServeOptions) -> dict[str, str]:
+    """The engine deployment of every name that requests may ask for."""
+    own, *others = options.adapter_of
+    return {own: ENGINE} | {name: f"{ENGINE}-{name.replace('/', '-')}" for name in others}
 
 
 def replica_count(options: ServeOptions) -> dict[str, Any]:
@@ -119,6 +129,6 @@ def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     if options.device != "auto":
         device = options.device
     nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
-    engines_a_node = -(-options.most_replicas // nodes)
+    engines_a_node = -(-options.most_engines // nodes)
     share = int(resources.get("CPU", 1)) // nodes // engines_a_node
     return device, options.threads or max(1, share)

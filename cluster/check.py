@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import ENGINE, INGRESS
+from cluster.app import ENGINE, INGRESS, engine_names
 from cluster.options import ServeOptions
 from cluster.preflight import check_visible
 from playground.app import PLAYGROUND, PlaygroundOptions
@@ -108,6 +108,7 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
     try:
         options = read_options(kind, application.get("args") or {})
         if isinstance(options, ServeOptions):
+            names = (*engine_names(options).values(), INGRESS)
             check_visible(options)
     except ConfigError as error:
         yield f"args: {error}"
@@ -121,7 +122,7 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
         yield from (f"deployment {name}: {line}" for line in of_deployment(name, deployment))
         scaled = isinstance(options, ServeOptions) and options.max_replicas is not None
         for key in ("num_replicas", "autoscaling_config"):
-            if name == ENGINE and scaled and key in deployment:
+            if name.startswith(ENGINE) and scaled and key in deployment:
                 yield f"deployment {name}: {key} would take the place of the args' max_replicas; leave one out"
 
 
@@ -139,7 +140,7 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
             yield "min_replicas is 0: only in args is it known to the ingress, which must wake the model; say it there"
     if deployment.get("num_replicas") == 0:
         yield "num_replicas is 0: no request would wake the model; set 1 or more, or min_replicas 0 in args"
-    if name == ENGINE and "ray_actor_options" in deployment:
+    if name.startswith(ENGINE) and "ray_actor_options" in deployment:
         yield (
             "ray_actor_options would take the place of the engine's own, its GPU too: "
             "use the args device, accelerator and threads"

@@ -186,11 +186,11 @@ def check_resources(options: ServeOptions) -> None:
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     device, _ = app.placement(options)
-    most, option = options.most_replicas, "--replicas" if options.max_replicas is None else "--max-replicas"
+    most, option = options.most_engines, "--replicas" if options.max_replicas is None else "--max-replicas"
     if device == "cuda" and gpus < most:
-        raise ConfigError(f"{most} replicas need as many GPUs, Ray sees {gpus}: lower {option}")
+        raise ConfigError(f"{most} engines need as many GPUs, Ray sees {gpus}: lower {option}")
     if cpus < most:
-        raise ConfigError(f"{most} replicas need as many CPUs, Ray sees {cpus}: lower {option}")
+        raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: lower {option}")
 
 
 def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
@@ -224,22 +224,24 @@ def answers(url: str) -> bool:
 def announce(base: str, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
-    card = asyncio.run(card_of_the_model(wait))
-    exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
-    drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
-    say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
+    for deployment in app.engine_names(options).values():
+        card = asyncio.run(card_of(deployment, wait))
+        exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
+        drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
+        say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
+        say(f"  drafter     {drafter}; drafts {card.drafts}")
     say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
-    say(f"  drafter     {drafter}; drafts {card.drafts}")
     wanted = f"{options.min_replicas} to {options.max_replicas}, as the load wants"
-    say(f"  replicas    {options.replicas if options.max_replicas is None else wanted}")
+    each = " of each" if options.adapters else ""
+    say(f"  replicas    {options.replicas if options.max_replicas is None else wanted}{each}")
     say("  stop        Ctrl-C")
 
 
-async def card_of_the_model(seconds: float) -> ModelCard:
+async def card_of(deployment: str, seconds: float) -> ModelCard:
     """Ask a replica; in an event loop, which a handle needs where the environment says so (`SHORT_WAYS`)."""
     async with asyncio.timeout(seconds):
-        card: ModelCard = await serve.get_deployment_handle(app.ENGINE, API).describe.remote()
+        card: ModelCard = await serve.get_deployment_handle(deployment, API).describe.remote()
     return card
 
 

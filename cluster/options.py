@@ -16,10 +16,15 @@ Seconds = Annotated[float, Field(ge=0.0)]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
+
+
 class ServeOptions(BaseModel):
     """One model behind the API; also the `args` of the application builder in a Serve config file.
 
     model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
+    adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
+    its own, as many as the first has.
     name: what clients call the model; by default the last part of its path, or its hub id.
     replicas: engines, always so many. min_replicas, max_replicas: instead of it, as many between these as the load
     wants (`cluster.autoscaling`); 0 lets the model sleep while nobody asks, and the first request wakes it.
@@ -44,6 +49,7 @@ class ServeOptions(BaseModel):
 
     model: str = DEFAULT_MODEL
     adapter: str = "default"
+    adapters: dict[str, str] = Field(default_factory=dict)
     name: str | None = None
     dtype: ServedDType = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -79,6 +85,14 @@ class ServeOptions(BaseModel):
                 raise ValueError(f"{origin!r} is no origin: write scheme, host and port alone, as https://example.org")
         return origins
 
+    @field_validator("adapters")
+    @classmethod
+    def _names_for_requests(cls, adapters: dict[str, str]) -> dict[str, str]:
+        for name in adapters:
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name for a model: use letters, digits and . _ - / :")
+        return adapters
+
     @field_validator("replicas")
     @classmethod
     def _some_replica(cls, replicas: int) -> int:
@@ -96,6 +110,14 @@ class ServeOptions(BaseModel):
             raise ValueError("replicas and max_replicas both say how many engines there are; leave one of the two out")
         elif self.max_replicas < self.min_replicas:
             raise ValueError(f"min_replicas {self.min_replicas} is more than max_replicas {self.max_replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_model_for_a_name(self) -> Self:
+        if self.served_name in self.adapters:
+            raise ValueError(f"{self.served_name} is the name of the model itself; give its other adapters other names")
+        if len({name.replace("/", "-") for name in self.adapters}) < len(self.adapters):
+            raise ValueError("two of the adapters' names differ by / and - alone; make them differ more")
         return self
 
     @model_validator(mode="after")
@@ -121,9 +143,14 @@ class ServeOptions(BaseModel):
         }
 
     @property
-    def most_replicas(self) -> int:
-        """Engines that there may be."""
-        return self.max_replicas or self.replicas
+    def adapter_of(self) -> dict[str, str]:
+        """The adapter behind every name that requests may ask for, the model's own first."""
+        return {self.served_name: self.adapter, **self.adapters}
+
+    @property
+    def most_engines(self) -> int:
+        """Engines that there may be, of all adapters together."""
+        return (self.max_replicas or self.replicas) * len(self.adapter_of)
 
     @property
     def sleeps(self) -> bool:
@@ -138,11 +165,11 @@ class ServeOptions(BaseModel):
         path = Path(self.model)
         return (path.stem if path.is_file() else path.resolve().name) if path.exists() else self.model
 
-    def engine_config(self, device: Literal["auto", "cpu", "cuda"], threads: int) -> EngineConfig:
-        """The engine's own settings, on a device and with a number of CPU threads."""
+    def engine_config(self, adapter: str, device: Literal["auto", "cpu", "cuda"], threads: int) -> EngineConfig:
+        """The engine's own settings, with an adapter, on a device and with a number of CPU threads."""
         return EngineConfig(
             model=self.model,
-            adapter=self.adapter,
+            adapter=adapter,
             dtype=self.dtype,
             device=device,
             threads=threads,

@@ -1,7 +1,9 @@
 """What can be known to fail before Ray starts: the port, the model, the adapter. Each failure is one line."""
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.auth import read_keys
 from cluster.options import ServeOptions
@@ -44,8 +46,9 @@ def check_options(options: ServeOptions) -> None:
         read_keys(file)
     check_accelerator(options.accelerator)
     config = load_config(find_model(options.model))
-    if options.adapter not in ("default", "none"):
-        check_adapter(Path(options.adapter), options.served_name, config)
+    for name, adapter in options.adapter_of.items():
+        if adapter not in ("default", "none"):
+            check_adapter(Path(adapter), name, config)
 
 
 def check_visible(options: ServeOptions) -> None:
@@ -63,9 +66,9 @@ def check_visible(options: ServeOptions) -> None:
     if options.model != DEFAULT_MODEL and not Path(options.model).exists():
         return
     config = load_config(find_model(options.model))
-    adapter = Path(options.adapter)
-    if options.adapter not in ("default", "none") and adapter.exists():
-        check_adapter(adapter, options.served_name, config)
+    for name, adapter in options.adapter_of.items():
+        if adapter not in ("default", "none") and Path(adapter).exists():
+            check_adapter(Path(adapter), name, config)
 
 
 def check_accelerator(name: str | None) -> None:
@@ -94,10 +97,14 @@ def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
 
 def absolute(options: ServeOptions) -> ServeOptions:
     """The options with paths that hold wherever a replica's process starts."""
-    changed = {}
     own_words = {"model": (DEFAULT_MODEL,), "adapter": ("default", "none"), "api_keys": (), "metrics_keys": ()}
-    for name, words in own_words.items():
-        value = getattr(options, name)
-        if value is not None and value not in words and (path := Path(value).expanduser()).exists():
-            changed[name] = str(path.resolve())
+    changed: dict[str, Any] = {name: settled(getattr(options, name), words) for name, words in own_words.items()}
+    changed["adapters"] = {name: settled(path, own_words["adapter"]) for name, path in options.adapters.items()}
     return options.model_copy(update={**changed, "name": options.served_name})
+
+
+def settled(path: str | None, words: Sequence[str]) -> str | None:
+    """A path that is there, from the root on; one of the `words`, or what is not there, as it is."""
+    if path is None or path in words or not (found := Path(path).expanduser()).exists():
+        return path
+    return str(found.resolve())

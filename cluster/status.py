@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -23,10 +23,11 @@ Series = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What all replicas counted at a moment (seconds of one clock)."""
+    """What all replicas counted at a moment (seconds of one clock), and what each serves."""
 
     moment: float
     replicas: Series
+    models: Mapping[str, str] = field(default_factory=dict)
 
 
 def show_status(address: str, key: str | None = None, live: bool = False, console: Console | None = None) -> None:
@@ -57,29 +58,31 @@ def show_status(address: str, key: str | None = None, live: bool = False, consol
 def model_table(base: str, key: str | None) -> Table:
     """What is served at an address. Raises ConfigError where that is no TiDAR server."""
     answer = fetch(f"{base}/v1/models", key)
+    head = Table.grid(padding=(0, 2))
     try:
-        model = answer.json()["data"][0]
-        about = model["tidar"]
+        for model in answer.json()["data"]:
+            about = model["tidar"]
+            rows = {
+                "model": model["id"],
+                "loaded from": model["root"],
+                "runs in": f"{about['dtype']} on {about['device']}, {'exact' if about['exact'] else 'not exact'}",
+                "drafter": f"{about['adapter']}, block length {about['block_length']}" if about["adapter"] else "none",
+                "drafts": about["drafts"],
+                "context": f"{model['max_model_len']} tokens",
+            }
+            for name, value in rows.items():
+                head.add_row(name, str(value))
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"what answers at {base} is no TiDAR server: give the address of `tidar up`") from None
-    head = Table.grid(padding=(0, 2))
-    rows = {
-        "model": model["id"],
-        "loaded from": model["root"],
-        "runs in": f"{about['dtype']} on {about['device']}, {'exact' if about['exact'] else 'not exact'}",
-        "drafter": f"{about['adapter']}, block length {about['block_length']}" if about["adapter"] else "none",
-        "drafts": about["drafts"],
-        "context": f"{model['max_model_len']} tokens",
-    }
-    for name, value in rows.items():
-        head.add_row(name, str(value))
+    if not head.row_count:
+        raise ConfigError(f"what answers at {base} serves no model")
     return head
 
 
 def look(base: str, key: str | None) -> Look:
     """What the metrics page says now. Raises ConfigError."""
     page = fetch(f"{base}/metrics", key).text
-    return Look(time.monotonic(), by_replica(page))
+    return Look(time.monotonic(), *by_replica(page))
 
 
 def fetch(url: str, key: str | None) -> httpx.Response:
@@ -101,26 +104,35 @@ def message_of(response: httpx.Response) -> str:
         return response.reason_phrase
 
 
-def by_replica(page: str) -> dict[str, dict[str, float]]:
-    """The samples of a metrics page by replica and name, series of one name summed over their other labels."""
+def by_replica(page: str) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """The samples of a metrics page by replica and name, series of one name summed over their other labels; and the
+    model of each replica."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    models: dict[str, str] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if "engine" in sample.labels:
                 found[sample.labels["engine"]][sample.name] += sample.value
-    return found
+                models[sample.labels["engine"]] = sample.labels["model_name"]
+    return found, models
 
 
 def replica_table(now: Look, before: Look | None = None) -> Table:
-    """Load, speed and acceptance: a row a replica, and one for all. What is counted is that between two looks where
-    anything happened there, else all since the replica started."""
+    """Load, speed and acceptance: a row a replica, and one for all; where there are several models, each replica's own
+    stands behind its name. What is counted is that between two looks where anything happened there, else all since
+    the replica started."""
     names = sorted(now.replicas)
     title = None if names else "no replica runs: where the model may sleep, the next request wakes it"
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)  # narrow enough for 80 columns
     for heading in ("replica", "running", "waiting", "K/V", "tokens", "tokens/s", "tokens/step", "held"):
         table.add_column(heading, justify="left" if heading == "replica" else "right")
+    several = len(set(now.models.values())) > 1
     for name in names:
-        table.add_row(name, *cells([name], now, before), end_section=name == names[-1])
+        table.add_row(
+            f"{name} {now.models[name]}" if several else name,
+            *cells([name], now, before),
+            end_section=name == names[-1],
+        )
     if len(names) > 1:
         table.add_row("all", *cells(names, now, before))
     return table

@@ -27,6 +27,10 @@ app.command("convert")(convert_command)
 def up(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=ADAPTER: another adapter, for requests that ask for NAME; may be given again."),
+    ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
     min_replicas: Annotated[int, typer.Option(min=0, help="With --max-replicas: 0 lets the model sleep.")] = 1,
     max_replicas: Annotated[int | None, typer.Option(min=1, help="As many engines as the load wants, up to this.")] = (
@@ -60,13 +64,25 @@ def up(
         except ModuleNotFoundError as error:
             raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
         given = {
-            "model": model, "adapter": adapter, "name": name, "dtype": dtype, "device": device, "drafts": drafts,
+            "model": model, "adapter": adapter, "adapters": named(also or []),
+            "name": name, "dtype": dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
             "metrics_keys": metrics_keys, "cors_origins": cors_origin or [],
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         deploy.up(UpOptions(serve=serve, host=host, port=port))
+
+
+def named(pairs: list[str]) -> dict[str, str]:
+    """NAME=ADAPTER each. Raises ConfigError."""
+    found = {}
+    for pair in pairs:
+        name, equals, adapter = pair.partition("=")
+        if not (name and equals and adapter):
+            raise ConfigError(f"--also {pair} names no adapter: write NAME=ADAPTER")
+        found[name] = adapter
+    return found
 
 
 @app.command()

@@ -20,6 +20,7 @@ class Guarded:
     server: Server
     key: str = KEYS[0]
     other_key: str = KEYS[1]
+    plain: str = "tiny/plain"  # the same model without a drafter
     metrics_key: str = "key-of-metrics"
 
     @property
@@ -41,6 +42,7 @@ def guarded_server(directory: Path) -> Iterator[Guarded]:
     options = ServeOptions(
         model=str(model),
         adapter=str(adapter),
+        adapters={Guarded.plain: "none"},
         name="tiny",
         dtype="float32",
         device="cpu",

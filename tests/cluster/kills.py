@@ -269,7 +269,7 @@ class Verdict:
 
 def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
     """Compare every stream, token by token and as text, with an engine in this process."""
-    engine = load_engine(options.engine_config("cpu", 1))
+    engine = load_engine(options.engine_config(options.adapter, "cpu", 1))
     answers = answer_all(engine, [one.ask.prompt for one in told], [one.ask.params() for one in told])
     different = lost = repeated = 0
     for one, answer in zip(told, answers, strict=True):

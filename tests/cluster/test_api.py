@@ -24,7 +24,7 @@ class NoReplica:
 
 @pytest.fixture
 def api() -> FastAPI:
-    return build_api(Directory(NoReplica()), ServeOptions(max_body_bytes=LIMIT))  # type: ignore[arg-type]
+    return build_api({"tiny": Directory(NoReplica())}, ServeOptions(max_body_bytes=LIMIT))  # type: ignore[arg-type]
 
 
 def ask(api: FastAPI, method: str, path: str, **fields: Any) -> httpx.Response:

@@ -18,7 +18,7 @@ def client(tmp_path: Path) -> TestClient:
     (tmp_path / "keys").write_text("# tenants\nfirst-key\n\n  second-key  \n")
     (tmp_path / "metrics").write_text("scraper\n")
     options = ServeOptions(api_keys=str(tmp_path / "keys"), metrics_keys=str(tmp_path / "metrics"))
-    return TestClient(build_api(Directory(NoReplica()), options), follow_redirects=False)  # type: ignore[arg-type]
+    return TestClient(build_api({"tiny": Directory(NoReplica())}, options), follow_redirects=False)  # type: ignore[arg-type]
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -70,9 +70,9 @@ def test_replicas_share_a_page() -> None:
     page = render(parts).decode()
     assert page.count("# TYPE vllm:generation_tokens_total counter") == 1
     assert "_created" not in page
-    replicas = by_replica(page)
+    replicas, models = by_replica(page)
     assert (replicas["r1"]["vllm:generation_tokens_total"], replicas["r2"]["vllm:generation_tokens_total"]) == (7, 0)
-    table = replica_table(Look(0.0, replicas))
+    table = replica_table(Look(0.0, replicas, models))
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows[0] == ("r1", "0", "0", "0.0%", "7", "-", "2.00", "42.9%")
     assert rows[1] == ("r2", "0", "0", "0.0%", "0", "-", "-", "-")
@@ -92,6 +92,8 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
     assert per_step == ["2.50", "1.50", "2.33"]
     idle = replica_table(Look(13.0, {"a": second}), Look(12.0, {"a": second}))
     assert [list(column.cells) for column in idle.columns][5:7] == [["0.0"], [f"{140 / 110:.2f}"]]
+    mixed = replica_table(Look(1.0, {"a": first, "b": fresh}, {"a": "tiny", "b": "tiny/plain"}))
+    assert list(mixed.columns[0].cells) == ["a tiny", "b tiny/plain", "all"]
     assert "wakes it" in str(replica_table(Look(1.0, {})).title)
 
 

@@ -59,7 +59,7 @@ def test_no_route_but_the_page_and_health_answers_without_a_key(stranger: httpx.
 
 
 def test_the_documents_routes_are_the_applications() -> None:
-    app = build_api(Directory(NoReplica()), ServeOptions())  # type: ignore[arg-type]
+    app = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
     routes = {getattr(route, "path_format", None) for route in app.routes}
     assert set(app.openapi()["paths"]) == routes - {"/", "/openapi.json", None}
 

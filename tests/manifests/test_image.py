@@ -5,6 +5,7 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
+from cluster.deploy import SHORT_WAYS
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import REPOSITORY
 
@@ -83,3 +84,9 @@ def test_its_steps_install_a_whole_server(tmp_path: Path) -> None:
         timeout=120,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_serve_takes_the_short_ways_that_tidar_up_takes() -> None:
+    said = (IMAGE / "Dockerfile").read_text(encoding="utf-8")
+    for name, value in SHORT_WAYS.items():
+        assert f"{name}={value} " in said

@@ -1,0 +1,94 @@
+"""What an ingress serves, by the names that requests ask for: one base under several adapters, each on engines of its
+own."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client.metrics_core import Metric
+
+from cluster.card import ModelCard
+from cluster.directory import Directory
+from cluster.errors import ApiError, not_ready, unknown_model
+from cluster.handover import Carrier, Patience
+from cluster.metrics import IngressMetrics
+from cluster.options import ServeOptions
+from cluster.prompts import parse_json
+from cluster.streams import Admission
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One name: who may be called for it, how requests get there, and how many may be under way."""
+
+    directory: Directory
+    carrier: Carrier
+    admission: Admission
+
+
+class Models:
+    """All names; the first is for requests that ask for none."""
+
+    def __init__(self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics):
+        patience = Patience(options.stall_seconds, options.carry_seconds)
+        self._served = {
+            name: Served(directory, Carrier(directory, patience, metrics), Admission(options.max_ongoing))
+            for name, directory in directories.items()
+        }
+
+    async def start(self) -> None:
+        """Begin to look for replicas, on the running event loop."""
+        await asyncio.gather(*(served.directory.start() for served in self._served.values()))
+
+    async def stop(self) -> None:
+        """End it; an ingress that is shut down waits for this."""
+        await asyncio.gather(*(served.directory.stop() for served in self._served.values()))
+
+    @property
+    def serves(self) -> bool:
+        """Whether some request has somebody to answer it."""
+        return any(served.directory.serves for served in self._served.values())
+
+    @property
+    def cards(self) -> list[ModelCard]:
+        """Those of all that can be asked for now. Raises ApiError (503) where there is none."""
+        found = []
+        for served in self._served.values():
+            try:
+                found.append(served.directory.model[0])
+            except ApiError:
+                continue
+        if not found:
+            raise not_ready()
+        return found
+
+    def named(self, name: str | None) -> Served:
+        """Who serves a name. Raises ApiError (404) for one that is not served."""
+        if name is None:
+            return next(iter(self._served.values()))
+        if name not in self._served:
+            raise unknown_model(name, ", ".join(self._served))
+        return self._served[name]
+
+    async def wanted(self, raw: bytes) -> Served:
+        """Who serves what a body asks for. Raises ApiError; what else is wrong with the body its schema finds."""
+        if len(self._served) == 1:
+            return self.named(None)
+        body = await asyncio.to_thread(parse_json, raw)
+        name = body.get("model") if isinstance(body, dict) else None
+        return self.named(name if isinstance(name, str) else None)
+
+    async def metrics(self) -> list[list[Metric]]:
+        """Each replica's series. Raises ApiError (503) where a model should run and no replica of any answers."""
+        told: list[list[Metric]] = []
+        answers = await asyncio.gather(
+            *(served.directory.metrics() for served in self._served.values()), return_exceptions=True
+        )
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                told += answer
+            elif not isinstance(answer, ApiError):
+                raise answer
+        if all(isinstance(answer, ApiError) for answer in answers):
+            raise not_ready()
+        return told
