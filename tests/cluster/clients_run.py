@@ -65,8 +65,18 @@ def with_script(script: str) -> Callable[[str, Server, Path], str]:
     return lambda python, server, directory: run([python, "-c", script, server.url, DEFAULT_MODEL], directory).strip()
 
 
+# What `vllm bench serve` calls. The command itself looks for a package of the name vllm, which its build for CPUs is not.
+VLLM_BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
 def vllm_bench(python: str, server: Server, directory: Path) -> str:
-    words = [str(Path(python).with_name("vllm")), "bench", "serve", "--backend", "openai-chat"]
+    words = [python, "-c", VLLM_BENCH, "--backend", "openai-chat"]
     words += ["--base-url", server.url, "--endpoint", "/v1/chat/completions", "--model", DEFAULT_MODEL]
     words += ["--tokenizer", str(tokenizer_files(directory)), "--dataset-name", "random", "--random-input-len", "64"]
     words += ["--random-output-len", "48", "--num-prompts", "32", "--max-concurrency", "8"]
