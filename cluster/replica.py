@@ -174,8 +174,11 @@ class EngineReplica:
         """Everything that happens to the requests that were sent under a mailbox's name, an item a step; ends once
         there have been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
 
-        There may be one at a time for each mailbox.
+        There may be one at a time for each mailbox. Raises LookupError where the call was meant for another replica, as
+        from a router that does not keep to ways.
         """
+        if way.only not in (None, self._replica):
+            raise LookupError(f"{self._replica} is not {way.only}")
         box = self._mailboxes.setdefault(mailbox, Mailbox())
         box.heard = True
         busy = time.monotonic()

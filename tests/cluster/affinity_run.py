@@ -23,7 +23,7 @@ from cluster.options import ServeOptions, UpOptions
 from tests.cluster.kills import wait_for_replicas
 from tests.servers import Server, free_port, launch, running, tiny_model
 
-SERVES = "ray.serve._private.request_router.pow_2_router:PowerOfTwoChoicesRequestRouter"
+SERVES = "tests.cluster.serves_router:ServesRouter"
 CODE = """
 import sys
 from functools import partial
@@ -107,10 +107,7 @@ def main() -> None:
         )
         for router, path in (("prefix affinity", ROUTER), ("Ray Serve's default", SERVES)):
             with running(start_routed(directory, options, path)) as server:
-                if path is ROUTER:
-                    wait_for_replicas(server, chosen.replicas)
-                else:
-                    time.sleep(3)  # its router ignores which replica is meant, so that they cannot be counted
+                wait_for_replicas(server, chosen.replicas)
                 for at_once in chosen.at_once:
                     prompts = prompts_of(chosen.requests, chosen.prefixes, chosen.tokens, seed=at_once)
                     got = ask_all(server, prompts, at_once)

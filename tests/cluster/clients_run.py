@@ -65,7 +65,7 @@ def with_script(script: str) -> Callable[[str, Server, Path], str]:
     return lambda python, server, directory: run([python, "-c", script, server.url, DEFAULT_MODEL], directory).strip()
 
 
-# What `vllm bench serve` calls. The command itself looks for a package of the name vllm, which its build for CPUs is not.
+# What `vllm bench serve` calls. The command itself looks for a package named vllm, which its build for CPUs is not.
 VLLM_BENCH = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
