@@ -48,7 +48,6 @@ from cluster.streams import Answer, Echo, Pace, requests_for
 from cluster.tools import Toolbox, tool_format, toolbox
 
 PLAYGROUND = "/playground/"
-CHUNK_RATE = {"cpu": 300, "cuda": 2000}  # where the options leave it open; one process can send some 4,000 a second
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -98,6 +97,8 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
 
 
 def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
+    pace = Pace(options.chunk_rate)
+
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card.describe() for card in models.cards]})
@@ -156,8 +157,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
         echoes = echoes_of(body, prompts, backend)
         made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools)
-        pace = Pace(admission, options.chunk_rate or CHUNK_RATE[card.device]) if body.stream else None
-        pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace)
+        pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)

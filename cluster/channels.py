@@ -146,9 +146,15 @@ async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:
 
 def hang_up(call: Call, listener: asyncio.Task[None]) -> None:
     """End a call that goes on."""
-    listener.cancel()
-    with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
-        call.cancel()
+
+    def end() -> None:
+        listener.cancel()
+        with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
+            call.cancel()
+
+    # Not at once: on one event loop Serve cannot cancel a call whose replica has just been found, before who listens
+    # has heard of it.
+    asyncio.get_running_loop().call_soon(end)
 
 
 async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str) -> Any:

@@ -56,7 +56,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             address = running_cluster()
             if address is None:
                 check_port(options.host, options.port)
-            check_options(options.serve)
+            check_options(absolute(options.serve))
             with ray_cluster(address, say, interrupts):
                 if address is not None:
                     refuse_running_serve(address)

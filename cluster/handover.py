@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
+import grpc
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
@@ -29,6 +30,11 @@ from cluster.routing import Way
 from tidar_core.request import FinishReason, Request, StepOutput
 
 log = logging.getLogger("ray.serve")
+# What a call ends of when its replica is gone, going, or none: Ray's and Serve's words for it, and those of gRPC, which
+# Serve also wraps into a RuntimeError where a replica dies while it accepts.
+GONE = (
+    RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError, LookupError, grpc.RpcError,
+)  # fmt: skip
 LONGEST_PAUSE_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
 
@@ -154,6 +160,8 @@ class Carrier:
                 heard = heard or await self._heard(reception, call_ended)
                 said: list[StepOutput | Refusal] = []
                 for item in heard:
+                    if finished:  # what befell the replica afterwards is nothing to this request
+                        break
                     if isinstance(item, Ended):
                         call_ended = item
                     elif isinstance(item, Refusal) and not story.emitted:
@@ -225,14 +233,15 @@ class Carrier:
             raise full() from heard
         if isinstance(heard, DeploymentUnavailableError) and first:
             raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from heard
-        if isinstance(heard, RayTaskError) and not isinstance(heard.cause, RayActorError):
+        # A LookupError of its own: the replica is not the one that was meant.
+        if isinstance(heard, RayTaskError) and not (
+            isinstance(heard.cause, RayActorError) or type(heard.cause) is LookupError
+        ):
             log.error("request %s failed: %s", story.request.request_id, heard)
             raise server_error() from heard
         if isinstance(heard, Lost):
             raise Lost(heard.cause, replica) from heard
-        if isinstance(
-            heard, RayError | BackPressureError | DeploymentUnavailableError | RequestCancelledError | LookupError
-        ):
+        if isinstance(heard, GONE) or (isinstance(heard, RuntimeError) and "StatusCode" in str(heard)):
             raise Lost(type(heard).__name__, replica) from heard
         raise heard
 

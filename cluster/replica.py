@@ -164,8 +164,11 @@ class EngineReplica:
             yield Accepted(self._replica, self._kind)
             await subscriber.over.wait()
         finally:
-            del self._subscribers[request.request_id], box.requests[request.request_id]
-            self._loop.call_later(UNHEARD_SECONDS, self._sweep, mailbox)
+            for known in (self._subscribers, box.requests):  # Serve may have sent it twice, its line being cut
+                if known.get(request.request_id) is subscriber:
+                    del known[request.request_id]
+            if not box.heard:
+                self._loop.call_later(UNHEARD_SECONDS, self._sweep, mailbox)
             if not subscriber.ended:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
@@ -193,7 +196,8 @@ class EngineReplica:
         finally:
             for subscriber in box.requests.values():
                 subscriber.over.set()
-            del self._mailboxes[mailbox]
+            if self._mailboxes.get(mailbox) is box:
+                del self._mailboxes[mailbox]
 
     async def describe(self, way: Way = ANYWHERE) -> ModelCard:
         """What the ingress must know of the model."""

@@ -6,7 +6,7 @@ Whatever goes wrong leaves here as an ApiError. Closing a stream ends its reques
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from tidar_core.request import Finish, FinishReason, Request, SamplingParams, St
 from tidar_core.text import TextStream
 
 T = TypeVar("T")
+CHUNK_RATE = {"cpu": 300, "cuda": 2000}  # where the options leave it open; one process can send some 4,000 a second
+LONGEST_INTERVAL_SECONDS = 0.25  # so that a reader sees text flow, however many there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Choice:
     echo: "Echo | None" = None
     tools: ToolParser | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    chunks: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     characters: int = 0
@@ -211,16 +214,30 @@ class Answer:
         self, choice: Choice, story: AsyncGenerator[News, None], pace: "Pace | None"
     ) -> AsyncGenerator[Piece, None]:
         async with aclosing(story):
-            async for news in story:
-                pieces = [choice.add(finished_well(event), news.replica) for event in news.events]
-                if self.trace:  # which is told step by step
-                    for piece in pieces:
+            with ExitStack() as paced:
+                async for news in story:
+                    pieces, failed = self._pieces(choice, news)
+                    said = time.monotonic()
+                    for piece in pieces if self.trace or not pieces else [joined(pieces)]:
                         yield piece
-                    continue
-                said = time.monotonic()
-                yield joined(pieces)
-                if pace is not None and choice.finish is None:
-                    await asyncio.sleep(pace.interval - (time.monotonic() - said))
+                    if failed is not None:
+                        raise failed
+                    if pace is None or self.trace or choice.finish is not None:  # a trace is told step by step
+                        continue
+                    if choice.chunks == 0:
+                        paced.enter_context(pace.stream())
+                    choice.chunks += 1
+                    await asyncio.sleep(pace.interval(self.card.device) - (time.monotonic() - said))
+
+    def _pieces(self, choice: Choice, news: News) -> tuple[list[Piece], ApiError | None]:
+        """What the events added, up to the one that broke the answer off, and what that one says."""
+        pieces: list[Piece] = []
+        for event in news.events:
+            try:
+                pieces.append(choice.add(finished_well(event), news.replica))
+            except ApiError as error:
+                return pieces, error
+        return pieces, None
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -247,19 +264,27 @@ def one_a_call(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
     return tuple(made)
 
 
-@dataclass(frozen=True, slots=True)
 class Pace:
     """How often a stream gets a chunk: one a step, unless all streams of an ingress together would get more than
-    `chunks` a second. Then a chunk brings what several steps did: chunks cost processor time, and where engines compute
-    on the same processors, tokens."""
+    `chunks` a second (0: what suits the engines' device). Then a chunk brings what several steps did: chunks cost
+    processor time, and where engines compute on the same processors, tokens."""
 
-    admission: "Admission"
-    chunks: int
+    def __init__(self, chunks: int):
+        self._chunks = chunks
+        self._streams = 0
 
-    @property
-    def interval(self) -> float:
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """While this is open there is one stream more."""
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    def interval(self, device: str) -> float:
         """Seconds between two chunks of a stream."""
-        return self.admission.under_way / self.chunks
+        return min(self._streams / (self._chunks or CHUNK_RATE[device]), LONGEST_INTERVAL_SECONDS)
 
 
 class Admission:

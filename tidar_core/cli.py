@@ -81,6 +81,8 @@ def named(pairs: list[str]) -> dict[str, str]:
         name, equals, adapter = pair.partition("=")
         if not (name and equals and adapter):
             raise ConfigError(f"--also {pair} names no adapter: write NAME=ADAPTER")
+        if name in found:
+            raise ConfigError(f"--also names {name} twice")
         found[name] = adapter
     return found
 

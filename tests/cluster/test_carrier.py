@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,6 +192,51 @@ def test_whatever_befalls_replicas_the_stream_is_the_same(acts: list[Act], quiet
     names = [call.request.request_id for call in cast.calls]
     assert len(set(names)) == len(names)
     assert all(call.request.prompt == REQUEST.prompt for call in cast.calls)
+
+
+def test_end_and_failure_that_are_read_together_are_an_end() -> None:
+    class Both(Scripted):
+        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+            yield Accepted("r0", KIND)
+            self.say(StepOutput(self.request.request_id, tuple(undisturbed()), finish=Finish(FinishReason.LENGTH)))
+            self.said.put_nowait(ActorUnavailableError("gone", b"0" * 16))
+            await asyncio.sleep(60)
+
+    class Late(Cast):
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+            self.calls.append(Both(f"r{len(self.calls)}", Act(), request, kind))
+            return self.calls[-1]
+
+    outputs, _ = carry(Late([]))
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Unexpected error (StatusCode.UNAVAILABLE): Socket closed."),
+        grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()),
+        LookupError("r1 is not r0"),
+    ],
+)
+def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception) -> None:
+    class Cut(Scripted):
+        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+            yield Accepted(self.name, KIND)
+            self.said.put_nowait(error)
+            raise error
+
+    class First(Cast):
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+            if self.calls:
+                return super().generate(request, mailbox, kind, way)
+            self.calls.append(Cut("r0", Act(), request, kind))
+            return self.calls[-1]
+
+    cast = First([Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert len(cast.calls) == 2
 
 
 def test_a_handover_is_counted_by_its_cause() -> None:

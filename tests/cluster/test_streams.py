@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,25 @@ from hypothesis import strategies as st
 
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
+from cluster.handover import News
 from cluster.responses import Gathered, chunk, logprobs_of, new_head, whole
-from cluster.streams import Admission, Answer, Choice, Piece, finished_well, merge, requests_for
+from cluster.streams import (
+    LONGEST_INTERVAL_SECONDS,
+    Admission,
+    Answer,
+    Choice,
+    Pace,
+    Piece,
+    finished_well,
+    joined,
+    merge,
+    one_a_call,
+    requests_for,
+)
+from cluster.tool_calls import CallDelta
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
-from tidar_core.request import Finish, FinishReason, SamplingParams, StepOutput, StepTrace, TokenLogprobs
+from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace, TokenLogprobs
 
 TOKENIZER = tiny_tokenizer()
 CARD = card_for(TOKENIZER)
@@ -236,3 +251,96 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
         else:
             assert "".join(logprobs["tokens"]) == piece.text
             assert logprobs["text_offset"] == [0, len(logprobs["tokens"][0])]
+
+
+class Told:
+    """A carrier that brings what the test says."""
+
+    def __init__(self, *news: tuple[StepOutput | Refusal, ...]):
+        self._news = news
+
+    async def run(self, request: Request) -> AsyncGenerator[News, None]:
+        for events in self._news:
+            yield News("r1", events)
+
+
+def pieces_of(told: Told, pace: Pace | None = None, trace: bool = False) -> tuple[list[Piece], ApiError | None]:
+    async def run() -> tuple[list[Piece], ApiError | None]:
+        found: list[Piece] = []
+        requests = requests_for("answer", [(1, 2, 3)], [SamplingParams(max_tokens=50)])
+        answer = Answer(CARD, requests, trace)
+        try:
+            async for piece in answer.pieces(told, Admission(4), 1, pace):  # type: ignore[arg-type]
+                found.append(piece)
+        except ApiError as error:
+            return found, error
+        return found, None
+
+    return asyncio.run(run())
+
+
+STEPS = [output(ids(word)) for word in ("the", " quick", " brown")]
+LAST = output(ids(" fox"), Finish(FinishReason.LENGTH))
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_steps_that_come_together_are_one_piece_unless_they_are_traced(trace: bool) -> None:
+    apart, _ = pieces_of(Told(*[(step,) for step in (*STEPS, LAST)]), trace=trace)
+    together, _ = pieces_of(Told(tuple(STEPS), (LAST,)), trace=trace)
+    assert "".join(piece.text for piece in together) == "".join(piece.text for piece in apart)
+    assert [piece.finish for piece in together][-1] == Finish(FinishReason.LENGTH)
+    assert len(together) == (4 if trace else 2)
+    assert all((piece.trace is not None) == trace for piece in together)
+
+
+def test_what_came_before_an_error_is_told_first() -> None:
+    broken = StepOutput("answer-0", (), None, Finish(FinishReason.ERROR, error="it broke"))
+    pieces, error = pieces_of(Told((*STEPS, broken)))
+    assert "".join(piece.text for piece in pieces) == "the quick brown"
+    assert error is not None
+    assert error.status == 500
+
+
+def test_joined_pieces_lose_nothing() -> None:
+    entries = [TokenLogprobs(token, -0.5, 1, ()) for token in range(4)]
+    calls = (CallDelta(0, "", "id", "f"), CallDelta(0, "{"), CallDelta(0, "}"), CallDelta(1, "", "id2", "g"))
+    parts = [
+        Piece(1, "a", None, None, (entries[0],), calls[:1], 7),
+        Piece(1, "", None, None, (), calls[1:2], 8),
+        Piece(1, "b", Finish(FinishReason.STOP), None, tuple(entries[1:]), calls[2:], 9),
+    ]
+    whole_piece = joined(parts)
+    assert (whole_piece.choice, whole_piece.text, whole_piece.offset) == (1, "ab", 7)
+    assert whole_piece.logprobs == tuple(entries)
+    assert whole_piece.finish == Finish(FinishReason.STOP)
+    assert whole_piece.calls == (CallDelta(0, "{}", "id", "f"), CallDelta(1, "", "id2", "g")) == one_a_call(calls)
+
+
+def test_a_pace_is_shared_by_streams_alone_and_never_slow() -> None:
+    pace = Pace(100)
+    assert pace.interval("cpu") == 0
+    with pace.stream(), pace.stream():
+        assert pace.interval("cpu") == pytest.approx(0.02)
+    assert pace.interval("cpu") == 0
+    assert 0 < LONGEST_INTERVAL_SECONDS <= 0.25
+    with ExitStack() as many:
+        for _ in range(1000):
+            many.enter_context(pace.stream())
+        assert pace.interval("cpu") == LONGEST_INTERVAL_SECONDS
+    for device in ("cpu", "cuda"):
+        with (unset := Pace(0)).stream():
+            assert unset.interval(device) > 0
+
+
+def test_a_stream_counts_from_its_first_piece_to_its_end() -> None:
+    pace, seen = Pace(1000), []
+
+    class Looking(Told):
+        async def run(self, request: Request) -> AsyncGenerator[News, None]:
+            async for news in super().run(request):
+                seen.append(pace.interval("cpu") > 0)
+                yield news
+
+    pieces_of(Looking(*[(step,) for step in (*STEPS, LAST)]), pace)
+    assert seen == [False, True, True, True]
+    assert pace.interval("cpu") == 0
