@@ -66,7 +66,6 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
     engine = serve.deployment(
         **replica_count(args),
         max_ongoing_requests=UNBOUND,
-        max_queued_requests=args.max_ongoing,  # while there is no replica at all
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=2.0,

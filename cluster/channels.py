@@ -10,6 +10,7 @@ name of a new mailbox.
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 from cluster.engine_thread import Event, Failure
 from cluster.replica import Accepted, Batch
 
+log = logging.getLogger("ray.serve")
 TICK_SECONDS = 0.1
 
 
@@ -101,12 +103,15 @@ class Channels:
             while any(reception.replica == replica for reception in mail.waiting.values()):
                 await self._fetch_once(mail, replica)
         except Exception as error:
+            # Whatever it was, it is no request's fault.
+            lost = error if isinstance(error, Lost) else Lost(type(error).__name__)
+            log.info("nothing more is heard of %s: %s", replica, error)
             mail.failed.add(replica)
             if self._mail is mail:
                 self._mail = Mail()
             for reception in mail.waiting.values():
                 if reception.replica == replica:
-                    reception.news.put_nowait(error)
+                    reception.news.put_nowait(lost)
         finally:
             del mail.fetching[replica]
 
@@ -119,7 +124,8 @@ class Channels:
                 for event in heard.events:
                     if isinstance(event, Failure):
                         raise Lost("engine failed")
-                    if (found := mail.waiting.get(event.request_id)) is not None:
+                    found = mail.waiting.get(event.request_id)
+                    if found is not None and found.replica in (None, replica):
                         found.news.put_nowait(event)
         except Lost:
             hang_up(call, listener)
@@ -146,15 +152,11 @@ async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:
 
 def hang_up(call: Call, listener: asyncio.Task[None]) -> None:
     """End a call that goes on."""
-
-    def end() -> None:
-        listener.cancel()
-        with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
-            call.cancel()
-
-    # Not at once: on one event loop Serve cannot cancel a call whose replica has just been found, before who listens
-    # has heard of it.
-    asyncio.get_running_loop().call_soon(end)
+    with suppress(Exception):  # raises what the call itself failed of, if it did so meanwhile
+        call.cancel()
+    # Not at once: on one event loop Serve does not cancel a call whose replica has just been found. Who listens is
+    # about to hear of it, and cancelling them at that ends the call.
+    asyncio.get_running_loop().call_soon(listener.cancel)
 
 
 async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str) -> Any:

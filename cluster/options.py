@@ -36,9 +36,9 @@ class ServeOptions(BaseModel):
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
-    ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends at most, all streams
-    together: beyond, steps of a stream share one; 0 for a rate that suits the engines' device. A stream whose steps are
-    traced gets them one by one.
+    ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends, all streams
+    together: where there were more, steps of a stream share one, though none is held back for more than 0.25 s; 0 for a
+    rate that suits the engines' device. A stream whose steps are traced gets them one by one.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
     carry_seconds: how long a stream may be without any replica before it is given up.
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).

@@ -150,8 +150,10 @@ class EngineReplica:
         Its events are for `listen` to fetch, under the mailbox's name.
 
         A request that began at an engine of another `kind` is not gone on with. Closing or cancelling this ends the
-        request in the engine before the next step.
+        request in the engine before the next step. Raises LookupError for a request that is here already.
         """
+        if request.request_id in self._subscribers:  # Serve sends a call again whose line was cut
+            raise LookupError(f"{request.request_id} is under way already")
         if kind not in (None, self._kind):
             yield Accepted(self._replica, self._kind)
             return
@@ -164,9 +166,7 @@ class EngineReplica:
             yield Accepted(self._replica, self._kind)
             await subscriber.over.wait()
         finally:
-            for known in (self._subscribers, box.requests):  # Serve may have sent it twice, its line being cut
-                if known.get(request.request_id) is subscriber:
-                    del known[request.request_id]
+            del self._subscribers[request.request_id], box.requests[request.request_id]
             if not box.heard:
                 self._loop.call_later(UNHEARD_SECONDS, self._sweep, mailbox)
             if not subscriber.ended:
@@ -177,12 +177,14 @@ class EngineReplica:
         """Everything that happens to the requests that were sent under a mailbox's name, an item a step; ends once
         there have been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
 
-        There may be one at a time for each mailbox. Raises LookupError where the call was meant for another replica, as
-        from a router that does not keep to ways.
+        Raises LookupError where the call was meant for another replica, as from a router that does not keep to ways,
+        and where somebody listens already: Serve sends a call again whose line was cut, and two would share the events.
         """
         if way.only not in (None, self._replica):
             raise LookupError(f"{self._replica} is not {way.only}")
         box = self._mailboxes.setdefault(mailbox, Mailbox())
+        if box.heard:
+            raise LookupError("this mailbox is listened to already")
         box.heard = True
         busy = time.monotonic()
         try:

@@ -86,6 +86,21 @@ def test_all_requests_at_a_replica_come_by_one_call() -> None:
     assert lines.made[0].mailbox == lines.made[1].mailbox
 
 
+def test_events_of_a_replica_that_has_not_the_request_are_left_out() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, other = channels.expect("one"), channels.expect("other")
+        channels.accepted(one, "r0")
+        channels.accepted(other, "r1")
+        await settle()
+        lines.made[1].said.put_nowait(token("one", 9))
+        lines.made[1].said.put_nowait(token("other", 1))
+        lines.made[0].said.put_nowait(token("one", 2))
+        assert await heard(other) == token("other", 1)
+        assert await heard(one) == token("one", 2)
+
+    play(scene)
+
+
 def test_events_that_come_before_the_acceptance_are_kept() -> None:
     async def scene(channels: Channels, lines: Lines) -> None:
         one, two = channels.expect("one"), channels.expect("two")
@@ -126,7 +141,9 @@ def test_what_a_failed_call_may_have_taken_with_it_is_lost_and_later_requests_ha
         channels.accepted(elsewhere, "r1")
         await settle()
         lines.made[0].said.put_nowait(ConnectionError("gone"))
-        assert isinstance(await heard(one), ConnectionError)
+        news = await heard(one)
+        assert isinstance(news, Lost)
+        assert news.cause == "ConnectionError"
         assert elsewhere.news.empty()
         with pytest.raises(Lost) as caught:
             channels.accepted(late, "r0")
