@@ -212,7 +212,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
 def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> None:
     @app.get("/health")
     async def health() -> Response:
-        if not models.serves:
+        if not models.serves():
             return PlainTextResponse("no engine replica answers yet\n", 503, {"Retry-After": "1"})
         return PlainTextResponse("ok\n")
 

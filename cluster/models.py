@@ -2,6 +2,7 @@
 own."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from cluster.metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.prompts import parse_json
 from cluster.streams import Admission
+
+SETTLE_SECONDS = 60.0  # for one adapter's engines to come up beside another's
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Models:
     """All names; the first is for requests that ask for none."""
 
     def __init__(self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics):
+        self._began = time.monotonic()
+        self._met: set[str] = set()
         patience = Patience(options.stall_seconds, options.carry_seconds)
         self._served = {
             name: Served(directory, Carrier(directory, patience, metrics), Admission(options.max_ongoing))
@@ -44,10 +49,12 @@ class Models:
         """End it; an ingress that is shut down waits for this."""
         await asyncio.gather(*(served.directory.stop() for served in self._served.values()))
 
-    @property
     def serves(self) -> bool:
-        """Whether some request has somebody to answer it."""
-        return any(served.directory.serves for served in self._served.values())
+        """Whether some request has somebody to answer it; at first, whether every name had already."""
+        found = {name for name, served in self._served.items() if served.directory.serves}
+        self._met |= found
+        settled = self._met == set(self._served) or time.monotonic() - self._began > SETTLE_SECONDS
+        return bool(found) and settled
 
     @property
     def cards(self) -> list[ModelCard]:
