@@ -127,7 +127,7 @@ class Channels:
                     found = mail.waiting.get(event.request_id)
                     if found is not None and found.replica in (None, replica):
                         found.news.put_nowait(event)
-        except Lost:
+        except BaseException:  # whatever ends the listening, the call shall not go on
             hang_up(call, listener)
             raise
         if heard.error is not None:
