@@ -2,11 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tidar_core.config import DEFAULT_MODEL, EngineConfig, ServedDType
+from tidar_core.config import DEFAULT_MODEL, EngineConfig, RoundedDType, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -127,9 +127,9 @@ class ServeOptions(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _int8_where_it_runs(self) -> Self:
-        if self.dtype == "int8" and (self.device == "cuda" or self.accelerator is not None):
-            raise ValueError("dtype int8 is for CPUs; use bfloat16 on a GPU")
+    def _rounded_where_it_runs(self) -> Self:
+        if self.dtype in get_args(RoundedDType) and (self.device == "cuda" or self.accelerator is not None):
+            raise ValueError(f"dtype {self.dtype} is for CPUs; use bfloat16 on a GPU")
         return self
 
     @property

@@ -16,7 +16,7 @@ Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file
 AdapterPath = Annotated[
     str, typer.Option(help="The drafter: a directory, 'default' (the one shipped for the model) or 'none'.")
 ]
-DType = Annotated[ServedDType, typer.Option(help="Weights and arithmetic; int8 is for CPUs, and the fastest there.")]
+DType = Annotated[ServedDType, typer.Option(help="Weights and arithmetic; int8 and int4 are for CPUs.")]
 DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]

@@ -54,7 +54,7 @@ ENGINE = (*APP, "deployments", 0)
         (("logging_config", "encodin"), 1, "logging_config: unknown key 'encodin': did you mean 'encoding'?"),
         ((*APP, "arg"), {}, "applications[0]: unknown key 'arg': did you mean 'args'?"),
         ((*APP, "args", "modle"), "x", "applications[0]: args: unknown key 'modle': did you mean 'model'?"),
-        ((*APP, "args", "dtype"), "int4", "args: dtype is 'int4': input should be 'bfloat16', 'float32' or 'int8'"),
+        ((*APP, "args", "dtype"), "int3", "args: dtype is 'int3': input should be 'bfloat16', 'float32', 'int8'"),
         ((*APP, "args", "dtype"), "int8", "args: dtype int8 is for CPUs; use bfloat16 on a GPU"),
         ((*APP, "args", "replicas"), 0, "args: replicas is 0: a model that may sleep has min_replicas 0 and max_r"),
         ((*APP, "args", "min_replicas"), 0, "args: min_replicas needs max_replicas; without it there are always"),

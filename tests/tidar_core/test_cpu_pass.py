@@ -17,7 +17,7 @@ from tidar_core.model.decoder import all_layers
 SHAPES = {"a long prompt": (70, 90, Shape()), "one row": (101, 1, Shape()), "drafts": (101, 1, full_shape(4, 3))}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("architecture", "more"),
     [("llama", {"bias": True}), ("llama", {"tied": False, "heads": 3, "kv_heads": 1}), ("qwen2", {}), ("qwen3", {})],

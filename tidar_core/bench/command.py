@@ -31,6 +31,7 @@ class DTypeChoice(StrEnum):
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
     INT8 = "int8"
+    INT4 = "int4"
 
 
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
@@ -176,14 +177,14 @@ def perplexity(
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What 8-bit weights cost in quality: perplexity of the same texts in several dtypes."""
+    """What weights in fewer bits cost in quality: perplexity of the same texts in several dtypes."""
     with user_errors():
         from tidar_core.bench.perplexity import measure_perplexity
         from tidar_core.bench.prompts import read_set, read_text
 
         texts = read_text(text, prompts) if text else [one for name in PromptSet for one in read_set(name, prompts)]
         results = []
-        for name in dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8]:
+        for name in dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8, DTypeChoice.INT4]:
             results.append(measure_perplexity(load(EngineConfig(model, "none", name.value, device, threads)), texts))
         table = Table("dtype", "texts", "tokens", "nats a token", "perplexity", "against the first", title=model)
         for r in results:

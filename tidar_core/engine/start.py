@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig, RoundedDType
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
@@ -43,7 +43,7 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = _device(config.device)
-    dtype = torch.bfloat16 if config.dtype == "int8" else getattr(torch, config.dtype)
+    dtype = torch.bfloat16 if _rounded(config) else getattr(torch, config.dtype)
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")
@@ -60,7 +60,7 @@ def load_engine(
         report(f"memory for K/V limits requests to {positions} positions")
     cache = empty_cache(model, pages + 1, config.page_size, dtype, device)
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    weights = pack_model(weights, ops.pack)
+    weights = pack_model(weights, ops.pack, ops.pack_head)
     drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
@@ -131,24 +131,28 @@ def _adapter(
     return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 
+def _rounded(config: EngineConfig) -> RoundedDType | None:
+    return config.dtype if config.dtype == "int8" or config.dtype == "int4" else None
+
+
 def _ops(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, report: Callable[[str], None]
 ) -> Ops:
-    int8 = config.dtype == "int8"
+    rounded = _rounded(config)
     if device.type != "cpu":
-        if int8:
-            raise ConfigError("int8 is for CPUs: use --dtype bfloat16 on a GPU, or --device cpu")
+        if rounded:
+            raise ConfigError(f"{rounded} is for CPUs: use --dtype bfloat16 on a GPU, or --device cpu")
         return _gpu_ops(config, model, dtype, device, report)
     if not supports(model, config.page_size):
-        if int8:
-            raise ConfigError("the int8 kernels do not fit this model's sizes: use --dtype bfloat16")
+        if rounded:
+            raise ConfigError(f"the {rounded} kernels do not fit this model's sizes: use --dtype bfloat16")
         report("the CPU kernels do not fit this model's sizes: running on plain torch, which is slower")
         return REFERENCE_OPS
     try:
-        return cpu_ops(model, dtype, int8)
+        return cpu_ops(model, dtype, rounded)
     except CompileError as error:
-        if int8:
-            raise ConfigError(f"int8 cannot be used here ({error}): use --dtype bfloat16") from None
+        if rounded:
+            raise ConfigError(f"{rounded} cannot be used here ({error}): use --dtype bfloat16") from None
         report(f"running on plain torch, which is slower: {error}")
         return REFERENCE_OPS
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import ModelConfig
+from tidar_core.config import ModelConfig, RoundedDType
 from tidar_core.kernels.cpu_pass import bind_layers
 from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
@@ -25,11 +25,13 @@ from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
+INT4_GROUP = 32  # inputs that share a scale and a minimum
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 SOURCES = (
     "cpu_kernels.cpp",
     "cpu_gemm.cpp",
     "cpu_gemm_int8.cpp",
+    "cpu_gemm_int4.cpp",
     "cpu_pass.cpp",
     "cpu_slots.cpp",
 )  # one unit: they share names
@@ -106,6 +108,12 @@ def _packs_whole(config: ModelConfig) -> bool:
     return all(size % (2 * LANES) == 0 for size in sizes)
 
 
+def _packs_rounded(config: ModelConfig, rounded: RoundedDType) -> bool:
+    """Whether all matrices can be kept in fewer bits; those of 4 have groups of 32 inputs."""
+    inputs = (config.hidden_size, config.heads * config.head_dim, config.intermediate_size)
+    return _packs_whole(config) and (rounded == "int8" or all(size % INT4_GROUP == 0 for size in inputs))
+
+
 def pack(weight: Tensor) -> Tensor:
     """[out, in] -> [out / 16, in / S, 16, S], as `cpu_gemm.cpp` reads it; as it is where the sizes do not divide."""
     rows, columns = weight.shape
@@ -126,6 +134,25 @@ def pack_int8(weight: Tensor) -> Tensor:
     return torch.cat((blocks.reshape(rows // LANES, -1), scales.view(rows // LANES, LANES).view(torch.uint8)), dim=1)
 
 
+def pack_int4(weight: Tensor) -> Tensor:
+    """[out, in] -> [out / 16, 10 in] bytes, as `cpu_gemm_int4.cpp` reads it: a scale and a minimum for 32 inputs.
+
+    The smallest weight of a group becomes 0 and the largest 15, so that weights from a GGUF file's Q4_1 come out with
+    the whole numbers that they had there.
+    """
+    rows, columns = weight.shape
+    groups = columns // INT4_GROUP
+    wide = weight.float().view(rows, groups, INT4_GROUP)
+    minima = wide.amin(dim=2).half()
+    scales = ((wide.amax(dim=2) - minima.float()) / 15).half()
+    above = (wide - minima.float()[..., None]) / scales.float()[..., None]
+    whole = above.nan_to_num(0.0).round().clamp(0, 15).to(torch.uint8)  # (a scale of zero divides zero)
+    quads = whole.view(rows // LANES, LANES, groups, INT4_GROUP // 8, 2, 4).permute(0, 2, 3, 1, 5, 4)
+    numbers = (quads[..., 0] | quads[..., 1] << 4).reshape(rows // LANES, groups, -1)
+    behind = [each.view(rows // LANES, LANES, groups).mT.contiguous().view(torch.uint8) for each in (scales, minima)]
+    return torch.cat((numbers, *behind), dim=2).flatten(1)
+
+
 def unpacked_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int
 ) -> Tensor:
@@ -143,8 +170,9 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def cpu_ops(config: ModelConfig, dtype: torch.dtype, int8: bool = False) -> Ops:
-    """The CPU's `Ops` for a model in one dtype (bf16 or fp32), the base's matrices in 8 bits where `int8` says so.
+def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | None = None) -> Ops:
+    """The CPU's `Ops` for a model in one dtype (bf16 or fp32), the base's matrices in fewer bits where `rounded` says
+    so.
 
     Raises CompileError where they cannot be built.
     """
@@ -209,22 +237,26 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, int8: bool = False) -> Ops:
         return out
 
     slots = bind_draft_slots(getattr(library, f"draft_slots_{suffix}"))
+    if rounded and not _packs_rounded(config, rounded):
+        raise CompileError(f"{rounded} needs matrices whose sizes are multiples of 32")
     if not _packs_whole(config):
-        if int8:
-            raise CompileError("int8 needs matrices whose sizes are multiples of 32")
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
             rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul, draft_slots=slots,
         )  # fmt: skip
-    if int8:
-        linear, head = _products(library, f"int8_{suffix}", rounded=True)
-        bind = partial(bind_layers, getattr(library, f"run_layers_int8_{suffix}"), config)
-        return Ops(
-            "cpu int8", 1, pack_int8, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots
-        )
-    linear, head = _products(library, suffix, rounded=False)
-    bind = partial(bind_layers, getattr(library, f"run_layers_{suffix}"), config)
-    return Ops("cpu", 1, pack, pack, linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots)
+    kind = f"{rounded}_{suffix}" if rounded else suffix
+    # The head decides between tokens: it is never kept in less than 8 bits.
+    linear, _ = _products(library, kind, rounded is not None)
+    _, head = _products(library, f"int8_{suffix}" if rounded else suffix, rounded is not None)
+    bind = partial(bind_layers, getattr(library, f"run_layers_{kind}"), config)
+    pack_base, pack_head = _PACKS[rounded]
+    return Ops(
+        f"cpu {rounded}" if rounded else "cpu", 1, pack_base, pack_head, pack,
+        linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots,
+    )  # fmt: skip
+
+
+_PACKS = {None: (pack, pack), "int8": (pack_int8, pack_int8), "int4": (pack_int4, pack_int8)}
 
 
 def _products(

@@ -1,6 +1,7 @@
-// Products of weights kept in 8 bits. A weight is a whole number times its output's scale; a row is rounded to whole
-// numbers times a scale for each group of its inputs. Within a group sums are whole numbers, which have no order, and
-// groups are added in ascending order: an output's bits depend on its row alone.
+// Products of weights kept in 8 bits, and the rounding of rows that those of 4 bits share. A weight is a whole number
+// times its output's scale; a row is rounded to whole numbers times a scale for each group of its inputs. Within a group
+// sums are whole numbers, which have no order, and groups are added in ascending order: an output's bits depend on its
+// row alone.
 //
 // Packed weights, a block for 16 outputs: [in / 4][16 outputs][4 inputs] as bytes (the whole number + 128), then 16
 // scales in fp32.
@@ -8,71 +9,82 @@ namespace {
 
 typedef int8_t b16v __attribute__((vector_size(16)));
 constexpr int QUAD = 4;  // inputs that one lane takes at once
-constexpr int SCALES = LANES * sizeof(float);  // bytes behind a block's weights
 
-// Inputs that are rounded by one scale.
-inline int group_of(int in) { return in % 64 == 0 ? 64 : in % 32 == 0 ? 32 : LANES; }
+// Bytes of a row of `in` inputs once it is rounded, its groups as small as can be.
+inline int64_t rounded_bytes(int in) { return in + int64_t(sizeof(float) + sizeof(int32_t)) * (in / LANES); }
 
-// Bytes of a row of `in` inputs once it is rounded.
-inline int64_t rounded_bytes(int in) { return in + int64_t(sizeof(float) + sizeof(int32_t)) * (in / group_of(in)); }
+// Sixteen quads of weights, one for each output, as unsigned bytes.
+inline u16v load_quads(const uint8_t* weights) {
+    u16v quads;
+    std::memcpy(&quads, weights, sizeof quads);
+    return quads;
+}
 
 // The sum of four products a lane: unsigned bytes of weights times the same four signed bytes of a row.
 #if defined(__AVX512VNNI__)
-inline i16v add_products(i16v sum, const uint8_t* weight, const int8_t* x) {
+inline i16v add_products(i16v sum, u16v quads, const int8_t* x) {
     int32_t four;
     std::memcpy(&four, x, 4);
-    return (i16v)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(weight), _mm512_set1_epi32(four));
+    return (i16v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)quads, _mm512_set1_epi32(four));
 }
 #else
-inline i16v add_products(i16v sum, const uint8_t* weight, const int8_t* x) {
-    u16v four;
-    std::memcpy(&four, weight, sizeof four);
-    for (int j = 0; j < QUAD; j++) sum += (i16v)((four >> (8 * j)) & 0xffu) * int32_t(x[j]);
+inline i16v add_products(i16v sum, u16v quads, const int8_t* x) {
+    for (int j = 0; j < QUAD; j++) sum += (i16v)((quads >> (8 * j)) & 0xffu) * int32_t(x[j]);
     return sum;
 }
 #endif
 
-// Rows rounded to 8 bits: x [rows, in], and for each group its scale and what undoes the weights' + 128, [rows, groups].
-struct Rounded {
+// Rows rounded to 8 bits: x [rows, in], and for each group its scale and the sum of its numbers, [rows, in / group].
+struct Rows {
     const int8_t* x;
     const float* scales;
-    const int32_t* starts;
-    const uint8_t* weight;
+    const int32_t* totals;
     int in, group;
-    int64_t block_bytes() const { return int64_t(in) * LANES + SCALES; }
+    int groups() const { return in / group; }
+    const int8_t* row(int r) const { return x + int64_t(r) * in; }
+    float scale(int r, int g) const { return scales[int64_t(r) * groups() + g]; }
+    int32_t total(int r, int g) const { return totals[int64_t(r) * groups() + g]; }
+};
+
+struct Int8 {
+    static int group_of(int in) { return in % 64 == 0 ? 64 : in % 32 == 0 ? 32 : LANES; }
+    static constexpr int SCALES = LANES * sizeof(float);  // bytes behind a block's weights
+    Rows rows;
+    const uint8_t* weight;
+    int64_t block_bytes() const { return int64_t(rows.in) * LANES + SCALES; }
     const uint8_t* block(int first) const { return weight + first / LANES * block_bytes(); }
     Ahead ahead(int first, int blocks) const { return {(const char*)block(first), block_bytes(), blocks}; }
     template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
-        const int groups = in / group;
+        const int group = rows.group;
         const uint8_t* weights = block(first);
         const Fetch fetch(next, weights);
-        for (int g = 0; g < groups; g++) {
+        for (int g = 0; g < rows.groups(); g++) {
             i16v whole[R][B];
             for (int i = 0; i < R; i++)
-                for (int b = 0; b < B; b++) whole[i][b] = i16v{} + starts[int64_t(r + i) * groups + g];
+                for (int b = 0; b < B; b++) whole[i][b] = i16v{} + -128 * rows.total(r + i, g);
             for (int k = g * group; k < (g + 1) * group; k += QUAD) {
                 fetch.line(k / QUAD);
                 for (int i = 0; i < R; i++)
                     for (int b = 0; b < B; b++)
-                        whole[i][b] = add_products(whole[i][b], weights + b * block_bytes() + k * LANES,
-                                                   x + int64_t(r + i) * in + k);
+                        whole[i][b] = add_products(whole[i][b], load_quads(weights + b * block_bytes() + k * LANES),
+                                                   rows.row(r + i) + k);
             }
             for (int i = 0; i < R; i++)
                 for (int b = 0; b < B; b++)
-                    sums[i][b] += __builtin_convertvector(whole[i][b], f16v) * scales[int64_t(r + i) * groups + g];
+                    sums[i][b] += __builtin_convertvector(whole[i][b], f16v) * rows.scale(r + i, g);
         }
     }
     template <int R, int B> void finish(f16v (&sums)[R][B], int first) const {
         for (int b = 0; b < B; b++) {
             float scale[LANES];
-            std::memcpy(scale, block(first + b * LANES) + int64_t(in) * LANES, sizeof scale);
+            std::memcpy(scale, block(first + b * LANES) + int64_t(rows.in) * LANES, sizeof scale);
             for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] * load(scale);
         }
     }
 };
 
 // One group of a row. What is not finite makes the scale NaN, and with it every output of the row.
-template <typename T> void round_group(const T* x, int group, int8_t* out, float* scale, int32_t* start) {
+template <typename T> void round_group(const T* x, int group, int8_t* out, float* scale, int32_t* total) {
     f16v most{}, finite{};
     for (int k = 0; k < group; k += LANES) {
         const f16v v = load(x + k);
@@ -82,7 +94,7 @@ template <typename T> void round_group(const T* x, int group, int8_t* out, float
     float top = 0.0f;
     for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     const float step = top / 127.0f, inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    i16v total{};
+    i16v totals{};
     for (int k = 0; k < group; k += LANES) {
         const f16v v = load(x + k) * inverse;
         f16v nearest;
@@ -91,45 +103,45 @@ template <typename T> void round_group(const T* x, int group, int8_t* out, float
         const i16v whole = __builtin_convertvector(nearest, i16v);
         const b16v bytes = __builtin_convertvector(whole, b16v);
         std::memcpy(out + k, &bytes, sizeof bytes);
-        total += whole;
+        totals += whole;
     }
     *scale = step + sum(finite);
     int32_t all = 0;
-    for (int i = 0; i < LANES; i++) all += total[i];
-    *start = -128 * all;
+    for (int i = 0; i < LANES; i++) all += totals[i];
+    *total = all;
 }
 
-// scratch: rows * rounded_bytes(in).
-template <typename T, typename Out>
-void product_int8(const T* x, int rows, int in, const uint8_t* weight, int out_features, const T* bias,
-                  Out* out, int first_mask_row, const T* down, const T* up, int rank, T* low, char* scratch, int threads) {
-    const int group = group_of(in), groups = in / group;
+// The product with weights of a kind that takes rounded rows. scratch: rows * rounded_bytes(in).
+template <typename Kind, typename T, typename Out>
+void product_of_rounded(const T* x, int rows, int in, const uint8_t* weight, int out_features, const T* bias, Out* out,
+                        int first_mask_row, const T* down, const T* up, int rank, T* low, char* scratch, int threads) {
+    const int group = Kind::group_of(in), groups = in / group;
     float* scales = (float*)scratch;
-    int32_t* starts = (int32_t*)(scales + int64_t(rows) * groups);
-    int8_t* whole = (int8_t*)(starts + int64_t(rows) * groups);
+    int32_t* totals = (int32_t*)(scales + int64_t(rows) * groups);
+    int8_t* whole = (int8_t*)(totals + int64_t(rows) * groups);
 #pragma omp parallel for num_threads(threads) if (rows > 32)
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < groups; g++) {
             const int64_t at = int64_t(r) * in + g * group, pair = int64_t(r) * groups + g;
-            round_group(x + at, group, whole + at, scales + pair, starts + pair);
+            round_group(x + at, group, whole + at, scales + pair, totals + pair);
         }
-    product(Rounded{whole, scales, starts, weight, in, group}, x, rows, in, out_features, bias, out, first_mask_row, down,
-            up, rank, low, threads);
+    product(Kind{Rows{whole, scales, totals, in, group}, weight}, x, rows, in, out_features, bias, out, first_mask_row,
+            down, up, rank, low, threads);
 }
 
 }  // namespace
 
-#define EXPORT_INT8(NAME, T)                                                                                          \
-    extern "C" void linear_int8_##NAME(const T* x, int rows, int in, const uint8_t* weight,                           \
-                                       int out_features, const T* bias, T* out, int first_mask_row, const T* down,    \
-                                       const T* up, int rank, T* low, char* scratch, int threads) {                   \
-        product_int8(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low, scratch,      \
-                     threads); }                                                                                      \
-    extern "C" void head_int8_##NAME(const T* x, int rows, int in, const uint8_t* weight,                             \
-                                     int out_features, float* out, char* scratch, int threads) {                      \
+#define EXPORT_ROUNDED(KIND, NAME, T)                                                                                 \
+    extern "C" void linear_##NAME(const T* x, int rows, int in, const uint8_t* weight, int out_features,              \
+                                  const T* bias, T* out, int first_mask_row, const T* down, const T* up, int rank,    \
+                                  T* low, char* scratch, int threads) {                                               \
+        product_of_rounded<KIND>(x, rows, in, weight, out_features, bias, out, first_mask_row, down, up, rank, low,   \
+                                 scratch, threads); }                                                                 \
+    extern "C" void head_##NAME(const T* x, int rows, int in, const uint8_t* weight, int out_features, float* out,    \
+                                char* scratch, int threads) {                                                         \
         const T* none = nullptr;                                                                                      \
-        product_int8(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr, scratch,         \
-                     threads); }
+        product_of_rounded<KIND>(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr,      \
+                                 scratch, threads); }
 
-EXPORT_INT8(bf16, bf16)
-EXPORT_INT8(float, float)
+EXPORT_ROUNDED(Int8, int8_bf16, bf16)
+EXPORT_ROUNDED(Int8, int8_float, float)

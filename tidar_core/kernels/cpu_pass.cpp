@@ -2,6 +2,7 @@
 // without the way through Python and torch between them, which for few rows takes as long as the work.
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 namespace {
 
@@ -54,18 +55,18 @@ template <typename T> Scratch<T> scratch_for(const Pass<T>& pass) {
     return made;
 }
 
-template <bool INT8, typename T>
+template <typename Kind, typename T>
 void multiply(const T* x, const Matrix<T>& m, T* out, const Pass<T>& pass, Scratch<T>& scratch) {
-    if constexpr (INT8)
-        product_int8(x, pass.rows, m.ins, (const uint8_t*)m.weight, m.outs, m.bias, out, pass.verify, m.a, m.b, m.rank,
-                     scratch.low, scratch.rounding, pass.threads);
-    else
-        product(Dense<T>{x, (const T*)m.weight, m.ins}, x, pass.rows, m.ins, m.outs, m.bias, out, pass.verify, m.a, m.b,
+    if constexpr (std::is_same_v<Kind, Dense<T>>)
+        product(Kind{x, (const T*)m.weight, m.ins}, x, pass.rows, m.ins, m.outs, m.bias, out, pass.verify, m.a, m.b,
                 m.rank, scratch.low, pass.threads);
+    else
+        product_of_rounded<Kind>(x, pass.rows, m.ins, (const uint8_t*)m.weight, m.outs, m.bias, out, pass.verify, m.a,
+                                 m.b, m.rank, scratch.low, scratch.rounding, pass.threads);
 }
 
-// x [rows, hidden] in, the normed hidden states out, in place.
-template <bool INT8, typename T> void run_layers(const Pass<T>& pass, T* x) {
+// x [rows, hidden] in, the normed hidden states out, in place. Kind: how the base's weights are kept.
+template <typename Kind, typename T> void run_layers(const Pass<T>& pass, T* x) {
     const Shape shape{pass.rows, pass.heads, pass.kv_heads, pass.head_dim};
     const int hidden = pass.layers[0].qkv.ins, inner = pass.layers[0].down.ins;
     Scratch<T> s = scratch_for(pass);
@@ -73,16 +74,16 @@ template <bool INT8, typename T> void run_layers(const Pass<T>& pass, T* x) {
         const Layer<T>& layer = pass.layers[i];
         T *keys = pass.keys + i * pass.layer_keys, *values = pass.values + i * pass.layer_keys;
         add_norm(x, s.residual, layer.input_norm, s.normed, pass.rows, hidden, pass.eps, i > 0, pass.threads);
-        multiply<INT8>(s.normed, layer.qkv, s.wide, pass, s);
+        multiply<Kind>(s.normed, layer.qkv, s.wide, pass, s);
         rotate_and_store(s.wide, shape, pass.verify, pass.positions, pass.cos, pass.sin, layer.q_norm, layer.k_norm,
                          pass.eps, keys, values, pass.write_slots, pass.threads);
         attend(s.wide, shape, pass.verify, pass.sequence, pass.context_end, pass.tail_start, pass.tail_end,
                pass.page_table, pass.table_width, keys, values, pass.scale, s.mixed, pass.threads);
-        multiply<INT8>(s.mixed, layer.o, x, pass, s);
+        multiply<Kind>(s.mixed, layer.o, x, pass, s);
         add_norm(x, s.residual, layer.post_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);
-        multiply<INT8>(s.normed, layer.gate_up, s.wide, pass, s);
+        multiply<Kind>(s.normed, layer.gate_up, s.wide, pass, s);
         silu_mul(s.wide, s.mixed, pass.rows, inner, pass.threads);
-        multiply<INT8>(s.mixed, layer.down, x, pass, s);
+        multiply<Kind>(s.mixed, layer.down, x, pass, s);
     }
     add_norm(x, s.residual, pass.final_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);
     std::memcpy(x, s.normed, sizeof(T) * pass.rows * hidden);
@@ -90,7 +91,12 @@ template <bool INT8, typename T> void run_layers(const Pass<T>& pass, T* x) {
 
 }  // namespace
 
-extern "C" void run_layers_bf16(const Pass<bf16>* pass, bf16* x) { run_layers<false>(*pass, x); }
-extern "C" void run_layers_float(const Pass<float>* pass, float* x) { run_layers<false>(*pass, x); }
-extern "C" void run_layers_int8_bf16(const Pass<bf16>* pass, bf16* x) { run_layers<true>(*pass, x); }
-extern "C" void run_layers_int8_float(const Pass<float>* pass, float* x) { run_layers<true>(*pass, x); }
+#define EXPORT_PASS(KIND, NAME, T)                                                                                    \
+    extern "C" void run_layers_##NAME(const Pass<T>* pass, T* x) { run_layers<KIND>(*pass, x); }
+
+EXPORT_PASS(Dense<bf16>, bf16, bf16)
+EXPORT_PASS(Dense<float>, float, float)
+EXPORT_PASS(Int8, int8_bf16, bf16)
+EXPORT_PASS(Int8, int8_float, float)
+EXPORT_PASS(Int4, int4_bf16, bf16)
+EXPORT_PASS(Int4, int4_float, float)

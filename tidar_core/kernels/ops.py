@@ -49,7 +49,7 @@ class KVCache:
 
 
 def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """Zeroed pages: what was never written must not be NaN, since masked scores still multiply it."""
+    """Pages without anything in them, all zero."""
     heads = (config.layers, pages, config.kv_heads)
     return KVCache(
         torch.zeros(*heads, config.head_dim, page_size, dtype=dtype, device=device),
@@ -91,8 +91,8 @@ Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
 class Ops:
     """One implementation of the decoder's operations. x is [rows, in], weights are [out, in] before `pack`.
 
-    pack(weight): a base matrix in the layout that `linear` and `head` of this record read; pack_adapter: one of an
-        adapter's.
+    pack(weight): a base matrix in the layout that `linear` of this record reads; pack_head: the head's, for `head`;
+        pack_adapter: one of an adapter's.
 
     linear(x, weight, bias, low_rank, first_mask_row): x weightᵀ + bias, and on rows from first_mask_row on also
         the adapter's x aᵀ bᵀ. Base rows never see the adapter.
@@ -117,6 +117,7 @@ class Ops:
     name: str
     row_multiple: int
     pack: Callable[[Tensor], Tensor]
+    pack_head: Callable[[Tensor], Tensor]
     pack_adapter: Callable[[Tensor], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None, LowRank | None, int], Tensor]
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]

@@ -114,4 +114,6 @@ def as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-REFERENCE_OPS = Ops("torch", 4, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, silu_mul, head)
+REFERENCE_OPS = Ops(
+    "torch", 4, as_it_is, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, silu_mul, head
+)

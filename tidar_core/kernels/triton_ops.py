@@ -60,6 +60,7 @@ def triton_ops(
         name=f"triton {triton.__version__}",
         row_multiple=1,
         pack=as_it_is,
+        pack_head=as_it_is,
         pack_adapter=as_it_is,
         linear=exact_linear(measured) if exact else REFERENCE_OPS.linear,
         add_norm=add_norm,

@@ -115,13 +115,16 @@ def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> 
     )
 
 
-def pack_model(weights: ModelWeights, pack: Callable[[Tensor], Tensor]) -> ModelWeights:
-    """The same model with every matrix that is multiplied by laid out anew by `pack`; the embedding stays."""
+def pack_model(
+    weights: ModelWeights, pack: Callable[[Tensor], Tensor], pack_head: Callable[[Tensor], Tensor]
+) -> ModelWeights:
+    """The same model with every matrix that is multiplied by laid out anew, the layers' by `pack`; the embedding
+    stays."""
     layers = tuple(
         replace(layer, qkv=pack(layer.qkv), o=pack(layer.o), gate_up=pack(layer.gate_up), down=pack(layer.down))
         for layer in weights.layers
     )
-    return replace(weights, layers=layers, head=pack(weights.head))
+    return replace(weights, layers=layers, head=pack_head(weights.head))
 
 
 def pack_adapter(adapter: AdapterWeights, pack: Callable[[Tensor], Tensor]) -> AdapterWeights:
