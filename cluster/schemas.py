@@ -310,7 +310,8 @@ def refuse_unsupported(body: Body) -> None:
 def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     """OpenAI's map from token ids, as strings, to what is added to their scores. Raises ApiError (400)."""
     for token in bias:
-        if not (token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size):
+        known = token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
+        if not known or token != str(int(token)):
             raise bad_request(f"logit_bias: {token[:20]!r} is no token id of this model", "logit_bias")
     return tuple((int(token), value) for token, value in bias.items())
 

@@ -227,8 +227,8 @@ class Constraint(Protocol):
 
     @property
     def ended(self) -> bool: ...
-    def advance(self, tokens: Items[int], /) -> None:
-        """Moves on behind emitted tokens."""
+    def advance(self, tokens: Items[int], /) -> int:
+        """Moves on behind emitted tokens; how many there are until the answer ends."""
 
     def masks(self, drafts: Items[int], /) -> list[np.ndarray | None]:
         """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n."""

@@ -14,7 +14,14 @@ from transformers import AutoModelForCausalLM
 from tests.tidar_core.test_convert_training import run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all, tokens_per_step
-from tidar_core.bench.exact import compare_ways, compare_with_reference, decode_ways, greedy_params, reference_answers
+from tidar_core.bench.exact import (
+    compare_ways,
+    compare_with_reference,
+    decode_ways,
+    greedy_params,
+    reference_answers,
+    sampled_params,
+)
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert.full import doubled, joint_loss
 from tidar_core.engine import load_engine
@@ -98,6 +105,23 @@ def test_it_serves_itself_and_equals_its_own_plain_decoding(trained):
     print(f"{tokens_per_step(full):.2f} tokens a step")
     assert tokens_per_step(full) > 1.3
     assert load_engine(EngineConfig(str(directory / "out"), "none", "float32", "cpu")).info.adapter is None
+
+
+def test_the_mask_is_never_said(tmp_path):
+    """A model whose likeliest word is called its mask says other words, in any mode; so does one that samples."""
+    model = tiny_checkpoint(tmp_path / "model")
+    config = EngineConfig(str(model), dtype="float32", device="cpu")
+    prompts = [tuple(range(40, 50)), tuple(range(300, 330))]
+    said = answer_all(load_engine(config), prompts, [greedy_params(30, "off")] * 2)[0].tokens
+    mask = max(set(said), key=said.count)
+    (model / CONTRACT_FILE).write_text(OwnDrafter(mask_token_id=mask, block_length=4).model_dump_json())
+    engine = load_engine(config)
+    for rule in (greedy_params, sampled_params):
+        ways = decode_ways(engine, prompts, lambda mode, rule=rule: rule(30, mode), 2)
+        assert [comparison.different for comparison in compare_ways(ways)] == [0] * 6
+        for mode in ("off", "full"):
+            answers = answer_all(engine, prompts, [rule(30, mode)] * 2)
+            assert all(mask not in answer.tokens for answer in answers)
 
 
 @pytest.mark.parametrize(

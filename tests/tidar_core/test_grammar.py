@@ -196,6 +196,8 @@ def test_the_end_comes_where_the_grammar_allows_it(engine: Engine, drafts: Any) 
     assert short < 25 <= len(longer) <= 30
     assert finish.reason is FinishReason.STOP
     assert answered(Grammar("regex", "[0-9]{3}"), min_tokens=20) == answered(Grammar("regex", "[0-9]{3}"))
+    longer, _ = answered(digits, max_tokens=60, min_tokens=25, ignore_eos=True)
+    assert 25 <= len(longer) <= 30
     text, finish = answered(Grammar("regex", "[0-9]{3}"), ignore_eos=True)
     assert (len(text), finish.reason) == (3, FinishReason.STOP)
     (newline,) = engine.tokenizer.encode("\n")
@@ -209,9 +211,37 @@ def test_a_model_without_an_end_of_its_own_stops_with_the_grammar(engine: Engine
     state = GrammarState(compiled, [], engine.info.vocab_size)
     one, two = (engine.tokenizer.encode(digit)[0] for digit in "12")
     assert not state.ended
-    state.advance([one, two])
+    assert state.advance([one, two, one]) == 2  # nothing belongs to the answer behind its end
     assert (state.ended, state.error) == (True, None)
     assert state.masks(()) == [None]
+
+
+def test_what_is_slow_ahead_ends_guessing_and_not_the_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = engine._compiling._grammars.compiled(Grammar("regex", "[0-9]{2}x")).result()
+    state = GrammarState(compiled, [2, 0], engine.info.vocab_size)
+    one, x = (engine.tokenizer.encode(text)[0] for text in "1x")
+    assert state.guess(one)
+    monkeypatch.setattr(constraint, "SLOWEST_SECONDS", 0.0)
+    assert state.mask() is not None
+    state.forget(1)
+    assert state.error is None
+    assert not state.guess(one)
+    monkeypatch.setattr(constraint, "SLOWEST_SECONDS", 10.0)
+    behind = state.masks((one, one, x))[2]
+    assert only_token(behind) == x
+    assert state.advance([one, one, x]) == 3
+    assert state.error is None
+
+
+def test_a_grammar_that_was_forgotten_and_asked_for_again_is_not_dropped(engine: Engine) -> None:
+    grammars = Grammars(engine.tokenizer, engine.info.vocab_size, engine.info.eos_ids)
+    grammar = Grammar("regex", "[0-9]{7}")
+    first = grammars.compiled(grammar)
+    first.result()
+    del grammars._known[grammar]
+    grammars.compiled(grammar)
+    grammars.drop(grammar, first)
+    assert grammars.compiled(grammar).result() is not None
 
 
 def test_masks_look_ahead_and_go_back(engine: Engine) -> None:

@@ -138,6 +138,21 @@ def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
         torch.set_num_threads(before)
 
 
+def test_values_that_a_row_does_not_see_cannot_reach_it(dtype, ops):
+    """Neighbouring rows of one sequence go together: what is no number in one's key is not seen by those before."""
+    generator = torch.Generator().manual_seed(4)
+    config = model_config(9, 3, 64)
+    cache = random_cache(config, 41, dtype, generator)
+    rows = step_rows([37], 8, 0, 0, pages=40)
+    qkv = torch.randn(len(rows.positions), 15 * 64, generator=generator).to(dtype)
+    clean = ops.attend(qkv, rows, cache, 0)
+    place = int(rows.write_slots[5])
+    cache.values[0, place // PAGE, :, place % PAGE] = torch.nan
+    poisoned = ops.attend(qkv, rows, cache, 0)
+    assert torch.equal(poisoned[:5], clean[:5])
+    assert poisoned[5:].isnan().all()
+
+
 def test_not_a_number_stays_one(dtype, ops):
     x = torch.full((2, 64), torch.nan, dtype=dtype)
     assert ops.add_norm(x, None, torch.ones(64, dtype=dtype), 1e-5)[0].isnan().all()

@@ -20,7 +20,11 @@ SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambig
 
 
 class GrammarState:
-    """A `Constraint` by xgrammar. Whatever looks ahead goes back to where the emitted tokens end."""
+    """A `Constraint` by xgrammar. Whatever looks ahead goes back to where the emitted tokens end.
+
+    Where looking ahead takes too long nothing is guessed any more: drafts must not end an answer that would be
+    complete without them.
+    """
 
     def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
         import xgrammar
@@ -28,6 +32,8 @@ class GrammarState:
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
         self.error: str | None = None
+        self._ahead = 0  # guesses that the matcher stands behind
+        self._guesses_too_slowly = False
         self._words = -(-vocab_size // 32)
         self._matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
@@ -37,26 +43,31 @@ class GrammarState:
     def ended(self) -> bool:
         return bool(self._matcher.is_terminated())
 
-    def advance(self, tokens: Items[int]) -> None:
-        """Moves on behind emitted tokens. Sets `error` where the grammar does not allow them."""
-        if self._accept(tokens) < len(tokens):
-            self.error = "the answer does not follow its grammar"
+    def advance(self, tokens: Items[int]) -> int:
+        """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where the grammar
+        does not allow them."""
+        for count, token in enumerate(tokens):
+            if self.ended:
+                return count
+            if not self._accept(token):
+                self.error = "the answer does not follow its grammar"
+        return len(tokens)
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
         """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
         draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
-        found, accepted = [self.mask()], 0
+        found = [self.mask()]
         for draft in drafts:
-            accepted += self._accept((draft,))
-            if accepted < len(found):
+            if not self._step_ahead(draft):
                 break
             found.append(self.mask())
-        self._matcher.rollback(accepted)
+        self.forget(self._ahead)
         return found + [None] * (len(drafts) + 1 - len(found))
 
     def guess(self, token: int) -> bool:
         """Moves on behind a draft, if the grammar allows it; `forget` goes back."""
-        return token >= 0 and token not in self._never and not self.ended and self._accept((token,)) == 1
+        possible = token >= 0 and token not in self._never and not self.ended and not self._guesses_too_slowly
+        return possible and self._step_ahead(token)
 
     def mask(self) -> np.ndarray | None:
         """What may come next, guesses included."""
@@ -70,18 +81,27 @@ class GrammarState:
 
     def forget(self, guesses: int) -> None:
         self._matcher.rollback(guesses)
+        self._ahead -= guesses
 
-    def _accept(self, tokens: Items[int]) -> int:
-        """How many tokens the grammar allows, one behind the other; it stands behind those then."""
-        for count, token in enumerate(tokens):
-            began = time.thread_time()
-            if not self._matcher.accept_token(token):
-                return count
-            self._watch(began)
-        return len(tokens)
+    def _step_ahead(self, token: int) -> bool:
+        """Moves on behind a token that is not emitted, if the grammar allows it."""
+        self._ahead += 1
+        allowed = self._accept(token)
+        self._ahead -= not allowed
+        return allowed
+
+    def _accept(self, token: int) -> bool:
+        began = time.thread_time()
+        allowed = bool(self._matcher.accept_token(token))
+        self._watch(began)
+        return allowed
 
     def _watch(self, began: float) -> None:
-        if time.thread_time() - began > SLOWEST_SECONDS:
+        if time.thread_time() - began <= SLOWEST_SECONDS:
+            return
+        if self._ahead:
+            self._guesses_too_slowly = True
+        else:
             self.error = "the grammar has too many readings to be followed in time: make it simpler"
 
 

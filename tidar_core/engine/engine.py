@@ -97,6 +97,8 @@ class Engine:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
         if not all(0 <= token < self.info.vocab_size for token in (*request.prompt, *request.emitted)):
             raise RequestError(f"token ids must lie between 0 and {self.info.vocab_size - 1}", "prompt")
+        if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
+            raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
         wanted = len(request.prompt) + params.max_tokens
         if wanted > self.info.max_model_len:
             raise RequestError(
@@ -228,7 +230,9 @@ class Engine:
         params = sequence.request.params
         banned: tuple[int, ...] = ()
         if sequence.generated + count < params.min_tokens:
-            ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | set(self.info.eos_ids)
+            # (under a grammar the end of sequence ends an answer that else ignores it)
+            ignored = params.ignore_eos and sequence.constraint is None
+            ends = params.stop_token_ids if ignored else params.stop_token_ids | set(self.info.eos_ids)
             banned = tuple(sorted(ends))
         if not params.penalises:
             return TokenRule(params, position, banned)

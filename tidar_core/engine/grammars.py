@@ -35,9 +35,10 @@ class Grammars:
         self._eos_ids = eos_ids
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="grammar")
         self._lock = threading.Lock()
+        self._building = threading.Lock()  # takes a second: whoever asks for a grammar must not wait for it
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._guards = threading.local()
-        self._compiler: GrammarCompiler | None = None
+        self._compiler: tuple[GrammarCompiler, str] | None = None
 
     def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """The grammar, once it is compiled; the future raises RequestError where it cannot be."""
@@ -48,11 +49,10 @@ class Grammars:
             self._forget()
             return self._known[grammar]
 
-    def drop(self, grammar: Grammar) -> None:
-        """Does not compile a grammar that has not been begun."""
+    def drop(self, grammar: Grammar, future: "Future[CompiledGrammar]") -> None:
+        """Does not compile a grammar that has not been begun. future: what `compiled` gave for it."""
         with self._lock:
-            future = self._known.get(grammar)
-            if future is not None and future.cancel():
+            if future.cancel() and self._known.get(grammar) is future:
                 del self._known[grammar]
 
     def _forget(self) -> None:
@@ -70,27 +70,29 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         try:
-            compiler = self._shared_compiler()
+            compiler, tokens = self._shared_compiler()
         except ImportError as error:
             raise RequestError("constrained output needs the package xgrammar on the server", "grammar") from error
-        problem = self._guard(compiler).problem_with(grammar)
+        problem = self._guard(tokens).problem_with(grammar)
         if problem is not None:
             raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {problem}", "grammar")
         return grammar_guard.compile_grammar(compiler, grammar.kind, grammar.text)
 
-    def _shared_compiler(self) -> "GrammarCompiler":
-        with self._lock:
+    def _shared_compiler(self) -> "tuple[GrammarCompiler, str]":
+        """The compiler, and the token table for the guards."""
+        with self._building:
             if self._compiler is None:
                 import xgrammar
 
                 tokens = token_table(self._tokenizer, self._vocab_size, self._eos_ids)
-                self._compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
-                self._tokens = tokens.serialize_json()
+                compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
+                self._compiler = compiler, tokens.serialize_json()
             return self._compiler
 
-    def _guard(self, compiler: "GrammarCompiler") -> "Guard":
+    def _guard(self, tokens: str) -> "Guard":
+        """This thread's own."""
         if not hasattr(self._guards, "own"):
-            self._guards.own = Guard(self._tokens)
+            self._guards.own = Guard(tokens)
         guard: Guard = self._guards.own
         return guard
 
@@ -195,7 +197,7 @@ class GrammarQueue:
         sequence, future = found
         grammar = sequence.request.params.grammar
         if grammar is not None and not any(other is future for _, other in self._waiting.values()):
-            self._grammars.drop(grammar)
+            self._grammars.drop(grammar, future)
         return True
 
     def admit(self, add: Callable[[Sequence], None]) -> list[StepOutput]:

@@ -20,7 +20,8 @@ from tidar_core.sampling import TokenRule
 class Runner:
     """Everything that a forward pass needs, on one device. weights are packed; vocabulary: for a slot head the rows
     [vocab, hidden] of the model's head as they were before, else None. graphs: steps that were captured, where the
-    device replays them."""
+    device replays them. mask_token: the token that stands for a mask, which is no word of the text, where there is
+    one."""
 
     ops: Ops
     config: ModelConfig
@@ -30,6 +31,7 @@ class Runner:
     layers: Layers
     vocabulary: Tensor | None = None
     graphs: Graphs | None = None
+    mask_token: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +66,10 @@ class Runner:
     def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:
         """The logits [rows, vocab] of some rows of `hidden`."""
         padded = [*rows, *[rows[-1]] * (-len(rows) % self.ops.row_multiple)]
-        return self.ops.head(hidden[torch.tensor(padded, device=self.device)], self.weights.head)[: len(rows)]
+        scores = self.ops.head(hidden[torch.tensor(padded, device=self.device)], self.weights.head)[: len(rows)]
+        if self.mask_token is not None:
+            scores[:, self.mask_token] = -torch.inf
+        return scores
 
 
 @torch.inference_mode()

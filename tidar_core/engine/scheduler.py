@@ -300,7 +300,7 @@ class Scheduler:
         if finish is None and len(emitted) >= room:
             emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
         if sequence.constraint is not None:
-            finish = _follow(sequence.constraint, emitted, finish)
+            emitted, finish = _follow(sequence.constraint, emitted, finish)
         if sequence.stop_watch is not None:
             shown = sequence.stop_watch.push(emitted)
             if shown.stop is not None:
@@ -312,15 +312,17 @@ def _priority(sequence: Sequence) -> int:
     return sequence.request.priority
 
 
-def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> Finish | None:
-    """Moves a constraint on behind the tokens; how the answer ends, if it does."""
-    constraint.advance(emitted)
+def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> tuple[list[int], Finish | None]:
+    """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does."""
+    until = constraint.advance(emitted)
     if constraint.error is not None:
-        return Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+        return emitted, Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+    if until < len(emitted):
+        return emitted[:until], Finish(FinishReason.STOP)
     if finish is not None and finish.reason is FinishReason.ERROR:
         mask = constraint.mask()
         if mask is not None and not mask.any():
-            return Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
+            finish = Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
     if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
-        return Finish(FinishReason.STOP)
-    return finish
+        finish = Finish(FinishReason.STOP)
+    return emitted, finish

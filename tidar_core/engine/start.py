@@ -66,7 +66,8 @@ def load_engine(
     graphs = (
         Graphs(cuda_capture(device)) if config.graphs and device.type == "cuda" and ops is not REFERENCE_OPS else None
     )
-    runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs)
+    mask_token = adapter.mask_token if adapter else None
+    runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token)
     block_length = adapter.config.block_length if adapter else 0
     within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
     report("checking exactness and measuring step costs")

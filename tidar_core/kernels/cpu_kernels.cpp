@@ -146,8 +146,9 @@ template <typename T, int M>
 void attend_together(const Query<T>* queries, const T* keys, const T* values, const int32_t* table, int64_t tail_stride,
                      Shape s, int kv_head, float scale, std::vector<float>& scratch) {
     const int D = s.head_dim;
-    int longest = 0, tail = 0;
+    int longest = 0, shortest = queries[0].context, tail = 0;
     for (int m = 0; m < M; m++) {
+        shortest = queries[m].context < shortest ? queries[m].context : shortest;
         longest = queries[m].context > longest ? queries[m].context : longest;
         tail = queries[m].tail > tail ? queries[m].tail : tail;
     }
@@ -217,12 +218,19 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
             for (int p = 0; p < pages; p++) {
                 const T *page = page_of(values, p) + d, *next = page_of(values, p + 2 < pages ? p + 2 : p) + d;
                 const int keys_here = longest - p * LANES < LANES ? longest - p * LANES : LANES;
+                // A key that some do not see may have a value that is no number, which times zero were none either.
+                const int seen_by_all = shortest - p * LANES;
                 for (int i = 0; i < keys_here; i++) {
                     f16v v[W];
                     for (int w = 0; w < W * LANES; w += 64 / sizeof(T)) __builtin_prefetch(next + i * D + w);
                     for (int w = 0; w < W; w++) v[w] = load(page + i * D + w * LANES);
-                    for (int m = 0; m < M; m++)
-                        for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + p * LANES + i];
+                    if (i < seen_by_all)
+                        for (int m = 0; m < M; m++)
+                            for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + p * LANES + i];
+                    else
+                        for (int m = 0; m < M; m++)
+                            for (int w = 0; w < W && p * LANES + i < queries[m].context; w++)
+                                acc[m][w] += v[w] * scores[m * width + p * LANES + i];
                 }
             }
             for (int m = 0; m < M; m++)

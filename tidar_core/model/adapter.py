@@ -94,11 +94,13 @@ class AdapterConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A drafter: what it is, its tensors, and the name of its directory."""
+    """A drafter: what it is, its tensors, and the name of its directory. mask_token: the token of the vocabulary that
+    its slots hold, where it is one."""
 
     config: AdapterConfig
     weights: AdapterWeights
     name: str
+    mask_token: int | None = None
 
 
 def identify_base(

@@ -2,8 +2,8 @@
 
 Such a checkpoint is an ordinary one in transformers' layout with one file more, `tidar.json` (`OwnDrafter`): which
 token of the vocabulary is the mask, and how the model was trained to fill it in. The engine reads that row of the
-embedding as the input of every mask row and adds nothing to any layer; all else is as with an adapter. Weights that
-others trained can be brought in by writing this file beside them.
+embedding as the input of every mask row and adds nothing to any layer; all else is as with an adapter. The mask is
+no word: it is never emitted. Weights that others trained can be brought in by writing this file beside them.
 """
 
 from pathlib import Path
@@ -68,4 +68,4 @@ def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> 
         base=base, rank=1, projections=(), block_length=contract.block_length, within_block=contract.within_block
     )
     layers = (LayerAdapter(None, None, None, None),) * base.layers
-    return Adapter(config, AdapterWeights(slots, layers), "of its own")
+    return Adapter(config, AdapterWeights(slots, layers), "of its own", contract.mask_token_id)
