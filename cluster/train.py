@@ -19,6 +19,7 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.deploy import first_line, last_line, ray_cluster, running_cluster
 from cluster.interrupts import Interrupts
@@ -72,7 +73,8 @@ def _train(
         data=options.shards.absolute(),
         device="cuda" if gpus else "cpu",
     )
-    said = Queue(actor_options={"num_cpus": 0})
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    said = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     trainer = TorchTrainer(
         partial(work, everywhere, spent, said),  # type: ignore[arg-type]
         scaling_config=ScalingConfig(
@@ -103,9 +105,9 @@ def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts
         time.sleep(0.0 if over else LOOK_SECONDS)
     try:
         progress = run.result().return_value
-    except TrainingFailedError as error:
+    except (TrainingFailedError, ray.exceptions.RayError) as error:
         causes = list(getattr(error, "worker_failures", {}).values())
         why = last_line(str(causes[0])) if causes else first_line(error)
-        raise ConfigError(f"the workers failed {RESTARTS + 1} times, at last with: {why}") from error
+        raise ConfigError(f"the workers failed, {RESTARTS} new starts included; at last with: {why}") from error
     assert isinstance(progress, Progress)
     return progress
