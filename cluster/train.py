@@ -6,6 +6,7 @@ paths that every node sees. A worker that dies takes the others with it: Ray Tra
 on from the last checkpoint. With CPU workers (gloo) it is tested; on GPUs (nccl) it has not run yet.
 """
 
+import pickle
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -98,7 +99,7 @@ def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts
     while not over:
         interrupts.check()
         over = run.done()
-        for news in said.get_nowait_batch(said.qsize()):
+        for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
             if isinstance(news, ConfigError):
                 raise news
             news(screen)

@@ -1,8 +1,8 @@
 """What one worker of `cluster.train` does, in a process that Ray Train has started and joined to a torch group."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from operator import methodcaller
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,19 @@ from tidar_core.convert.trainer import StepReport
 
 
 def work(options: ConvertOptions, spent: float, said: Queue) -> Progress:
-    """`train_gathered` as one of the crew; puts into `said` calls for the user's screen, and what ends the run.
+    """`train_gathered` as one of the crew; `said` gets, pickled, calls for the user's screen and what ends the run.
 
     Raises ConfigError for what the user can mend.
     """
     crew = crew_of_this_process()
+
+    def tell(news: object) -> None:
+        said.put(pickle.dumps(news))  # as bytes, or the queue's process would import all that is in it
+
     try:
-        return train_gathered(options, spent, Relay(said.put if crew.leads else lambda news: None), crew)
+        return train_gathered(options, spent, Relay(tell if crew.leads else lambda news: None), crew)
     except ConfigError as error:
-        said.put(error)  # to start again would not help: whoever listens ends the run
+        tell(error)  # to start again would not help: whoever listens ends the run
         raise
 
 
@@ -52,7 +56,7 @@ def crew_of_this_process() -> Crew:
 class Relay:
     """A `Screen` that is elsewhere: what it is told goes out as calls to be made there."""
 
-    def __init__(self, tell: Callable[[Any], object]):
+    def __init__(self, tell: Callable[[object], None]):
         self._tell = tell
 
     def line(self, text: str) -> None:

@@ -1,6 +1,7 @@
 """Drafters trained by two workers of Ray Train: the same steps, the same bits, whatever dies on the way."""
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -20,15 +21,18 @@ from typer.testing import CliRunner
 import cluster.train
 from cluster.interrupts import Interrupts
 from tests.cluster.observed_work import observed_work, seen_by
+from tests.tidar_core.trained import random_documents
 from tests.tiny import tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.run import ConvertOptions, convert
+from tidar_core.convert.shards import DataHeader, Document, content_key, open_store
 from tidar_core.convert.trainer import StepReport, TrainConfig
-from tidar_core.model.adapter import read_adapter_config
+from tidar_core.model.adapter import read_adapter_config, tokenizer_fingerprint
+from tidar_core.model.loading import find_model, load_tokenizer
 
-STEPS, ROWS = 24, 128
+STEPS, ROWS = 40, 128
 
 
 class Shown:
@@ -82,7 +86,17 @@ def options(model: Path) -> ConvertOptions:
 
 @pytest.fixture(scope="module")
 def alone(options: ConvertOptions) -> Shown:
-    """One worker with the rows of two; it gathers the documents, too."""
+    """One worker with the rows of two, on documents that all trainings share."""
+    assert options.data is not None
+    source = find_model(options.model)
+    header = DataHeader(
+        model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(load_tokenizer(source)), seed=0
+    )
+    documents = [
+        Document(tuple(tokens.tolist()), tuple(own.tolist()), content_key(tokens.tolist()), "text", number)
+        for number, (tokens, own) in enumerate(random_documents(160))
+    ]
+    open_store(options.data, header).append(documents, [], 0.0)
     shown = Shown()
     train = replace(options.train, rows_a_step=2 * ROWS)
     convert(replace(options, out=options.out.with_name("alone"), train=train), shown)
@@ -104,12 +118,15 @@ def test_two_workers_train_as_one_though_one_of_them_dies(
 
     # Step by step what one worker with all the rows learns, also behind the restart.
     assert list(shown.steps) == list(range(1, STEPS + 1))
+    rows = 0
     for step, report in shown.steps.items():
         assert report.loss == pytest.approx(alone.steps[step].loss, rel=1e-3)
         assert report.progress.rows == alone.steps[step].progress.rows
-        assert report.mask_rows == pytest.approx(report.progress.rows / step / 2, rel=0.1)
+        assert abs(report.mask_rows - (report.progress.rows - rows) / 2) <= options.train.block
+        rows = report.progress.rows
     assert shown.measurements[-1] == pytest.approx(alone.measurements[-1], rel=0.02)
-    assert shown.measurements[-1] > shown.measurements[0] + 0.05
+    losses = [report.loss for report in shown.steps.values()]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
     # To the bit the same on both workers, and what is written is what they hold.
     both = [seen_by(options.work, rank) for rank in (0, 1)]
@@ -117,7 +134,7 @@ def test_two_workers_train_as_one_though_one_of_them_dies(
     assert str(STEPS) in both[0]
     assert len(set(both[0].values())) == len(both[0]) > 1
     config = read_adapter_config(options.out)
-    assert config.training["steps"] in (8, 16, STEPS)
+    assert config.training["steps"] in range(0, STEPS + 1, 8)
     assert config.training["device"] == "2 workers with 1 CPU thread each"
     found = load_checkpoint(options.work / "training", {})
     assert found is not None
@@ -140,12 +157,12 @@ class Saying:
     """A queue of what workers have said."""
 
     def __init__(self, *news: object) -> None:
-        self.news = list(news)
+        self.news = [pickle.dumps(each) for each in news]
 
     def qsize(self) -> int:
         return len(self.news)
 
-    def get_nowait_batch(self, count: int) -> list[object]:
+    def get_nowait_batch(self, count: int) -> list[bytes]:
         taken, self.news = self.news[:count], self.news[count:]
         return taken
 
