@@ -11,6 +11,8 @@ page. `app` ties ingress and engine into one Serve application, `deploy` puts it
 playground (`preflight` first), `status` reads it back over HTTP. For clusters that others run, `check` reads a Serve
 config before it is deployed, and `drain` empties a node before it goes.
 
+Apart from all that, `train` has several workers (`train_worker`) train one drafter for `tidar convert --workers`.
+
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
 What the ingress must know of the model, its tokenizer included, it asks of a replica whenever others are there
 (`ModelCard`); whether replicas live it asks every second (`directory`), and how much work it lets in is its own affair

@@ -6,7 +6,7 @@ position c + s when it has read everything before: the answer of the base's row 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,6 +81,15 @@ def draw_blocks(pack: Pack, per_document: int, block: int, max_positions: int, d
         count = min(per_document, len(places))
         chosen.append(np.sort(draw.choice(places, count, replace=False)) if count else places[:0])
     return lay_blocks(pack, chosen, block)
+
+
+def narrowed(pack: Pack, blocks: Blocks) -> tuple[Pack, Blocks]:
+    """The documents that consecutive blocks of a pack lie in, and the blocks over these alone."""
+    first, last = int(blocks.document[0]), int(blocks.document[-1])
+    start, end = pack.spans[first][0], pack.spans[last][0] + pack.spans[last][1]
+    spans = tuple((row - start, length) for row, length in pack.spans[first : last + 1])
+    kept = Pack(pack.tokens[start:end], pack.positions[start:end], spans, pack.own[start:end])
+    return kept, replace(blocks, document=blocks.document - first, target_rows=blocks.target_rows - start)
 
 
 def lay_blocks(pack: Pack, contexts: Sequence[np.ndarray], block: int) -> Blocks:

@@ -1,5 +1,6 @@
 """The `tidar convert` command."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +11,7 @@ from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName
 from tidar_core.layout import WithinBlock
 
 if TYPE_CHECKING:  # it would import torch, and with it make every command slow to start
+    from tidar_core.convert.run import ConvertOptions, Screen, Train
     from tidar_core.model.adapter import Projection
 
 
@@ -78,6 +80,10 @@ def convert_command(
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where it runs; auto takes a GPU where there is one.")
     ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves it to torch.")] = 0,
+    workers: Annotated[
+        int,
+        typer.Option(min=1, help="Train on so many GPUs (or CPU workers) of a Ray cluster, each with --rows a step."),
+    ] = 1,
 ) -> None:
     """Give a model its drafter: it writes its own questions and answers, and a small adapter learns to draft them.
 
@@ -101,8 +107,8 @@ def convert_command(
             prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
             generator=generator, device=device, dtype=dtype, threads=threads, train=train, mode=mode,
         )  # fmt: skip
-        with TerminalScreen(console) as screen:
-            progress = convert(options, screen)
+        with TerminalScreen(console) as screen, _trainers(workers, options, screen) as trainers:
+            progress = convert(options, screen, trainers)
     except ConfigError as error:
         console.print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
@@ -114,6 +120,22 @@ def convert_command(
         f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {serve}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "AbstractContextManager[Train]":
+    """Who trains: this process, or workers on Ray, which is there for as long as the context."""
+    from tidar_core.convert.run import train_gathered
+
+    if workers == 1:
+        return nullcontext(train_gathered)
+    if options.mode == "full":
+        raise ConfigError("--mode full trains in one process: leave --workers out")
+    try:
+        from cluster.train import workers_on_ray
+    except ImportError as error:
+        missing = "Ray Train" if error.name is None else error.name
+        raise ConfigError(f"--workers needs {missing}: pip install 'tidar-cluster[cluster,train]'") from None
+    return workers_on_ray(workers, options, screen)
 
 
 def _projections(named: str) -> "tuple[Projection, ...]":

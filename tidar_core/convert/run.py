@@ -5,6 +5,7 @@ The same command started again goes on from there.
 """
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,6 +17,7 @@ from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
 from tidar_core.convert.card import made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
+from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
@@ -92,6 +94,10 @@ class ConvertOptions:
     def work(self) -> Path:
         return self.out.with_name(self.out.name + ".work")
 
+    @property
+    def shards(self) -> Path:
+        return self.data or self.work / "data"
+
 
 class Screen(Protocol):
     """Who is told how it goes. used: the share of the budget; fraction: of what the device can compute."""
@@ -107,11 +113,30 @@ class Screen(Protocol):
     def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
 
 
-def convert(options: ConvertOptions, screen: Screen) -> Progress:
-    """Makes the drafter. Raises ConfigError, in one line, for what the user can mend."""
+Train = Callable[[ConvertOptions, float, Screen], Progress]
+
+
+def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
+    """Trains a drafter on the documents that `convert` has gathered in `spent` seconds, and writes what came out.
+
+    The workers of a crew each call it; the first writes, and tells the screen. Raises ConfigError, in one line, for
+    what the user can mend.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = _device(options.device)
+    source = find_model(options.model)
+    corpus = ShardStore(options.shards, read_header(options.shards)).read().corpus
+    return _train(options, choose_device(options.device), source, load_tokenizer(source), corpus, spent, screen, crew)
+
+
+def convert(options: ConvertOptions, screen: Screen, train: Train = train_gathered) -> Progress:
+    """Makes the drafter; `train` is how it is trained once the documents are there (`--mode full` has its own way).
+
+    Raises ConfigError, in one line, for what the user can mend.
+    """
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = choose_device(options.device)
     source = find_model(options.model)
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
@@ -121,7 +146,7 @@ def convert(options: ConvertOptions, screen: Screen) -> Progress:
     screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
     if options.mode == "full":
         return _train_full(options, device, source, tokenizer, stored, spent, screen)
-    return _train(options, device, source, tokenizer, stored, spent, screen)
+    return train(options, spent, screen)
 
 
 def _gather(
@@ -132,7 +157,7 @@ def _gather(
     screen: Screen,
 ) -> tuple[Corpus, float]:
     """The documents, and the seconds spent on generating them."""
-    directory = options.data or options.work / "data"
+    directory = options.shards
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     prompts = read_prompts(options.prompts) if options.prompts else []
     if options.mode == "full" and options.text and not options.own_tokens and not prompts:
@@ -250,6 +275,7 @@ def _train(
     corpus: Corpus,
     spent: float,
     screen: Screen,
+    crew: Crew,
 ) -> Progress:
     identity, model_config, weights = _load_base(options, device, source, tokenizer, screen)
     base = frozen_base(model_config, weights, screen.line)
@@ -263,7 +289,7 @@ def _train(
     held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
     budget = _budget(options, spent)
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
-    made = made_from(identity, options.model, corpus, config, _device_name(device))
+    made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size))
 
     def stepped(report: StepReport) -> None:
         fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
@@ -275,8 +301,9 @@ def _train(
             options.out.mkdir(parents=True, exist_ok=True)
             write_folder(options.out, made, adapter, progress, result)
 
-    watch = Watch(stepped, measured, screen.line)
-    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, options.work / "training", watch)
+    watch = Watch(stepped, measured, screen.line) if crew.leads else Watch()
+    directory = options.work / "training"
+    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew)
 
 
 def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:
@@ -327,7 +354,8 @@ def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeight
     return with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
 
 
-def _device(wanted: str) -> torch.device:
+def choose_device(wanted: str) -> torch.device:
+    """The device of a user's choice. Raises ConfigError where it is not there."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
     if wanted == "auto":
@@ -335,8 +363,8 @@ def _device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _device_name(device: torch.device, workers: int) -> str:
     threads = torch.get_num_threads()
-    return f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return name if workers == 1 else f"{workers} workers with {name} each"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.blocks import draw_blocks, pack_documents
+from tidar_core.convert.blocks import draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
@@ -19,6 +19,7 @@ from tidar_core.convert.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
+from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.forward import FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
@@ -42,9 +43,9 @@ class TrainConfig:
     """How a drafter is trained. block: slots a proposal. slot_head: width of the head that corrects a slot by the token
     before it, 0 for none. anchors: blocks behind each document, at most.
 
-    rows_a_step: mask rows of an optimizer step, about; rows_a_pass: mask rows whose activations are held at once
-    (a step of more is gone through in parts); 0 for what suits the device. learning_rate rises over `warmup` steps
-    and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends.
+    rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
+    are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
+    steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends.
     vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
     measurements, 0 for what time allows.
     """
@@ -90,7 +91,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One optimizer step: its loss, the gradient's norm before clipping, its rows and seconds."""
+    """One optimizer step: its loss, the gradient's norm before clipping, this worker's rows of it, its seconds."""
 
     progress: Progress
     loss: float
@@ -120,15 +121,19 @@ def train_drafter(
     budget: Budget,
     directory: Path,
     watch: Watch,
+    crew: Crew = ALONE,
 ) -> Progress:
     """Trains from `start`, or from the last checkpoint in `directory` where there is one.
 
+    The workers of a crew call it with the same arguments, but for `watch`, which hears of every worker's own doings.
+    They go through the same steps and end at the same one.
+
     Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
-    where the disk is full, and where the checkpoint was made with other settings.
+    where the disk is full, where the checkpoint was made with other settings, and where a worker sees another one.
     """
-    if not len(sampler) or not held_out.documents:
+    if len(sampler) < crew.size or not held_out.documents:
         raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
-    training = _Training(base, start, config, directory, watch)
+    training = _Training(base, start, config, directory, watch, crew)
     progress = training.progress
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
     while True:
@@ -139,7 +144,7 @@ def train_drafter(
         if over or by_step or not progress.step or now - last_measured >= due:
             began = time.monotonic()
             training.measure(held_out)
-            measuring = time.monotonic() - began
+            measuring = crew.agree(time.monotonic() - began)
             progress.seconds += measuring
             last_measured = progress.seconds
         if over or progress.stale >= config.patience:
@@ -155,8 +160,16 @@ def train_drafter(
 class _Training:
     """The drafter, its optimizer and where they are."""
 
-    def __init__(self, base: FrozenBase, start: AdapterWeights, config: TrainConfig, directory: Path, watch: Watch):
-        self.base, self.config, self.directory, self.watch = base, config, directory, watch
+    def __init__(
+        self,
+        base: FrozenBase,
+        start: AdapterWeights,
+        config: TrainConfig,
+        directory: Path,
+        watch: Watch,
+        crew: Crew,
+    ):
+        self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
         self.adapter, self.progress = trainable(start), Progress()
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
@@ -173,6 +186,8 @@ class _Training:
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
         self._resume()
+        if crew.agree(self.progress.step) != self.progress.step:
+            raise ConfigError(f"{directory} is not the same for all workers: put it where every node sees it")
 
     def _resume(self) -> None:
         found = load_checkpoint(self.directory, self.settings)
@@ -188,6 +203,8 @@ class _Training:
         self.watch.line(f"going on from step {self.progress.step}")
 
     def save(self) -> None:
+        if not self.crew.leads:
+            return
         parameters = {f"parameter/{name}": tensor for name, tensor in zip(self.names, self.tensors, strict=True)}
         tensors = parameters | optimizer_tensors(self.optimizer, self.names)
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -198,23 +215,27 @@ class _Training:
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
-        gained = result.tokens_per_step > progress.best * (1 + LEAST_GAIN)
+        found = self.crew.agree(result.tokens_per_step)
+        gained = found > progress.best * (1 + LEAST_GAIN)
         progress.stale = 0 if gained else progress.stale + 1
-        best = result.tokens_per_step > progress.best
-        progress.best = max(progress.best, result.tokens_per_step)
+        best = found > progress.best
+        progress.best = max(progress.best, found)
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
 
     def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
-        """One optimizer step. Raises ConfigError where the loss or its gradient is not a number."""
-        began, config, base, progress = time.monotonic(), self.config, self.base, self.progress
-        documents = sampler.next_documents(progress, self.rows_a_step // config.block, config.anchors)
-        pack = pack_documents(documents, base.device)
+        """One optimizer step, of which each worker computes its part: all draw the same blocks, and the loss is over
+        them all. Raises ConfigError where the loss or its gradient is not a number."""
+        began, config, base, progress, crew = time.monotonic(), self.config, self.base, self.progress, self.crew
+        wanted = crew.size * self.rows_a_step // config.block
+        pack = pack_documents(sampler.next_documents(progress, wanted, config.anchors), base.device)
         draw = sampler.draw(progress)
-        blocks = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, draw)
+        drawn = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, draw)
         columns = vocabulary.draw(pack.tokens, draw)
+        first, last = crew.part(len(drawn))
+        alone = torch.from_numpy(draw.random(len(drawn))[first:last] < ALONE_SHARE).to(base.device)
+        normaliser = len(drawn) * float(config.loss.profile(config.block).sum())
+        pack, blocks = narrowed(pack, drawn.part(first, last))
         clean = run_clean(base, pack)
-        alone = torch.from_numpy(draw.random(len(blocks)) < ALONE_SHARE).to(base.device)
-        normaliser = len(blocks) * float(config.loss.profile(config.block).sum())
         loss = torch.zeros((), device=base.device)
         at_once = max(1, self.rows_a_pass // config.block)
         for first in range(0, len(blocks), at_once):
@@ -225,6 +246,7 @@ class _Training:
             judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
             judged.loss.backward()  # type: ignore[no-untyped-call]
             loss += judged.loss.detach()
+        crew.add_up([loss, *(tensor.grad for tensor in self.tensors if tensor.grad is not None)])
         norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
         if not math.isfinite(float(norm)) or not math.isfinite(float(loss)):
             raise ConfigError(
@@ -235,10 +257,10 @@ class _Training:
             group["lr"] = group["faster"] * learning_rate(config, progress.step, used)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        seconds = time.monotonic() - began
+        seconds = crew.agree(time.monotonic() - began)
         progress.step += 1
         progress.seconds += seconds
-        progress.rows += len(blocks.positions)
+        progress.rows += len(drawn.positions)
         self.watch.step(
             StepReport(progress, float(loss), float(norm), len(blocks.positions), len(pack.tokens), seconds)
         )

@@ -1,0 +1,42 @@
+"""A training worker that leaves what it holds: its drafter's bits at each measurement, and a checkpoint every step."""
+
+import json
+import os
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ray.util.queue import Queue
+
+from cluster.train_worker import work
+from tidar_core.convert import run, trainer
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.run import ConvertOptions
+from tidar_core.model.weights import named_tensors
+
+
+def observed_work(options: ConvertOptions, spent: float, said: Queue) -> Progress:
+    """As `work`; `<work>/seen-<rank>.json` gets {step: hash of the drafter}, `<work>/pid-<rank>` the process."""
+    trainer.CHECKPOINT_SECONDS = 0.0
+    seen: dict[int, str] = {}
+
+    def train_drafter(*arguments: Any) -> Progress:
+        *others, watch, crew = arguments
+        (options.work / f"pid-{crew.rank}").write_text(str(os.getpid()))
+
+        def measured(result: Any, adapter: Any, progress: Progress, best: bool) -> None:
+            bits = blake2b(b"".join(tensor.numpy().tobytes() for _, tensor in named_tensors(adapter)))
+            seen[progress.step] = bits.hexdigest()
+            (options.work / f"seen-{crew.rank}.json").write_text(json.dumps(seen))
+            watch.measured(result, adapter, progress, best)
+
+        return trainer.train_drafter(*others, replace(watch, measured=measured), crew)
+
+    run.train_drafter = train_drafter
+    return work(options, spent, said)
+
+
+def seen_by(directory: Path, rank: int) -> dict[str, str]:
+    found: dict[str, str] = json.loads((directory / f"seen-{rank}.json").read_text())
+    return found

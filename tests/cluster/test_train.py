@@ -1,0 +1,209 @@
+"""Drafters trained by two workers of Ray Train: the same steps, the same bits, whatever dies on the way."""
+
+import os
+import pickle
+import re
+import signal
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from operator import methodcaller
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.train import WorkerGroupError
+from typer.testing import CliRunner
+
+import cluster.train
+from cluster.interrupts import Interrupts
+from tests.cluster.observed_work import observed_work, seen_by
+from tests.tidar_core.trained import random_documents
+from tests.tiny import tiny_checkpoint
+from tidar_core.cli import app
+from tidar_core.config import ConfigError
+from tidar_core.convert.checkpoint import Progress, load_checkpoint
+from tidar_core.convert.run import ConvertOptions, convert
+from tidar_core.convert.shards import DataHeader, Document, content_key, open_store
+from tidar_core.convert.trainer import StepReport, TrainConfig
+from tidar_core.model.adapter import read_adapter_config, tokenizer_fingerprint
+from tidar_core.model.loading import find_model, load_tokenizer
+
+STEPS, ROWS = 40, 128
+
+
+class Shown:
+    """A screen that keeps what it is told. victim: a file with the id of a process to kill once step 8 is seen."""
+
+    def __init__(self, victim: Path | None = None) -> None:
+        self.lines: list[str] = []
+        self.steps: dict[int, StepReport] = {}
+        self.measurements: list[float] = []
+        self._victim = victim
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def loading(self, done: int, total: int) -> None:
+        pass
+
+    def gathered(self, gathered: Any, goal: Any) -> None:
+        pass
+
+    def trained(self, report: StepReport, used: float, fraction: float | None) -> None:
+        self.steps[report.progress.step] = replace(report, progress=replace(report.progress))
+        if report.progress.step >= 8 and self._victim is not None:
+            os.kill(int(self._victim.read_text()), signal.SIGKILL)
+            self._victim = None
+
+    def measured(self, result: Any, progress: Progress, best: bool) -> None:
+        self.measurements.append(result.tokens_per_step)
+
+
+@pytest.fixture(autouse=True)
+def _own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("train") / "model", layers=1, hidden=48)
+
+
+@pytest.fixture(scope="module")
+def options(model: Path) -> ConvertOptions:
+    train = TrainConfig(block=4, anchors=16, rows_a_step=ROWS, learning_rate=1e-2, warmup=5, measure_every=8)
+    return ConvertOptions(
+        str(model), model.with_name("pair"), model.with_name("data"), own_tokens=3000, steps=STEPS, rank=8,
+        device="cpu", dtype="float32", threads=1, train=train,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(options: ConvertOptions) -> Shown:
+    """One worker with the rows of two, on documents that all trainings share."""
+    assert options.data is not None
+    source = find_model(options.model)
+    header = DataHeader(
+        model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(load_tokenizer(source)), seed=0
+    )
+    documents = [
+        Document(tuple(tokens.tolist()), tuple(own.tolist()), content_key(tokens.tolist()), "text", number)
+        for number, (tokens, own) in enumerate(random_documents(160))
+    ]
+    open_store(options.data, header).append(documents, [], 0.0)
+    shown = Shown()
+    train = replace(options.train, rows_a_step=2 * ROWS)
+    convert(replace(options, out=options.out.with_name("alone"), train=train), shown)
+    return shown
+
+
+def test_two_workers_train_as_one_though_one_of_them_dies(
+    options: ConvertOptions, alone: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.train, "work", observed_work)
+    shown = Shown(victim=options.work / "pid-1")
+    with cluster.train.workers_on_ray(2, options, shown) as trainers:
+        progress = convert(options, shown, trainers)
+    assert progress.step == STEPS
+
+    # It was killed behind step 8, and all went on from a checkpoint, not from the start.
+    (going_on,) = [line for line in shown.lines if line.startswith("going on from step")]
+    assert int(going_on.split()[-1]) >= 8
+
+    # Step by step what one worker with all the rows learns, also behind the restart.
+    assert list(shown.steps) == list(range(1, STEPS + 1))
+    rows = 0
+    for step, report in shown.steps.items():
+        assert report.loss == pytest.approx(alone.steps[step].loss, rel=1e-3)
+        assert report.progress.rows == alone.steps[step].progress.rows
+        assert abs(report.mask_rows - (report.progress.rows - rows) / 2) <= options.train.block
+        rows = report.progress.rows
+    assert shown.measurements[-1] == pytest.approx(alone.measurements[-1], rel=0.02)
+    losses = [report.loss for report in shown.steps.values()]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+    # To the bit the same on both workers, and what is written is what they hold.
+    both = [seen_by(options.work, rank) for rank in (0, 1)]
+    assert both[0] == both[1]
+    assert str(STEPS) in both[0]
+    assert len(set(both[0].values())) == len(both[0]) > 1
+    config = read_adapter_config(options.out)
+    assert config.training["steps"] in range(0, STEPS + 1, 8)
+    assert config.training["device"] == "2 workers with 1 CPU thread each"
+    found = load_checkpoint(options.work / "training", {})
+    assert found is not None
+    assert found[0].step == STEPS
+
+
+def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_gathered(
+    model: Path, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["convert", str(model), "--workers", "999", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    first, line = result.stderr.strip().splitlines()
+    assert first == "starting Ray"
+    assert re.fullmatch(r"tidar: 999 workers need 999 CPUs, Ray sees \d+: lower --workers", line)
+    assert list(tmp_path.iterdir()) == []
+    assert not ray.is_initialized()
+
+
+class Saying:
+    """A queue of what workers have said."""
+
+    def __init__(self, *news: object) -> None:
+        self.news = [pickle.dumps(each) for each in news]
+
+    def qsize(self) -> int:
+        return len(self.news)
+
+    def get_nowait_batch(self, count: int) -> list[bytes]:
+        taken, self.news = self.news[:count], self.news[count:]
+        return taken
+
+
+def test_what_a_worker_cannot_do_ends_the_run_in_one_line() -> None:
+    shown, run = Shown(), Future[Any]()
+    said = Saying(methodcaller("line", "hello"), ConfigError("the disk is full"))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^the disk is full$"):
+        cluster.train.follow(run, said, shown, Interrupts())  # type: ignore[arg-type]
+    assert time.monotonic() - began < 5
+    assert shown.lines == ["hello"]
+
+
+def test_workers_that_fail_again_and_again_are_one_line() -> None:
+    run = Future[Any]()
+    run.set_exception(WorkerGroupError("…", {1: RuntimeError("a trace\nCUDA out of memory")}))
+    with pytest.raises(ConfigError, match=r"^the workers failed, 3 new starts included; .*: CUDA out of memory$"):
+        cluster.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_an_interrupt_ends_it() -> None:
+    asked = Interrupts()
+    asked.asked = True
+    with pytest.raises(KeyboardInterrupt):
+        cluster.train.follow(Future[Any](), Saying(), Shown(), asked)  # type: ignore[arg-type]
+
+
+def test_full_mode_has_one_worker(model: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["convert", str(model), "--mode", "full", "--workers", "2", "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "tidar: --mode full trains in one process: leave --workers out"
+
+
+def test_without_ray_train_one_line_says_what_to_install(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cluster.train", None)
+    result = CliRunner().invoke(app, ["convert", str(model), "--workers", "2", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert result.stderr.strip().endswith("pip install 'tidar-cluster[cluster,train]'")
