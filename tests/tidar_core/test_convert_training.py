@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,6 +165,37 @@ def test_training_ends_where_nothing_is_gained(tiny, corpus, tmp_path):
     seen, progress = train(tiny, corpus, tmp_path, 100, config)
     assert len(seen) == 6
     assert progress.stale == 3
+
+
+def test_new_starts_are_no_reason_to_end(tiny, corpus, tmp_path):
+    config = replace(CONFIG, learning_rate=0.0, measure_every=1000, patience=3)
+    for _ in range(5):
+        _, progress = train(tiny, corpus, tmp_path, 4, config)
+        assert progress.stale == 1
+
+
+def test_the_checkpoint_of_the_best_drafter_is_there_before_it_is_kept(tiny, corpus, tmp_path):
+    """A run that is killed while it keeps its best knows afterwards how good that was."""
+    with pytest.raises(InterruptedError):
+        train(tiny, corpus, tmp_path, 100, replace(CONFIG, measure_every=40), measured=interrupted_at(80))
+    saved, _, _ = load_checkpoint(tmp_path, {})
+    assert saved.step == 80
+    kept: list[tuple[int, bool]] = []
+    train(
+        tiny, corpus, tmp_path, 81, replace(CONFIG, measure_every=40),
+        measured=lambda result, adapter, progress, best: kept.append((progress.step, best)),
+    )  # fmt: skip
+    assert kept[0] == (80, True)
+
+
+def interrupted_at(step: int) -> Callable[..., None]:
+    """As a kill while a measurement is told, once the checkpoint's time has come."""
+
+    def told(result: object, adapter: object, progress: Progress, best: bool) -> None:
+        if progress.step == step:
+            raise InterruptedError
+
+    return told
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(tiny, corpus, tmp_path, monkeypatch):

@@ -170,7 +170,7 @@ class _Training:
         crew: Crew,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
-        self.adapter, self.progress = trainable(start), Progress()
+        self.adapter, self.progress, self.looked = trainable(start), Progress(), False
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
         self.names: list[str] = list(names)
@@ -217,9 +217,13 @@ class _Training:
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         gained = found > progress.best * (1 + LEAST_GAIN)
-        progress.stale = 0 if gained else progress.stale + 1
-        best = found > progress.best
+        # A run's first look finds what the run before it had found: it is no sign that nothing is gained any more.
+        progress.stale = 0 if gained else progress.stale + self.looked
+        self.looked = True
+        best = found >= progress.best
         progress.best = max(progress.best, found)
+        if best:  # before the caller keeps it: a run that goes on from an older best would put a worse one in its place
+            self.save()
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
 
     def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
