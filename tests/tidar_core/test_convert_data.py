@@ -17,7 +17,7 @@ from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
 from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts
-from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store
+from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store, read_header
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
 from tidar_core.engine import load_engine
@@ -270,6 +270,34 @@ def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
     with pytest.raises(ConfigError, match="--seed 0"):
         open_store(tmp_path, HEADER.model_copy(update={"seed": 1}))
     assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+    assert open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""})).notes == ()
+
+
+def test_data_begun_with_text_alone_are_of_the_first_weights_that_say_something(tmp_path):
+    open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""}))
+    assert open_store(tmp_path, HEADER).notes == ()
+    assert read_header(tmp_path) == HEADER
+    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+
+
+def test_a_shard_that_the_disk_does_not_give_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    (tmp_path / "shard-000001.safetensors").mkdir()  # it can be opened and not be read
+    with pytest.raises(ConfigError, match=r"shard-000001.* cannot be read .*and start again") as told:
+        open_store(tmp_path, HEADER)
+    assert "\n" not in str(told.value)
+    assert (tmp_path / "shard-000001.safetensors").exists()
+
+
+def test_a_last_shard_of_another_form_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    path = tmp_path / "shard-000000.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"kinds"', b'"kings"'))
+    with pytest.raises(ConfigError, match="it has no column kinds"):
+        open_store(tmp_path, HEADER)
+    assert path.exists()
 
 
 @settings(max_examples=20, deadline=None)
