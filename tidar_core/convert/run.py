@@ -19,6 +19,7 @@ from tidar_core.convert.conversations import Plan
 from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
+from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.own_words import (
@@ -113,6 +114,9 @@ def convert(options: ConvertOptions, screen: Screen) -> Progress:
         torch.set_num_threads(options.threads)
     device = _device(options.device)
     source = find_model(options.model)
+    if options.mode == "full":
+        read = (source.directory, options.data, options.prompts, options.text)
+        prepare_folder(options.out, [path for path in read if path is not None])
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
