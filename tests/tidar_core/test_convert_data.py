@@ -405,8 +405,10 @@ def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch)
         engine.step()
 
 
-def test_transformers_generates_the_same_greedy_answers(engine, model_directory):
+@pytest.mark.parametrize("harm", [{}, {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 9}])
+def test_transformers_generates_the_same_greedy_answers(engine, model_directory, harm):
     model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
+    model.generation_config.update(**harm)  # a checkpoint's own wishes are no part of what its weights say
     other = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512)
     ours = engine_source(engine)
     params = SamplingParams(max_tokens=20, temperature=0.0)
