@@ -237,6 +237,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
     assert config.training["held_out"]["tokens_per_step"] > 1.1
+    assert "Questions and answers are the base model's own" in card
 
     # The base's answers with the adapter are bit for bit those without.
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
