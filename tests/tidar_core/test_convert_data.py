@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
-from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts
+from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts, unanswered
 from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store, read_header
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
@@ -373,6 +374,69 @@ def test_prompts_are_answered_once(engine, tmp_path):
         gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
     kinds = store.read().corpus.kinds.tolist()
     assert kinds.count(3) == 2
+
+
+@pytest.mark.parametrize("goal", [Goal(own_tokens=200), Goal(seconds=60.0)])
+def test_prompts_that_come_later_are_answered_though_the_goal_is_reached(engine, tmp_path, goal):
+    store = open_store(tmp_path, HEADER)
+    gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200))
+    store.append([], [], 60.0)
+    before = store.read()
+    prompts = [f"What is the answer to {number}?" for number in range(15)]
+    gather_own_words(engine_source(engine, 4), engine.tokenizer, SHORT, store, goal, prompts)
+    kinds = store.read().corpus.kinds[len(before.corpus) :].tolist()
+    assert kinds == [KINDS.index("prompt")] * len(prompts)
+    assert {number for number in store.read().done if number >= 0} == {n for n in before.done if n >= 0}
+    assert unanswered(engine.tokenizer, prompts, store.read()) == []
+
+
+def test_prompts_have_the_time_of_the_goal_in_a_run_and_no_more(engine, tmp_path, monkeypatch):
+    store = open_store(tmp_path, HEADER)
+    store.append([], [], 500.0)
+    now, passed = time.monotonic, itertools.count()
+    monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
+    steps = 0
+
+    def a_second_passes(_) -> None:
+        nonlocal steps
+        steps = next(passed)
+
+    prompts = [f"What is the answer to {number}?" for number in range(400)]
+    source = engine_source(engine, 4)
+    gather_own_words(source, engine.tokenizer, SHORT, store, Goal(seconds=100.0), prompts, a_second_passes)
+    assert 80 < steps <= 100
+    assert 0 < len(unanswered(engine.tokenizer, prompts, store.read())) < 400
+    while engine.has_work:
+        engine.step()
+
+
+def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_words, "HOPELESS", 2)  # which a user's prompts say nothing about
+
+    class Terse(EngineSource):
+        def step(self):
+            return [Completion(c.key, c.tokens[:2], True) for c in super().step()]
+
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0, 400)], [0], 1.0)
+    prompts = [f"What is the answer to {number}?" for number in range(4)]
+    gather_own_words(Terse(engine, 8), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
+    stored = open_store(tmp_path, HEADER).read()
+    assert len(stored.corpus) == 1
+    assert unanswered(engine.tokenizer, [*prompts, "Why?"], stored) == ["Why?"]
+
+
+def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):
+    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(200)))
+    store = open_store(tmp_path / "data", HEADER)
+    add_text(engine.tokenizer, tmp_path / "text", store, 64)
+    text = store.read().corpus
+    assert text.own_tokens() > 1000
+    assert text.generated_tokens() == 0
+    gathered = gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=300))
+    corpus = store.read().corpus
+    assert gathered.own_tokens == corpus.generated_tokens() >= 300
+    assert corpus.own_tokens() == text.own_tokens() + corpus.generated_tokens()
 
 
 def test_a_model_without_a_template_continues_texts(engine, tmp_path):

@@ -8,7 +8,8 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
     keys    int64 [documents]  hash of what the document answers: for telling duplicates and the held-out split
     kinds   int64 [documents]  index into `KINDS`
     jobs    int64 [documents]  which planned job the document came from
-    done    int64 [any]        jobs that are finished with this shard, those that gave no document among them
+    done    int64 [any]        jobs that are finished with this shard, those that gave no document among them; below 0
+                               the user's prompts, as `prompt_number` of their keys
     seconds float64 [1]        time spent on generating it
 """
 
@@ -88,7 +89,13 @@ class Corpus:
         return self.tokens[span], self.own[span].astype(bool)
 
     def own_tokens(self) -> int:
+        """Tokens to learn from, those of given text included."""
         return int(self.own.sum(dtype=np.int64))
+
+    def generated_tokens(self) -> int:
+        """Tokens to learn from that the model said itself."""
+        said = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
+        return int(self.own[said].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the documents to train on and of those held out, told apart by hash: a document stays on
@@ -103,6 +110,11 @@ def content_key(tokens: Sequence[int]) -> int:
     """A 64-bit hash of token ids, as a signed integer."""
     digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def prompt_number(key: int) -> int:
+    """Stands for the prompt with this key among the jobs that are done: a negative number, which no job has."""
+    return ~(key & (2**63 - 1))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
