@@ -28,6 +28,7 @@ WALL_SECONDS = 30  # where the machine is so busy that this comes first
 MEMORY_BYTES = 2**30
 MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
 TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
@@ -79,10 +80,16 @@ def one_line(said: str) -> str:
 
 
 def why_lost(returncode: int) -> str:
-    """What a grammar did to the process, told from how that ended."""
-    if -returncode in (signal.SIGXCPU, signal.SIGALRM, signal.SIGKILL):
+    """What ended the process instead of an answer. An exit status is never the grammar's doing: what the compiler
+    raises is answered, and the process ends by itself with its standard input alone."""
+    if -returncode in (signal.SIGXCPU, signal.SIGALRM):
         return TOO_SLOW
-    return "it breaks the grammar compiler"
+    if -returncode == signal.SIGKILL:  # by the kernel: no memory left, or the hard limit of seconds
+        return "it takes too much memory or time to compile: make it simpler"
+    if -returncode in _CRASHES:
+        return "it breaks the grammar compiler"
+    how = f"exit status {returncode}" if returncode >= 0 else f"signal {-returncode}"
+    return f"the server's grammar compiler does not run ({how}), which is no fault of the grammar"
 
 
 def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO) -> str | None:

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -16,8 +17,8 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
-from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts
-from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store
+from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts, unanswered
+from tidar_core.convert.shards import KINDS, DataHeader, Document, content_key, open_store, read_header
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
 from tidar_core.engine import load_engine
@@ -270,6 +271,34 @@ def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
     with pytest.raises(ConfigError, match="--seed 0"):
         open_store(tmp_path, HEADER.model_copy(update={"seed": 1}))
     assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+    assert open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""})).notes == ()
+
+
+def test_data_begun_with_text_alone_are_of_the_first_weights_that_say_something(tmp_path):
+    open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""}))
+    assert open_store(tmp_path, HEADER).notes == ()
+    assert read_header(tmp_path) == HEADER
+    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+
+
+def test_a_shard_that_the_disk_does_not_give_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    (tmp_path / "shard-000001.safetensors").mkdir()  # it can be opened and not be read
+    with pytest.raises(ConfigError, match=r"shard-000001.* cannot be read .*and start again") as told:
+        open_store(tmp_path, HEADER)
+    assert "\n" not in str(told.value)
+    assert (tmp_path / "shard-000001.safetensors").exists()
+
+
+def test_a_last_shard_of_another_form_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    path = tmp_path / "shard-000000.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"kinds"', b'"kings"'))
+    with pytest.raises(ConfigError, match="it has no column kinds"):
+        open_store(tmp_path, HEADER)
+    assert path.exists()
 
 
 @settings(max_examples=20, deadline=None)
@@ -347,6 +376,69 @@ def test_prompts_are_answered_once(engine, tmp_path):
     assert kinds.count(3) == 2
 
 
+@pytest.mark.parametrize("goal", [Goal(own_tokens=200), Goal(seconds=60.0)])
+def test_prompts_that_come_later_are_answered_though_the_goal_is_reached(engine, tmp_path, goal):
+    store = open_store(tmp_path, HEADER)
+    gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200))
+    store.append([], [], 60.0)
+    before = store.read()
+    prompts = [f"What is the answer to {number}?" for number in range(15)]
+    gather_own_words(engine_source(engine, 4), engine.tokenizer, SHORT, store, goal, prompts)
+    kinds = store.read().corpus.kinds[len(before.corpus) :].tolist()
+    assert kinds == [KINDS.index("prompt")] * len(prompts)
+    assert {number for number in store.read().done if number >= 0} == {n for n in before.done if n >= 0}
+    assert unanswered(engine.tokenizer, prompts, store.read()) == []
+
+
+def test_prompts_have_the_time_of_the_goal_in_a_run_and_no_more(engine, tmp_path, monkeypatch):
+    store = open_store(tmp_path, HEADER)
+    store.append([], [], 500.0)
+    now, passed = time.monotonic, itertools.count()
+    monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
+    steps = 0
+
+    def a_second_passes(_) -> None:
+        nonlocal steps
+        steps = next(passed)
+
+    prompts = [f"What is the answer to {number}?" for number in range(400)]
+    source = engine_source(engine, 4)
+    gather_own_words(source, engine.tokenizer, SHORT, store, Goal(seconds=100.0), prompts, a_second_passes)
+    assert 80 < steps <= 100
+    assert 0 < len(unanswered(engine.tokenizer, prompts, store.read())) < 400
+    while engine.has_work:
+        engine.step()
+
+
+def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_words, "HOPELESS", 2)  # which a user's prompts say nothing about
+
+    class Terse(EngineSource):
+        def step(self):
+            return [Completion(c.key, c.tokens[:2], True) for c in super().step()]
+
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0, 400)], [0], 1.0)
+    prompts = [f"What is the answer to {number}?" for number in range(4)]
+    gather_own_words(Terse(engine, 8), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
+    stored = open_store(tmp_path, HEADER).read()
+    assert len(stored.corpus) == 1
+    assert unanswered(engine.tokenizer, [*prompts, "Why?"], stored) == ["Why?"]
+
+
+def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):
+    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(200)))
+    store = open_store(tmp_path / "data", HEADER)
+    add_text(engine.tokenizer, tmp_path / "text", store, 64)
+    text = store.read().corpus
+    assert text.own_tokens() > 1000
+    assert text.generated_tokens() == 0
+    gathered = gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=300))
+    corpus = store.read().corpus
+    assert gathered.own_tokens == corpus.generated_tokens() >= 300
+    assert corpus.own_tokens() == text.own_tokens() + corpus.generated_tokens()
+
+
 def test_a_model_without_a_template_continues_texts(engine, tmp_path):
     store = open_store(tmp_path, HEADER)
     gather_own_words(engine_source(engine), engine.tokenizer, replace(SHORT, chat=False), store, Goal(own_tokens=300))
@@ -377,8 +469,10 @@ def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch)
         engine.step()
 
 
-def test_transformers_generates_the_same_greedy_answers(engine, model_directory):
+@pytest.mark.parametrize("harm", [{}, {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 9}])
+def test_transformers_generates_the_same_greedy_answers(engine, model_directory, harm):
     model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
+    model.generation_config.update(**harm)  # a checkpoint's own wishes are no part of what its weights say
     other = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512)
     ours = engine_source(engine)
     params = SamplingParams(max_tokens=20, temperature=0.0)

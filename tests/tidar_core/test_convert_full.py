@@ -1,17 +1,24 @@
 """Full TiDAR: masks and loss as the paper has them, a training that resumes, a checkpoint that serves itself."""
 
+import errno
 import json
-from dataclasses import replace
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.tidar_core.test_convert_training import run_command
+from tests.tidar_core.trained import corpus_of, random_documents
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.bench.exact import (
@@ -23,13 +30,20 @@ from tidar_core.bench.exact import (
     sampled_params,
 )
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert.full import doubled, joint_loss
+from tidar_core.convert import full_run
+from tidar_core.convert.checkpoint import Progress, load_checkpoint
+from tidar_core.convert.full import FullConfig, FullTraining, doubled, joint_loss
+from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
+from tidar_core.convert.trainer import Budget
 from tidar_core.engine import load_engine
+from tidar_core.model.dense import dense_model
+from tidar_core.model.loading import ModelSource, find_model, load_tokenizer
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
 
+@settings(deadline=None)
 @given(st.integers(2, 40), st.integers(2, 9), st.data(), st.sampled_from(["bidirectional", "causal"]))
 def test_masks_see_the_text_before_their_block_and_one_another(length, block, data, within_block):
     offset = data.draw(st.integers(1, block))
@@ -149,3 +163,202 @@ def test_text_is_too_little_is_said(tmp_path):
     )
     assert status == 1
     assert "give more --text" in said
+
+
+# The folder
+
+
+def full_weights(folder: Path, tokens_per_step: float = 2.0) -> Path:
+    """A folder as the conversion leaves it, without the weights."""
+    folder.mkdir()
+    record = {"base": "tiny", "tokens_per_step": tokens_per_step}
+    contract = OwnDrafter(mask_token_id=3, block_length=4, training=record)
+    (folder / CONTRACT_FILE).write_text(contract.model_dump_json())
+    return folder
+
+
+@pytest.mark.parametrize("where", ["model", ".", "notes", "file", "others"])
+def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch, where):
+    model = tiny_checkpoint(tmp_path / "model")
+    for folder in ("notes", "others"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.txt").write_text("years of work")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "text").write_text(SENTENCE * 400)
+    (tmp_path / "others" / CONTRACT_FILE).write_text(OwnDrafter(mask_token_id=3, block_length=4).model_dump_json())
+    monkeypatch.chdir(tmp_path / "notes")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    status, said = run_command(
+        model, "--mode", "full", "--out", tmp_path / where, "--text", tmp_path / "text", "--steps", 1
+    )
+    assert status == 1
+    assert "choose a new" in said
+    assert len(said.splitlines()) == 1
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
+    out = full_weights(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"out will be replaced, and with it .*text: choose a new folder"):
+        prepare_folder(out, [out / "text"])
+    prepare_folder(out, [tmp_path / "text"])
+    (tmp_path / "empty").mkdir()
+    prepare_folder(tmp_path / "empty", [])
+    prepare_folder(tmp_path / "new", [])
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_kill_while_the_folder_is_replaced_loses_neither_model(tmp_path, monkeypatch, moves):
+    out = full_weights(tmp_path / "out", 2.0)
+    full_weights(part_of(out), 3.0)
+    replace, left = os.replace, iter(range(moves))
+
+    def killed(*paths) -> None:
+        if next(left, None) is None:
+            raise Killed
+        replace(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        patched.setattr(shutil, "rmtree", lambda *_, **__: None)
+        if moves < 2:
+            with pytest.raises(Killed):
+                replace_folder(out)
+        else:
+            replace_folder(out)
+    prepare_folder(out, [])
+    assert kept_tokens_per_step(out) == (3.0 if moves == 2 else 2.0)
+    assert kept_tokens_per_step(tmp_path / "out.replaced") == 0.0
+
+
+# The training
+
+
+@dataclass
+class Tiny:
+    """What `train_full` needs, for a model and texts of next to nothing."""
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerFast
+    directory: Path
+    lines: list[str] = field(default_factory=list)
+    trained: Callable[..., None] = lambda *_: None
+
+    @property
+    def out(self) -> Path:
+        return self.directory / "out"
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def train(self, steps: int) -> Progress:
+        config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
+        return full_run.train_full(
+            self.source, self.tokenizer, corpus_of(random_documents(12)), config, Budget(steps), 8,
+            torch.device("cpu"), self.out, self.directory / "work", self,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Tiny:
+    source = find_model(str(tiny_checkpoint(tmp_path / "model", layers=1, vocab=511)))
+    return Tiny(source, load_tokenizer(source), tmp_path)
+
+
+def test_starts_alone_do_not_end_a_training(tiny):
+    stale = [tiny.train(steps).stale for steps in (1, 1, 1, 2)]
+    assert stale == [1, 1, 1, 2]
+
+
+def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
+    values = iter(found)
+    monkeypatch.setattr(full_run, "measure_full", lambda *_: next(values))
+
+
+def test_the_best_is_known_after_a_kill(tiny, monkeypatch):
+    def trained(report, *_) -> None:
+        report.progress.seconds += 600  # so that it is time to measure
+        if report.progress.step > 1:
+            raise Killed
+
+    tiny.trained = trained
+    measured_as(monkeypatch, 1.5, 2.5)
+    with pytest.raises(Killed):
+        tiny.train(10)
+    assert load_checkpoint(tiny.directory / "work", {})[0].best == 2.5
+    measured_as(monkeypatch, 2.0, 2.25)
+    tiny.trained = lambda *_: None
+    tiny.train(2)
+    assert kept_tokens_per_step(tiny.out) == 2.5
+
+
+def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monkeypatch):
+    measured_as(monkeypatch, 1.5, 1.75)
+    tiny.train(1)
+    measured_as(monkeypatch, 1.5, 2.5)
+
+    def killed(*_) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(full_run, "save", killed)
+        with pytest.raises(Killed):
+            tiny.train(2)
+    assert load_checkpoint(tiny.directory / "work", {})[0].best == 1.75
+    measured_as(monkeypatch, 2.0, 2.25)
+    tiny.train(2)
+    assert kept_tokens_per_step(tiny.out) == 2.5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # as the tokenizer's library says it
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    ],
+)
+def test_a_full_disk_is_one_line_and_keeps_the_model_before(tiny, monkeypatch, error):
+    tiny.train(1)
+    before = {path.name: path.read_bytes() for path in tiny.out.iterdir()}
+    (tiny.out / "README.md").write_text("as it was")
+
+    def full(*_, **__) -> None:
+        raise error
+
+    measured_as(monkeypatch, 5.0, 5.0)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+    with pytest.raises(ConfigError, match="the disk is full: free some space") as told:
+        tiny.train(2)
+    assert "\n" not in str(told.value)
+    assert {path.name for path in tiny.out.iterdir()} == set(before)
+    assert (tiny.out / "README.md").read_text() == "as it was"
+    assert not part_of(tiny.out).exists()
+
+
+def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
+    def wrong(*_, **__) -> None:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", wrong)
+    with pytest.raises(TypeError, match="a mistake"):
+        tiny.train(1)
+
+
+def test_other_documents_begin_a_new_epoch(tiny):
+    documents = random_documents(12)
+    model = dense_model(tiny.source, torch.float32)
+    training = FullTraining(model, 2, FullConfig(block=4, tokens_a_step=100), lambda index: documents[index])
+    seen: list[int] = []
+    training._document = lambda index: seen.append(index) or documents[index]
+    while training.progress.place < 5:
+        training.step(range(12), 0.0)
+    assert training.progress.epoch == 0
+    seen.clear()
+    training.step(range(3), 0.0)
+    assert training.progress.epoch >= 1
+    assert sorted(seen[:3]) == [0, 1, 2]

@@ -269,6 +269,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
     assert config.training["held_out"]["tokens_per_step"] > 1.1
+    assert "Questions and answers are the base model's own" in card
 
     # The base's answers with the adapter are bit for bit those without.
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
@@ -298,16 +299,30 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
 
 def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    (tmp_path / "text").write_text("The quick brown fox jumps over the lazy dog.\n" * 200)
+    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(400)))
     (tmp_path / "prompts").write_text("What is the answer?\n" + json.dumps({"prompt": "Why do dogs mind?"}))
     status, output = run_command(
         model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
         "--text", tmp_path / "text", "--prompts", tmp_path / "prompts", *SMALL,
     )  # fmt: skip
     assert status == 0, output
-    documents = read_adapter_config(tmp_path / "drafter").training["data"]["documents"]
-    assert documents["prompt"] == 2
-    assert documents["file"] >= 4
+    data = read_adapter_config(tmp_path / "drafter").training["data"]
+    assert data["documents"]["prompt"] == 2
+    assert data["documents"]["file"] >= 4
+    assert data["documents"]["chat"] > 4
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "The given prompts and texts came from elsewhere and may have terms of their own" in card
+    assert "are the base model's own" not in card
+
+    # Prompts that come later are answered, and those that were asked cost no start of the generator.
+    (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?")
+    for generating in (True, False):
+        status, output = run_command(
+            model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
+            "--prompts", tmp_path / "prompts", *SMALL,
+        )  # fmt: skip
+        assert status == 0, output
+        assert ("generating with transformers" in output) == generating
 
 
 @pytest.mark.parametrize(

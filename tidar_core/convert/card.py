@@ -21,6 +21,7 @@ KIND_NAMES: dict[Kind, str] = {
     "prompt": "given prompts, answered by the model",
     "file": "given text",
 }
+GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it the base model did not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 {chr(10).join(data)}
 
-{made.own_tokens:,} tokens to learn from; nothing else was used. Questions and answers are the base model's own, and
-its licence is what applies to them and to this adapter.
+{made.own_tokens:,} tokens to learn from. {_whose(made)}
 
 ## Trained
 
@@ -136,6 +136,20 @@ its licence is what applies to them and to this adapter.
 - loss {_loss_line(config)}; AdamW (0.9, 0.95), highest learning rate {config.learning_rate:g}, seed {config.seed}
 - base weights {base.fingerprint}, tokenizer {base.tokenizer}; {datetime.now(UTC):%Y-%m-%d}
 """
+
+
+def _whose(made: Made) -> str:
+    """Who said what it learnt from, and so whose terms apply."""
+    given = [what for kind, what in GIVEN.items() if made.documents.get(kind)]
+    if not given:
+        return (
+            "Questions and answers are the base model's own, and its licence is what applies to them\n"
+            "and to this adapter."
+        )
+    return (
+        f"The given {' and '.join(given)} came from elsewhere and may have terms of their own;\n"
+        "the base model said the rest, and its licence is what applies to that and to this adapter."
+    )
 
 
 def _slot_head_line(adapter: AdapterConfig) -> str:

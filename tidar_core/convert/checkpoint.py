@@ -1,7 +1,7 @@
 """The trainer's memory on disk: two checkpoints, each one file that is whole or absent."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progres
     """Writes a checkpoint and removes all but the newest two. Raises ConfigError on a full disk."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     about = json.dumps({"settings": settings, "progress": asdict(progress)})
+    for left in directory.glob("step-*.part"):  # of a run that was killed while it wrote
+        left.unlink(missing_ok=True)
     write_atomically(_path(directory, progress.step), save(held, metadata={"about": about}))
     for old in _checkpoints(directory)[:-KEPT]:
         old.unlink(missing_ok=True)
@@ -44,20 +46,31 @@ def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progres
 def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress, dict[str, Tensor], list[str]] | None:
     """The newest checkpoint that can be read, and lines worth telling; None where there is none.
 
-    Raises ConfigError where it was made with other settings.
+    A torn one is removed. Raises ConfigError where it was made with other settings, where the disk does not let it be
+    read, and where another program or version wrote it: nothing is removed then.
     """
     notes = []
     for path in reversed(_checkpoints(directory)):
         try:
             with safe_open(path, framework="pt") as file:
-                about = json.loads(file.metadata()["about"])
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            progress = Progress(**about["progress"])
-            about["settings"].setdefault("slot_head", 0)  # not named before there was one
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        except OSError as error:
+            raise ConfigError(
+                f"the checkpoint {path} cannot be read ({error.strerror or error}): nothing was removed; see to the "
+                "disk or the file's permissions, and start again"
+            ) from None
+        except (SafetensorError, ValueError):
             notes.append(f"{path.name} cannot be read: going on from the one before")
             path.unlink(missing_ok=True)
             continue
+        progress = _progress(about)
+        if progress is None:
+            raise ConfigError(
+                f"{path} is no checkpoint that this version can read: go on with the version that wrote it, or choose "
+                "another --out"
+            )
+        about["settings"].setdefault("slot_head", 0)  # not named before there was one
         differing = [name for name in settings if about["settings"].get(name) != settings[name]]
         if differing:
             name = differing[0]
@@ -88,6 +101,15 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensor
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _progress(about: Any) -> Progress | None:
+    """Where a training was: what other versions count besides is left out, what they do not count is at its start.
+    None where the file does not tell."""
+    if not isinstance(about, dict) or not all(isinstance(about.get(part), dict) for part in ("settings", "progress")):
+        return None
+    known = {field.name for field in fields(Progress)}
+    return Progress(**{name: value for name, value in about["progress"].items() if name in known})
 
 
 def _path(directory: Path, step: int) -> Path:

@@ -130,11 +130,14 @@ class FullTraining:
 
     def step(self, documents: Sequence[int], used: float) -> FullReport:
         """One optimizer step over the next of `documents`, each of which has a token to learn. used: the share of the
-        budget that is used up.
+        budget that is used up. Where there are other documents than when the epoch began, a new one begins.
 
         Raises ConfigError where the loss or its gradient is not a number.
         """
         began, config, progress = time.monotonic(), self.config, self.progress
+        if progress.documents != len(documents):
+            progress.epoch += progress.documents > 0
+            progress.documents, progress.place = len(documents), 0
         draw = np.random.default_rng((config.seed, progress.step, 3))
         total, loss = 0, 0.0
         chosen: list[tuple[np.ndarray, np.ndarray]] = []

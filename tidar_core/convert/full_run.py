@@ -4,7 +4,6 @@ The folder that comes out is a checkpoint in transformers' layout with `tidar.js
 The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document.
 """
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
@@ -23,7 +23,8 @@ from tidar_core.convert.checkpoint import (
     save_checkpoint,
 )
 from tidar_core.convert.full import FullConfig, FullTraining, measure_full
-from tidar_core.convert.shards import Corpus, cannot_write
+from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
+from tidar_core.convert.shards import Corpus, cannot_write, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource
@@ -60,18 +61,21 @@ def train_full(
     model = dense_model(source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, tokenizer)
     training = FullTraining(model.to(device), mask, config, corpus.document)
-    resume(training, work, screen)
+    resume(training, work, out, screen)
     progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
     while True:
-        used = budget.used(progress)
+        used, best = budget.used(progress), False
         if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
             began = time.monotonic()
-            measure(training, judged, out, tokenizer, source, screen)
+            best = measure(training, judged, out, tokenizer, source, screen, counts=measured_at >= 0)
             measuring = time.monotonic() - began
             progress.seconds += measuring
             measured_at = progress.seconds
-        if used >= 1.0 or progress.stale >= patience:
+        over = used >= 1.0 or progress.stale >= patience
+        if over or (best and progress.step):  # what is in `out` now was the best, also for the run after a kill
             save(training, work)
+            saved = time.monotonic()
+        if over:
             return progress
         report = training.step(usable, used)
         shown = StepReport(report.progress, report.loss, 0.0, report.tokens, report.tokens, report.seconds)
@@ -102,14 +106,18 @@ def measure(
     tokenizer: PreTrainedTokenizerFast,
     source: ModelSource,
     screen: Any,
-) -> None:
-    """Tokens a step on held-out documents; the best model so far is written to `out`."""
+    counts: bool = True,
+) -> bool:
+    """Tokens a step on held-out documents; the best model so far is written to `out`. Gives whether this is it.
+
+    counts: whether a measurement without gain brings the training's end nearer; the first of a run does not.
+    """
     progress = training.progress
     training.model.eval()
     found = measure_full(training.model, documents, training.mask, training.config)
     training.model.train()
     best = found > progress.best
-    progress.stale = 0 if found > progress.best * (1 + LEAST_GAIN) else progress.stale + 1
+    progress.stale = 0 if found > progress.best * (1 + LEAST_GAIN) else progress.stale + counts
     progress.best = max(progress.best, found)
     screen.line(
         f"step {progress.step:,}: {found:.3f} tokens per step on {len(documents)} held-out documents"
@@ -117,6 +125,7 @@ def measure(
     )
     if best or not (out / CONTRACT_FILE).exists():
         write_model(training, out, tokenizer, source, found, len(documents))
+    return best
 
 
 def write_model(
@@ -127,7 +136,10 @@ def write_model(
     tokens_per_step: float,
     documents: int,
 ) -> None:
-    """The checkpoint in bf16, its contract and a card; the folder is whole or as it was. Raises ConfigError."""
+    """The checkpoint in bf16, its contract and a card; the folder is replaced as a whole (`full_folder`).
+
+    Raises ConfigError where it cannot be written.
+    """
     config, progress = training.config, training.progress
     record = {
         "base": source.name,
@@ -139,7 +151,7 @@ def write_model(
     contract = OwnDrafter(
         mask_token_id=training.mask, block_length=config.block, within_block=config.within_block, training=record
     )
-    part = out.with_name(out.name + ".part")
+    part = part_of(out)
     try:
         shutil.rmtree(part, ignore_errors=True)
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in training.model.state_dict().items()}
@@ -147,10 +159,12 @@ def write_model(
         tokenizer.save_pretrained(part)
         (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (part / "README.md").write_text(_card(out.name, record), encoding="utf-8")
-        shutil.rmtree(out, ignore_errors=True)
-        os.replace(part, out)
-    except OSError as error:
-        raise cannot_write(out, error) from None
+        replace_folder(out)
+    except Exception as error:  # the tokenizer's library raises nothing more exact
+        shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError | SafetensorError) or system_error(error) is not None:
+            raise cannot_write(out, error) from None
+        raise
 
 
 def _card(name: str, record: dict[str, Any]) -> str:
@@ -163,12 +177,14 @@ def _card(name: str, record: dict[str, Any]) -> str:
     )
 
 
-def resume(training: FullTraining, work: Path, screen: Any) -> None:
-    """From the last checkpoint in `work`, where there is one."""
+def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
+    """From the last checkpoint in `work`, where there is one. What is in `out` may be newer, and better than all that
+    the checkpoint knows of."""
     found = load_checkpoint(work, training.config.settings())
     if found is None:
         return
     training.progress, tensors, notes = found
+    training.progress.best = max(training.progress.best, kept_tokens_per_step(out))
     for note in notes:
         screen.line(note)
     with torch.no_grad():

@@ -2,15 +2,17 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Conversation, Job, Plan, Wish, plan_job, prompt_job
-from tidar_core.convert.shards import Document, ShardStore, Stored, content_key
+from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
 from tidar_core.convert.sources import TextSource
 from tidar_core.convert.template import encode
 
@@ -23,7 +25,8 @@ TEXT_PIECE = 1 << 16  # characters tokenized at once
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: as soon as there are `own_tokens` (0: no such limit) or `seconds` were spent (0: no limit)."""
+    """When to stop: as soon as there are `own_tokens` that the model said (0: no such limit) or `seconds` were spent
+    (0: no limit). The user's prompts are answered all the same, and have `seconds` in each run."""
 
     own_tokens: int = 0
     seconds: float = 0.0
@@ -54,6 +57,7 @@ class _Run:
     fresh: list[Document] = field(default_factory=list)
     fresh_done: list[int] = field(default_factory=list)
     dropped: int = 0
+    useless: int = 0
     made: int = 0
 
     @property
@@ -61,17 +65,17 @@ class _Run:
         return self.seconds_before + time.monotonic() - self.began
 
     def finish(self, conversation: Conversation) -> None:
-        document = conversation.document()
+        document, number = conversation.document(), conversation.job.number
         if document is None:
             self.dropped += 1
+            self.useless += conversation.job.kind != "prompt"
         else:
             self.made += 1
             self.documents += 1
             self.own_tokens += document.own_tokens
             self.fresh.append(document)
-        if conversation.job.number >= 0:
-            self.fresh_done.append(conversation.job.number)
-        if self.dropped >= HOPELESS and not self.made:
+        self.fresh_done.append(number if number >= 0 else prompt_number(conversation.key))
+        if self.useless >= HOPELESS and not self.made:
             raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
 
     def flush(self, now_and_then: bool) -> None:
@@ -94,15 +98,26 @@ def gather_own_words(
 ) -> Gathered:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
-    Prompts come first; they are answered once. Finished documents are on disk half a minute later at most. Raises
-    ConfigError where the disk is full or the model says nothing that can be used.
+    Prompts come first; they are asked once, and also where the goal is reached already. Finished documents are on disk
+    half a minute later at most. Raises ConfigError where the disk is full or the model says nothing that can be used.
     """
     stored = store.read()
     seen = set(stored.corpus.keys.tolist())
-    run = _Run(store, len(stored.corpus), stored.corpus.own_tokens(), stored.seconds)
-    jobs = _jobs(plan, [prompt for prompt in prompts if question_key(tokenizer, prompt) not in seen], stored)
+    run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds)
+    asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
+    planned = (plan_job(plan, number) for number in count() if number not in stored.done)
+    drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
     open_ones: dict[int, Conversation] = {}
     first_emitted, landed, number = source.emitted, 0, 0
+
+    def next_job(growing: int) -> Job | None:
+        if asked and has_time(stored.seconds + goal.seconds - drain):
+            return asked.popleft()
+        enough = bool(goal.own_tokens) and run.own_tokens + growing >= goal.own_tokens
+        return None if asked or enough or not has_time(goal.seconds - drain) else next(planned)
+
+    def has_time(end: float) -> bool:
+        return not goal.seconds or run.seconds < end
 
     def go_on(key: int, conversation: Conversation, wish: Wish | None) -> None:
         if wish is not None and source.submit(key, wish.prompt, wish.params):
@@ -113,14 +128,14 @@ def gather_own_words(
     while True:
         growing = max(0, source.emitted - first_emitted - landed)
         progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds))
-        late = bool(goal.seconds) and run.seconds >= goal.seconds
-        enough = bool(goal.own_tokens) and run.own_tokens + growing >= goal.own_tokens
-        enough |= bool(goal.seconds) and run.seconds >= goal.seconds - min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
-        while not enough and source.in_flight < source.capacity + source.capacity // 4:
-            conversation = Conversation(next(jobs), plan, tokenizer, seen)
+        asking = any(conversation.job.kind == "prompt" for conversation in open_ones.values())
+        if not has_time(goal.seconds + (stored.seconds if asked or asking else 0.0)):
+            break
+        while source.in_flight < source.capacity + source.capacity // 4 and (job := next_job(growing)) is not None:
+            conversation = Conversation(job, plan, tokenizer, seen)
             go_on(number, conversation, conversation.start())
             number += 1
-        if late or not open_ones:
+        if not open_ones:
             break
         for completion in source.step():
             landed += len(completion.tokens)
@@ -136,14 +151,14 @@ def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:
     return content_key(encode(tokenizer, question))
 
 
-def _jobs(plan: Plan, prompts: list[str], stored: Stored) -> Iterator[Job]:
-    for prompt in dict.fromkeys(prompts):
-        yield prompt_job(plan, prompt)
-    number = 0
-    while True:
-        if number not in stored.done:
-            yield plan_job(plan, number)
-        number += 1
+def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], stored: Stored) -> list[str]:
+    """Those of the prompts that were not asked yet, each once."""
+    answered = set(stored.corpus.keys.tolist())
+    return [
+        prompt
+        for prompt in dict.fromkeys(prompts)
+        if (key := question_key(tokenizer, prompt)) not in answered and prompt_number(key) not in stored.done
+    ]
 
 
 def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int) -> int:

@@ -21,6 +21,7 @@ from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
+from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.own_words import (
@@ -29,8 +30,8 @@ from tidar_core.convert.own_words import (
     Goal,
     add_text,
     gather_own_words,
-    question_key,
     read_prompts,
+    unanswered,
 )
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStore, Stored, open_store, read_header
@@ -138,6 +139,9 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         torch.set_num_threads(options.threads)
     device = choose_device(options.device)
     source = find_model(options.model)
+    if options.mode == "full":
+        read = (source.directory, options.data, options.prompts, options.text)
+        prepare_folder(options.out, [path for path in read if path is not None])
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
@@ -164,40 +168,43 @@ def _gather(
         header = DataHeader(
             model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
         )
-        store = open_store(directory, header)
-        _add_text(options, tokenizer, store, screen)
-        return store.read().corpus, 0.0
+        return _open(options, directory, header, tokenizer, screen).read().corpus, 0.0
     if (directory / HEADER_FILE).exists():
         known = read_header(directory)
         if known.tokenizer == tokenizer_fingerprint(tokenizer):
-            store = open_store(directory, known)
-            _add_text(options, tokenizer, store, screen)
-            stored = store.read()
-            answered = set(stored.corpus.keys.tolist())
-            if _reached(goal, stored) and all(question_key(tokenizer, prompt) in answered for prompt in prompts):
+            stored = _open(options, directory, known, tokenizer, screen).read()
+            if _reached(goal, stored) and not unanswered(tokenizer, prompts, stored):
                 return stored.corpus, stored.seconds
     plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
     generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
     header = DataHeader(
         model=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer), seed=plan.seed
     )
-    store = open_store(directory, header)
-    for note in store.notes:
-        screen.line(note)
-    _add_text(options, tokenizer, store, screen)
+    store = _open(options, directory, header, tokenizer, screen)
     gathered = gather_own_words(
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
     )
     return store.read().corpus, gathered.seconds
 
 
-def _add_text(options: ConvertOptions, tokenizer: PreTrainedTokenizerFast, store: ShardStore, screen: Screen) -> None:
+def _open(
+    options: ConvertOptions,
+    directory: Path,
+    header: DataHeader,
+    tokenizer: PreTrainedTokenizerFast,
+    screen: Screen,
+) -> ShardStore:
+    """The data directory, with the user's text in it."""
+    store = open_store(directory, header)
+    for note in store.notes:
+        screen.line(note)
     if options.text is not None and (added := add_text(tokenizer, options.text, store, TEXT_LONGEST)):
         screen.line(f"{added:,} documents from {options.text.name}")
+    return store
 
 
 def _reached(goal: Goal, stored: Stored) -> bool:
-    enough = bool(goal.own_tokens) and stored.corpus.own_tokens() >= goal.own_tokens
+    enough = bool(goal.own_tokens) and stored.corpus.generated_tokens() >= goal.own_tokens
     return enough or (bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds)
 
 

@@ -8,13 +8,15 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
     keys    int64 [documents]  hash of what the document answers: for telling duplicates and the held-out split
     kinds   int64 [documents]  index into `KINDS`
     jobs    int64 [documents]  which planned job the document came from
-    done    int64 [any]        jobs that are finished with this shard, those that gave no document among them
+    done    int64 [any]        jobs that are finished with this shard, those that gave no document among them; below 0
+                               the user's prompts, as `prompt_number` of their keys
     seconds float64 [1]        time spent on generating it
 """
 
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")
 
 HEADER_FILE = "data.json"
 HELD_OUT_SHARE = 0.04
+_TOLD_NUMBER = re.compile(r"\(os error (\d+)\)")
 _COLUMNS = {
     "tokens": np.int32, "own": np.uint8, "ends": np.int64, "keys": np.int64,
     "kinds": np.int64, "jobs": np.int64, "done": np.int64, "seconds": np.float64,
@@ -54,7 +57,8 @@ class Document:
 
 
 class DataHeader(BaseModel):
-    """`data.json`: the model whose words these are, and the seed that fixes the planned jobs."""
+    """`data.json`: the model whose words these are, and the seed that fixes the planned jobs. fingerprint: of its
+    weights; empty until they say something, where there is nothing but given text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -85,7 +89,13 @@ class Corpus:
         return self.tokens[span], self.own[span].astype(bool)
 
     def own_tokens(self) -> int:
+        """Tokens to learn from, those of given text included."""
         return int(self.own.sum(dtype=np.int64))
+
+    def generated_tokens(self) -> int:
+        """Tokens to learn from that the model said itself."""
+        said = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
+        return int(self.own[said].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the documents to train on and of those held out, told apart by hash: a document stays on
@@ -102,6 +112,11 @@ def content_key(tokens: Sequence[int]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def prompt_number(key: int) -> int:
+    """Stands for the prompt with this key among the jobs that are done: a negative number, which no job has."""
+    return ~(key & (2**63 - 1))
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """The file appears whole or not at all, also where the process is killed. Raises ConfigError on a full disk."""
     part = path.with_name(path.name + ".part")
@@ -116,11 +131,21 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise cannot_write(path, error) from None
 
 
-def cannot_write(path: Path, error: OSError) -> ConfigError:
+def cannot_write(path: Path, error: Exception) -> ConfigError:
     """What to tell the user where a file cannot be written."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = "the disk is full: free some space" if full else f"it cannot be written ({error.strerror})"
+    number = system_error(error)
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    said = os.strerror(number) if number else _first_line(error)
+    why = "the disk is full: free some space" if full else f"it cannot be written ({said})"
     return ConfigError(f"{path}: {why}; what was written before is kept, and the same command goes on from there")
+
+
+def system_error(error: Exception) -> int | None:
+    """The system's number of an error, also where a library tells it in words alone; None for any other error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    told = _TOLD_NUMBER.search(str(error))
+    return int(told[1]) if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +198,7 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
     """The data directory, created or continued. `notes` of the result has lines worth telling.
 
     A torn last shard is removed: its jobs run again. Raises ConfigError where the directory's tokens are another
-    model's, were planned with another seed, or cannot be read.
+    model's, were planned with another seed, or cannot be read for any other reason.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -186,22 +211,28 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
             raise ConfigError(f"{directory} holds tokens of {known.model}, another tokenizer than {header.model}'s")
         if known.seed != header.seed:
             raise ConfigError(f"{directory} was begun with --seed {known.seed}: use it, or another directory")
-        if known.fingerprint != header.fingerprint:
+        if known.fingerprint and header.fingerprint not in ("", known.fingerprint):
             notes.append(
                 f"{directory} holds the words of other weights ({known.model}): they are trained on as they are"
             )
+        if header.fingerprint and not known.fingerprint:
+            _write_header(path, header)
     else:
-        write_atomically(path, (header.model_dump_json(indent=2) + "\n").encode())
+        _write_header(path, header)
     for left in directory.glob("*.part"):
         left.unlink()
     shards = _shard_paths(directory)
     if shards:
         try:
             _read_shard(shards[-1])
-        except ConfigError:
+        except _TornShard:
             shards[-1].unlink()
             notes.append(f"dropped {shards[-1].name}, which was not written to its end: its jobs run again")
     return ShardStore(directory, header, notes)
+
+
+def _write_header(path: Path, header: DataHeader) -> None:
+    write_atomically(path, (header.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_header(directory: Path) -> DataHeader:
@@ -227,15 +258,31 @@ def _join(shards: list[dict[str, np.ndarray]], name: str, kind: type) -> np.ndar
     return np.concatenate([shard[name] for shard in shards]) if shards else np.zeros(0, kind)
 
 
+class _TornShard(ConfigError):
+    """A shard that was not written to its end."""
+
+
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
+    made_anew = "delete it, and its part is made anew"
     try:
         columns = load_file(path)
         problem = next(_problems(columns), None)
-    except (OSError, SafetensorError, ValueError) as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except OSError as error:
+        raise ConfigError(
+            f"the shard {path} cannot be read ({error.strerror or error}): see to the disk or the file's permissions, "
+            "and start again"
+        ) from None
+    except SafetensorError as error:
+        raise _TornShard(f"the shard {path} cannot be read ({_first_line(error)}): {made_anew}") from None
+    except ValueError as error:
+        problem = _first_line(error)
     if problem is not None:
-        raise ConfigError(f"the shard {path} cannot be read ({problem}): delete it, and its part is made anew")
+        raise ConfigError(f"the shard {path} cannot be read ({problem}): {made_anew}")
     return columns
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _problems(columns: dict[str, np.ndarray]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
 from tidar_core.engine import Engine
@@ -83,12 +83,14 @@ class EngineSource:
 
 class TransformersSource:
     """transformers' `generate`, a wave of prompts at a time. Slower than the engine: a wave lasts as long as its
-    longest answer; needs nothing of ours but the checkpoint."""
+    longest answer; needs nothing of ours but the checkpoint. The checkpoint's own settings for generation (a penalty,
+    say) are dropped: the text is to be what the weights say."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], capacity: int, longest: int
     ):
         self.model = model
+        self.model.generation_config = GenerationConfig()  # what `generate` is not told it takes from there
         self.tokenizer = tokenizer
         self.capacity = capacity
         self.emitted = 0

@@ -1,0 +1,76 @@
+"""The folder that full weights go to: one that may be replaced, and that is replaced as a whole.
+
+Killed at any moment, the folder before or the new one is whole: under its own name, or, between two renames, the one
+before under `<name>.replaced`, from where the next start takes it back.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from tidar_core.config import ConfigError
+from tidar_core.model.own_drafter import OwnDrafter, read_own_drafter
+
+
+def prepare_folder(out: Path, needed: Iterable[Path]) -> None:
+    """Makes sure that `out` may be replaced, and takes back what a killed run had put aside.
+
+    Raises ConfigError where one of `needed`, or the current directory, is the folder or lies in it, and where it holds
+    anything but full weights that were made here.
+    """
+    folder = out.resolve()
+    for path in (Path.cwd(), *needed):
+        if path.resolve().is_relative_to(folder):
+            raise ConfigError(f"{out} will be replaced, and with it {path}: choose a new folder for --out")
+    aside = _aside(folder)
+    try:
+        if not folder.exists() and _made_here(aside):
+            os.replace(aside, folder)
+        foreign = folder.exists() and any(folder.iterdir()) and not _made_here(folder)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out") from None
+    if foreign:
+        raise ConfigError(f"{out} holds no full weights that were made here: choose a new or empty folder for --out")
+    if folder.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def part_of(out: Path) -> Path:
+    """Where the folder is written before it takes its name."""
+    folder = out.resolve()
+    return folder.with_name(folder.name + ".part")
+
+
+def replace_folder(out: Path) -> None:
+    """What was written to `part_of(out)` becomes `out`. Raises OSError."""
+    folder = out.resolve()
+    aside = _aside(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, aside)
+    os.replace(part_of(out), folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def kept_tokens_per_step(out: Path) -> float:
+    """What was measured of the weights in `out`; 0 where there are none."""
+    found = None if (contract := _contract(out)) is None else contract.training.get("tokens_per_step")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".replaced")
+
+
+def _made_here(folder: Path) -> bool:
+    """Others' weights may have a contract too, but no record of a training from a base."""
+    contract = _contract(folder)
+    return contract is not None and "base" in contract.training
+
+
+def _contract(folder: Path) -> OwnDrafter | None:
+    try:
+        return read_own_drafter(folder)
+    except ConfigError:
+        return None
