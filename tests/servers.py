@@ -49,14 +49,19 @@ class Server:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this server that is alive."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return marked_processes(self.mark)
+
+
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """Every process alive that has inherited the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
 
 
 def free_port() -> int:

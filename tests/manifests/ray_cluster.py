@@ -8,17 +8,18 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 import yaml
 
-from tests.servers import MARK, REPOSITORY, Server, free_port
+from tests.servers import MARK, REPOSITORY, free_port, marked_processes
 
 WAIT_SECONDS = 240
 MANIFESTS = REPOSITORY / "manifests"
@@ -26,12 +27,27 @@ MANIFESTS = REPOSITORY / "manifests"
 
 @dataclass(frozen=True)
 class RayCluster:
-    """One head node. `dashboard` is the address that `serve deploy` talks to, `environment` what a client needs."""
+    """One head node. `dashboard` is the address that `serve deploy` talks to, `environment` what a client needs,
+    `head_words` what `ray` started the head with."""
 
     dashboard: str
     address: str
     environment: dict[str, str]
     directory: Path
+    head_words: tuple[str, ...]
+
+    def start_head(self) -> psutil.Process:
+        """Start the head, and wait until its dashboard answers requests about Serve."""
+        log = self.directory / "head.log"
+        head = launch_ray(list(self.head_words), self.environment, log)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            assert head.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            with suppress(httpx.HTTPError, KeyError):
+                self.serve_details()
+                return psutil.Process(head.pid)
+            time.sleep(0.2)
 
     def add_node(self, cpus: int) -> str:
         """Join another Ray node to the cluster, on this machine; its id."""
@@ -90,8 +106,9 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster() -> Iterator[RayCluster]:
-    """A head node with two CPUs and a token; however the test ends, none of its processes is left."""
+def ray_cluster(cpus: int = 2, more: Mapping[str, str] = MappingProxyType({})) -> Iterator[RayCluster]:
+    """A cluster that is a head node with a token so far, `more` in its environment; however the test ends, none of its
+    processes is left."""
     directory = Path(tempfile.mkdtemp(prefix="tidar-", dir="/tmp"))  # Ray's sockets need a short path
     dashboard, mark = free_port(), uuid.uuid4().hex
     environment = {
@@ -103,8 +120,10 @@ def ray_cluster() -> Iterator[RayCluster]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "3",
         MARK: mark,
+        **more,
     }
-    words = ["start", "--head", "--block", "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={128 * 1024**2}"]
+    words = ["start", "--head", "--block", f"--num-cpus={cpus}", "--num-gpus=0"]
+    words += [f"--object-store-memory={128 * 1024**2}"]
     ports = {
         "port": free_port(),
         "dashboard-port": dashboard,
@@ -112,24 +131,27 @@ def ray_cluster() -> Iterator[RayCluster]:
         "ray-client-server-port": free_port(),
     }
     words += [f"--{name}={port}" for name, port in ports.items()] + ["--include-dashboard=true"]
-    log = directory / "head.log"
-    head = launch_ray(words, environment, log)
-    processes = Server("", log, mark, head).processes
+    cluster = RayCluster(
+        f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{ports['port']}", environment, directory, tuple(words)
+    )
     try:
-        started(head, dashboard, environment, log)
-        yield RayCluster(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{ports['port']}", environment, directory)
+        cluster.start_head()
+        yield cluster
     finally:
-        while left := processes():
+        while left := marked_processes(mark):
             for process in left:
                 with suppress(psutil.Error):
                     process.kill()
-        head.wait()
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def launch_ray(words: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     """`ray` with arguments, in a group of processes of its own."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", *words]
+    # To Ray the other nodes' raylets on this machine are a head that runs: it would not start one again beside them.
+    code = "import functools; from ray._private import services; "
+    code += "services.find_gcs_addresses = functools.lru_cache(set); "
+    code += "from ray.scripts.scripts import main; main()"
+    command = [sys.executable, "-c", code, *words]
     with log.open("wb") as output:
         return subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -139,19 +161,3 @@ def launch_ray(words: list[str], environment: dict[str, str], log: Path) -> subp
 def bearer(environment: dict[str, str]) -> dict[str, str]:
     """The header that Ray's dashboard asks for."""
     return {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
-
-
-def started(head: subprocess.Popen[bytes], dashboard: int, environment: dict[str, str], log: Path) -> None:
-    """Until the dashboard answers requests about Serve."""
-    headers = bearer(environment)
-    url = f"http://127.0.0.1:{dashboard}/api/serve/applications/"
-    deadline = time.monotonic() + WAIT_SECONDS
-    while True:
-        assert head.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        try:
-            if httpx.get(url, headers=headers, timeout=60).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.2)

@@ -156,7 +156,8 @@ class Guard:
             text=True,
             encoding="utf-8",
         )
-        self._send(process, json.dumps(self._tokens))
+        with suppress(BrokenPipeError):  # one that could not start is told apart when it is asked
+            self._send(process, json.dumps(self._tokens))
         return process
 
     def _ask(self, process: "subprocess.Popen[str]", job: str) -> str:
