@@ -25,6 +25,7 @@ needed.
 
     full.py           the paper's own training instead: one set of weights for both roles (`--mode full`)
     full_run.py       its way from a checkpoint and a text to a model that serves itself
+    full_folder.py    the folder that this goes to: which may be replaced, and how
 
 On one GPU, for the default model, in runs of nine minutes of which each goes on from the last (other seeds, so that it
 gathers other words; the optimizer starts anew):
