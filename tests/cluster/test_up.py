@@ -94,7 +94,7 @@ def test_paths_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypat
     assert (hub.model, hub.adapter, hub.served_name) == ("org/model", "default", "org/model")
 
 
-@pytest.mark.parametrize("fields", [{"replica": 2}, {"replicas": 0}, {"drafts": "some"}, {"dtype": "int4"}])
+@pytest.mark.parametrize("fields", [{"replica": 2}, {"replicas": 0}, {"drafts": "some"}, {"dtype": "int3"}])
 def test_options_of_a_config_file_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         ServeOptions(**fields)
