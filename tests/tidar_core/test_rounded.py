@@ -82,8 +82,10 @@ def test_the_product_is_what_its_definition_says(kind, rows, columns, size, seed
     weight[5] += 5
     found, expected = product_alone(ops, x, weight), defined_product(x, weight, kind)
     assert ((found - expected).abs().max() / expected.abs().max()) < 4e-6
+    # Against the size of the terms: sums of large ones may nearly cancel, their rounding does not.
     near = REFERENCE_OPS.linear(x.double(), weight.double(), None, None, rows)
-    assert ((found - near).abs().max() / near.abs().max()) < (0.02 if kind == "int8" else 0.15)
+    terms = REFERENCE_OPS.linear(x.abs().double(), weight.abs().double(), None, None, rows)
+    assert ((found - near).abs().max() / terms.max()) < (0.015 if kind == "int8" else 0.05)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -100,7 +102,7 @@ def test_weights_of_a_four_bit_file_keep_its_numbers():
     generator = torch.Generator().manual_seed(2)
     stored = dequantize(quantize(torch.randn(64, 96, generator=generator).numpy(), Q4_1), Q4_1)
     weight = torch.from_numpy(stored).to(torch.bfloat16)
-    near = (kept_weights(weight, "int4") - stored).abs()
+    near = (kept_weights(weight, "int4") - torch.from_numpy(stored)).abs()
     assert near.max() < 2**-7 * weight.abs().max()
     ops = rounded_ops(torch.float32, "int4")
     ones = torch.eye(96)  # rounds to itself
