@@ -82,10 +82,11 @@ def test_the_product_is_what_its_definition_says(kind, rows, columns, size, seed
     weight[5] += 5
     found, expected = product_alone(ops, x, weight), defined_product(x, weight, kind)
     assert ((found - expected).abs().max() / expected.abs().max()) < 4e-6
-    # Against the size of the terms: sums of large ones may nearly cancel, their rounding does not.
+    # Terms as large as those of output 5 may nearly cancel, their rounding does not: there it tells nothing.
     near = REFERENCE_OPS.linear(x.double(), weight.double(), None, None, rows)
-    terms = REFERENCE_OPS.linear(x.abs().double(), weight.abs().double(), None, None, rows)
-    assert ((found - near).abs().max() / terms.max()) < (0.015 if kind == "int8" else 0.05)
+    others = [output for output in range(160) if output != 5]
+    off = (found - near)[:, others].abs().max() / near[:, others].abs().max()
+    assert off < (0.02 if kind == "int8" else 0.2)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
