@@ -9,7 +9,8 @@ controls and charts are the page's own too: those of Gradio would keep a session
     race.js      the same question without drafts and with them, in turns -> lane.js -> run.js
     hood.js      one recording: scrubber.js and figure.js step by step, charts.js, curve.js
     cluster.js   /metrics, once a second while it is looked at; burst.js sends many prompts in one request
-    inspector.js, meters.js, dom.js    the hint at a token, the numbers, makers of elements
+    inspector.js, meters.js, numbers.js, dom.js    the hint at a token, the numbers, how they are written, makers of
+                                                   elements
     trace.js, stats.js, recording.js, prometheus.js    pure: tokens and numbers of a step, of an answer, of a file,
                                                        of a metrics page
 
@@ -20,7 +21,8 @@ Model text never passes through Python, a template or `innerHTML`: the only mark
 named in it, constants.
 No session of a visitor lives on the server, so a closed tab is a closed socket and a reload loses nothing there.
 
-    files.py   the static files, read once at start-up, served under a name that changes with their content
+    files.py   the static files, read once at start-up, served under a name that changes with their content; the page
+               loads all modules as one script, in one scope: their top-level names must differ
     shell.py   the ASGI layer around Gradio: the page's own head, strict headers, the missing last slash
     page.py    the Gradio page, the ASGI application around it, and `mount` for any FastAPI application
     app.py     the Ray Serve application: one replica, since Gradio keeps its queue in memory

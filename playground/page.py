@@ -21,7 +21,7 @@ FOREVER = "public, max-age=31536000, immutable"
 
 # Runs in the browser as the page appears. Nothing but constants of this package enters it.
 START_SCRIPT = """
-import(new URL("%s/page.js", document.baseURI))
+import(new URL("%s/all.js", document.baseURI))
   .then((page) => page.start(element))
   .catch((error) => {
     console.error(error);

@@ -3,13 +3,12 @@
 // One request of many prompts, because a browser opens no more than six connections to a host.
 
 import { drawBars, Plot } from "./charts.js";
+import { one, two } from "./numbers.js";
 import { readTrace } from "./recording.js";
 import { emitted, plural } from "./stats.js";
 
 const SLICE_MS = 500;
 const SHOW_MS = 250;
-const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 
 /** Upper ends of the classes of answers at once. */
 const CLASSES = [1, 2, 4, 8, 16, 32, 64];

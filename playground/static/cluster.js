@@ -3,25 +3,23 @@
 import { Burst } from "./burst.js";
 import { Plot } from "./charts.js";
 import { element } from "./dom.js";
+import { one, two, whole } from "./numbers.js";
 import { between, byReplica, parseMetrics } from "./prometheus.js";
 
 const EVERY_MS = 1000;
 const KEPT = 60; // readings: a minute
 const WINDOW = 5; // readings over which rates are taken
 
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-const one = new Intl.NumberFormat("en", { minimumFractionDigits: 1, maximumFractionDigits: 1 });
-const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
-const percent = (share) => `${one.format(100 * share)} %`;
+const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 const FIELDS = [
   ["tokensPerSecond", "Tokens per second", (value) => shown(value, (v) => one.format(v))],
   ["perStep", "Tokens per step", (value) => shown(value, (v) => two.format(v))],
-  ["acceptance", "Acceptance", (value) => shown(value, percent)],
+  ["acceptance", "Acceptance", (value) => shown(value, tenthsOfPercent)],
   ["running", "Running", (value) => whole.format(value)],
   ["waiting", "Waiting", (value) => whole.format(value)],
-  ["cache", "K/V in use", percent],
+  ["cache", "K/V in use", tenthsOfPercent],
   ["rowsPerStep", "Rows per step", (value) => shown(value, (v) => one.format(v))],
 ];
 
@@ -129,7 +127,7 @@ export class Cluster {
     const facts = { ...values, ...recent(readings, readings.length - 1) };
     card.facts = facts;
     for (const [field, , format] of FIELDS) fields.get(field).textContent = format(facts[field]);
-    const held = values.drafted ? `, ${percent(values.accepted / values.drafted)} of drafts held` : "";
+    const held = values.drafted ? `, ${tenthsOfPercent(values.accepted / values.drafted)} of drafts held` : "";
     const steps = values.steps ? `, ${two.format(values.stepTokens / values.steps)} a step` : "";
     card.since.textContent = `Since it started: ${whole.format(values.tokens)} tokens${steps}${held}. ${whole.format(values.pages)} K/V pages.`;
     const points = readings.map(({ now }, i) => ({ x: now, y: recent(readings, i).tokensPerSecond ?? 0 })).slice(-KEPT);

@@ -1,11 +1,10 @@
 // The machine's step time against rows, as the engine measured it at start-up, and where an answer's steps lie on it.
 
+import { one, two } from "./numbers.js";
 import { draftingStep, median, plainStep, stepTimes } from "./stats.js";
 
 const MOST_DOTS = 600;
-const one = new Intl.NumberFormat("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 });
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
-const two = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
+const rowCount = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 
 /** Where the steps of a recording lie: the median of rows and of milliseconds; null where there is no step. */
 export function operatingPoint(recording) {
@@ -46,7 +45,7 @@ export function tellCurve(cost, recording) {
   const times = stepTimes(recording.steps);
   const token = times.reduce((sum, { ms }) => sum + ms, 0) / times.reduce((sum, { tokens }) => sum + tokens, 0);
   const longer = two.format(point.ms / single);
-  const where = `The middle step of this answer ran ${whole.format(point.rows)} rows in ${one.format(point.ms)} ms: ${whole.format(point.rows)} times the rows for ${longer} times the time.`;
+  const where = `The middle step of this answer ran ${rowCount.format(point.rows)} rows in ${one.format(point.ms)} ms: ${rowCount.format(point.rows)} times the rows for ${longer} times the time.`;
   if (point.rows <= 1) return `${base} The middle step of this answer was one: ${one.format(point.ms)} ms.`;
   const paid = token < single ? "so the drafts paid" : "so the drafts did not pay";
   return `${base} ${where} Over all steps a token took ${one.format(token)} ms, ${paid} here.`;

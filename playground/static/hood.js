@@ -2,13 +2,13 @@
 
 import { Plot, drawBars } from "./charts.js";
 import { drawCurve, tellCurve } from "./curve.js";
+import { two } from "./numbers.js";
 import { formatRecording, LARGEST_FILE, parseRecording } from "./recording.js";
 import { Scrubber } from "./scrubber.js";
 import { acceptanceByPosition, decodeTraces, describeShape, emitted, plural, shapes, tokensPerStep } from "./stats.js";
 
 const MOST_SHAPES = 8;
-const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
-const percent = (share) => `${Math.round(100 * share)} %`;
+const wholePercent = (share) => `${Math.round(100 * share)} %`;
 
 export class Hood {
   #page;
@@ -70,7 +70,7 @@ export class Hood {
       places.map(({ judged, held }, i) => ({
         label: `draft ${i + 1}`,
         share: held / judged,
-        value: `${percent(held / judged)} · ${held} of ${judged}`,
+        value: `${wholePercent(held / judged)} · ${held} of ${judged}`,
       })),
     );
     this.#find("[data-note=acceptance]").textContent = places.length

@@ -118,13 +118,13 @@ function likelihoods(found) {
     const item = document.createElement("li");
     item.className = own ? "chance own-chance" : "chance";
     item.style.setProperty("--part", String(share));
-    item.append(paragraph("chance-text", text), paragraph("chance-share", percent(share)));
+    item.append(paragraph("chance-text", text), paragraph("chance-share", chance(share)));
     list.append(item);
   }
   return [list];
 }
 
-function percent(share) {
+function chance(share) {
   if (share >= 0.9995) return "100 %";
   return share < 0.001 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`;
 }

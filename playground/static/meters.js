@@ -1,12 +1,10 @@
 // The live numbers, and the ribbon of the last steps.
 
+import { one, two, whole } from "./numbers.js";
+
 const RIBBON_STEPS = 64;
 const METER_MS = 100; // numbers that change faster than this cannot be read
 
-const decimal = (digits) => new Intl.NumberFormat("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-const one = decimal(1);
-const two = decimal(2);
-const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 export function formatTime(ms) {

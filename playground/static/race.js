@@ -7,12 +7,12 @@ import { fitHeight } from "./browser.js";
 import { Inspector } from "./inspector.js";
 import { Lane } from "./lane.js";
 import { formatTime } from "./meters.js";
+import { two } from "./numbers.js";
 import { newRecording } from "./recording.js";
 import { firstDifference, plural, tokenIds } from "./stats.js";
 import { chatBody } from "./stream.js";
 import { quoted } from "./trace.js";
 
-const two = new Intl.NumberFormat("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 const OTHER = { off: "drafts", drafts: "off" };
 
 export class Race {

@@ -80,7 +80,7 @@ export function parseRecording(text) {
     made: string(data.made, "made"),
     model: {
       id: string(model.id, "model.id"),
-      block_length: optional(model.block_length, (value) => count(value, "model.block_length")),
+      block_length: optional(model.block_length, (value) => counted(value, "model.block_length")),
       exact: optional(model.exact, Boolean) ?? undefined,
       dtype: optional(model.dtype, (value) => string(value, "model.dtype")),
       device: optional(model.device, (value) => string(value, "model.device")),
@@ -117,7 +117,7 @@ function number(value, what) {
   return value;
 }
 
-function count(value, what) {
+function counted(value, what) {
   if (!Number.isSafeInteger(value) || value < 0 || value > 1e9) throw fault(what, "a count");
   return value;
 }
@@ -163,19 +163,19 @@ function stepsOf(value) {
 function traceOf(value, what) {
   const { step, t_ms, drafted, accepted, anchor, block, proposals, used, rows, replica } = record(value, what);
   const trace = {
-    step: count(step, `${what}.step`),
+    step: counted(step, `${what}.step`),
     t_ms: number(t_ms, `${what}.t_ms`),
     drafted: list(drafted, `${what}.drafted`, MOST_TOKENS, token),
-    accepted: count(accepted, `${what}.accepted`),
+    accepted: counted(accepted, `${what}.accepted`),
     anchor: optional(anchor, (said) => token(said, `${what}.anchor`)),
-    block: count(block, `${what}.block`),
+    block: counted(block, `${what}.block`),
     proposals: list(proposals, `${what}.proposals`, MOST_TOKENS, (one, name) => ({
-      a: count(record(one, name).a, `${name}.a`),
+      a: counted(record(one, name).a, `${name}.a`),
     })),
-    used: optional(used, (a) => count(a, `${what}.used`)),
+    used: optional(used, (a) => counted(a, `${what}.used`)),
     rows: {
-      verify: count(record(rows, `${what}.rows`).verify, `${what}.rows.verify`),
-      mask: count(rows.mask, `${what}.rows.mask`),
+      verify: counted(record(rows, `${what}.rows`).verify, `${what}.rows.verify`),
+      mask: counted(rows.mask, `${what}.rows.mask`),
     },
   };
   if (trace.accepted > trace.drafted.length) throw fault(`${what}.accepted`, "at most the number of drafts");
@@ -189,7 +189,7 @@ function traceOf(value, what) {
 
 function token(value, what) {
   const { id, text } = record(value, what);
-  return { id: count(id, `${what}.id`), text: string(text, `${what}.text`) };
+  return { id: counted(id, `${what}.id`), text: string(text, `${what}.text`) };
 }
 
 function logprob(value, what) {

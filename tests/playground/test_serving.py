@@ -1,12 +1,14 @@
 """What the playground's ASGI application answers, mounted as Ray Serve mounts it: the prefix as the root path."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError
 
 import pytest
 from starlette.testclient import TestClient
 
-from playground.files import read_files
+from playground.files import SHEETS, one_script, read_files
 from playground.page import application, page
 
 HOST = re.compile(r"""(?:src|href|content)=["'](?:https?:)?//([^"'/]+)""")
@@ -49,12 +51,29 @@ def test_a_script_is_kept_for_good_under_an_address_of_its_own(client: TestClien
     assert client.get("/playground/files/0123456789abcdef/chat.js").status_code == 404
 
 
-def test_every_script_that_is_imported_is_served_and_loaded_ahead(client: TestClient) -> None:
+def test_all_modules_are_one_script_and_all_sheets_one_sheet() -> None:
     files = read_files()
-    scripts = {name: file.content.decode() for name, file in files.served.items() if name.endswith(".js")}
-    imported = {name for text in scripts.values() for name in re.findall(r'from "\./([\w.]+)"', text)}
-    assert imported <= scripts.keys()
-    assert all(f"{files.address}/{name}" in files.head for name in files.served)
+    script = files.served["all.js"].content.decode()
+    modules = {name: file.content.decode() for name, file in files.served.items() if name.endswith(".js")}
+    for name in modules.keys() - {"all.js", "theme.js"}:
+        *_, last = (line for line in modules[name].splitlines() if line)
+        assert last.removeprefix("export ") in script, name
+    assert re.findall(r"^(?:import|export)\b.*", script, re.MULTILINE) == ["export { start };"]
+    declared = re.findall(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", script, re.MULTILINE)
+    assert [name for name, count in Counter(declared).items() if count > 1] == [], "they share one scope"
+    sheets = {name for name in files.served if name.endswith(".css")} - {"all.css"}
+    assert sheets == {f"{name}.css" for name in SHEETS}, "a sheet without a place would never be seen"
+
+
+def test_a_module_comes_behind_what_it_imports() -> None:
+    one = one_script(
+        {"a.js": 'import { b } from "./b.js";\n\nexport const start = b;\n', "b.js": "export const b = 1;\n"}
+    )
+    assert one.index("const b") < one.index("const start")
+    with pytest.raises(CycleError):
+        one_script({"a.js": 'import { b } from "./b.js";\n', "b.js": 'import { a } from "./a.js";\n'})
+    with pytest.raises(KeyError):
+        one_script({"a.js": 'import { b } from "./none.js";\n'})
 
 
 def test_the_markup_is_a_constant_without_template_signs() -> None:
