@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM as one wish to end, that is neither lost nor repeated."""
 
 import signal
+import sys
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -11,15 +12,18 @@ class Interrupts:
     """While entered, either signal raises KeyboardInterrupt in the main thread, whatever it is doing.
 
     Python drops an exception that is raised inside some of its own hooks (at a fork, in a destructor), so a long
-    piece of work asks `check` between its steps too.
+    piece of work asks `check` between its steps too. It would say so in some lines of its own, a forked child perhaps
+    after our last word: these are kept from the user, who asked for an end and gets it.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self._before: dict[signal.Signals, Any] = {}
+        self._tell_dropped = sys.unraisablehook
 
     def __enter__(self) -> Self:
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
         self.listen()
         return self
 
@@ -28,6 +32,7 @@ class Interrupts:
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = self._tell_dropped
 
     def listen(self) -> None:
         """Take both signals (again, where something else took one meanwhile)."""
@@ -43,6 +48,10 @@ class Interrupts:
         """Raise KeyboardInterrupt where a signal came, even if its own exception was lost."""
         if self.asked:
             raise KeyboardInterrupt
+
+    def _dropped(self, dropped: "sys.UnraisableHookArgs") -> None:
+        if not (self.asked and dropped.exc_type is KeyboardInterrupt):
+            self._tell_dropped(dropped)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

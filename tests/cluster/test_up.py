@@ -9,8 +9,8 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import termios
-import warnings
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -161,7 +161,10 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_is_never_lost(number: signal.Signals) -> None:
+def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[sys.UnraisableHookArgs] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
     class Careless:
         def __del__(self) -> None:
             signal.raise_signal(number)  # Python drops what is raised here
@@ -169,16 +172,16 @@ def test_an_interrupt_is_never_lost(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.check()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Careless()
+        Careless()
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         interrupts.ignore()
         signal.raise_signal(number)
+        assert told == [], "the user has no use for Python's own word on it"
     assert signal.getsignal(number) is before
+    assert sys.unraisablehook == told.append
 
 
 @pytest.fixture(scope="module")
