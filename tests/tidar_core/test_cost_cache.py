@@ -1,12 +1,16 @@
 """Step costs on disk: taken where they still hold, measured anew where they do not."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.tidar_core.engines import tiny_engine
+from tidar_core.engine import cost_cache, start
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.step_cost import StepCost
+from tidar_core.engine.warmup import measure_cost
 
 COST = StepCost((1, 4, 16), (1.0, 1.1, 2.0), (0.1, 0.1, 0.2), (0.0, 0.1, 0.3), 1e-6, 2e-6)
 
@@ -45,6 +49,38 @@ def test_a_machine_that_became_slower_is_measured_anew(tmp_path):
     assert slow.known(path).trunk == (2.0, 2.2, 4.0)
     assert slow.measured == 1
     assert Machine(2.0).known(path).trunk == (2.0, 2.2, 4.0)
+
+
+def test_what_a_busy_machine_was_measured_to_cost_is_measured_anew(tmp_path):
+    path = cost_file(tmp_path, model="m")
+    Machine(1.2).known(path)
+    idle = Machine()
+    assert idle.known(path) == COST
+    assert idle.measured == 1
+
+
+def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "cache_directory", lambda: tmp_path / "cache")
+    measured = []
+
+    def counted(*given):
+        measured.append(measure_cost(*given))
+        return measured[-1]
+
+    monkeypatch.setattr(start, "measure_cost", counted)
+    monkeypatch.setattr(cost_cache, "SLOWER", 20.0)  # other programs may run beside this test
+    monkeypatch.setattr(cost_cache, "FASTER", 20.0)
+    tiny_engine(tmp_path / "first")
+    tiny_engine(tmp_path / "second")
+    assert len(measured) == 1
+    (path,) = (tmp_path / "cache").rglob("step-cost-*.json")
+    for part in ("trunk", "head", "adapter"):
+        kept = json.loads(path.read_text())
+        kept[part] = [seconds + 10.0 * (rows >= 48) for rows, seconds in zip(kept["rows"], kept[part], strict=True)]
+        path.write_text(json.dumps(kept))
+        count = len(measured)
+        tiny_engine(tmp_path / part)
+        assert len(measured) == count + (part != "head"), part
 
 
 def test_other_things_have_other_files(tmp_path):

@@ -81,7 +81,7 @@ def load_engine(
     cost = known_cost(
         path,
         lambda: measure_cost(trial, block_length, within_block),
-        lambda known: check_cost(trial, known, within_block),
+        lambda known: check_cost(trial, known, block_length, within_block),
     )
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
