@@ -7,9 +7,9 @@ carries each over as many replicas as it takes, and `channels` fetches what each
 chooses replicas by `affinity`, the prefix that a replica has computed already, and by load; `responses` writes the
 answer down as OpenAI's objects. `openapi` describes it all.
 `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress shows all replicas on one
-page. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray cluster together with the
-playground (`preflight` first), `status` reads it back over HTTP. For clusters that others run, `check` reads a Serve
-config before it is deployed, and `drain` empties a node before it goes.
+page. `tracing` tells OpenTelemetry. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
+cluster together with the playground (`preflight` first), `status` reads it back over HTTP. For clusters that others
+run, `check` reads a Serve config before it is deployed, and `drain` empties a node before it goes.
 
 Apart from all that, `train` has several workers (`train_worker`) train one drafter for `tidar convert --workers`.
 

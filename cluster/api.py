@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from opentelemetry.trace import get_current_span
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -46,6 +47,7 @@ from cluster.schemas import (
 )
 from cluster.streams import Answer, Echo, Pace, requests_for
 from cluster.tools import Toolbox, tool_format, toolbox
+from cluster.tracing import flush, trace_requests, tracer_provider
 
 PLAYGROUND = "/playground/"
 
@@ -66,14 +68,16 @@ class Plan:
 def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
     """The ingress' application; `directories` by the names that requests may ask for. Errors of any kind leave as
     OpenAI's error object."""
-    metrics = IngressMetrics(secrets.token_hex(4))
-    models = Models(directories, options, metrics)
+    name = secrets.token_hex(4)
+    metrics, spans = IngressMetrics(name), tracer_provider(options.traces, name)
+    models = Models(directories, options, metrics, spans.get_tracer("tidar"))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await models.start()
         yield
         await models.stop()
+        await flush(spans)
 
     app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(ApiError, answer_error)
@@ -89,6 +93,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
             allow_headers=("*",),
             expose_headers=("Retry-After",),
         )
+    trace_requests(app, spans)
     add_openai_routes(app, models, options)
     add_tokenizer_routes(app, models, options)
     add_service_routes(app, models, metrics)
@@ -153,6 +158,10 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             for choice in choices
         ]
         head = new_head(card.name, chat)
+        operation = "chat" if chat else "text_completion"
+        get_current_span().set_attributes(
+            {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
+        )
         repeated = [prompt for prompt in prompts for _ in choices]
         asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
         echoes = echoes_of(body, prompts, backend)

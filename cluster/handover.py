@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
 import grpc
+from opentelemetry.trace import Tracer
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
@@ -27,6 +28,7 @@ from cluster.errors import ApiError, full, server_error
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, EngineKind
 from cluster.routing import Way
+from cluster.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
 
 log = logging.getLogger("ray.serve")
@@ -121,10 +123,11 @@ def ended_badly(output: StepOutput) -> bool:
 class Carrier:
     """Carries requests over the replicas that there are."""
 
-    def __init__(self, replicas: Replicas, patience: Patience, metrics: IngressMetrics):
+    def __init__(self, replicas: Replicas, patience: Patience, metrics: IngressMetrics, tracer: Tracer):
         self._replicas = replicas
         self._patience = patience
         self._metrics = metrics
+        self._tracer = tracer
         self._channels = Channels(replicas.listen, patience.silence)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -133,13 +136,17 @@ class Carrier:
         request ends wherever it is."""
         story = Story(request, marks=self._replicas.marks(request))
         while True:
-            try:
-                async with aclosing(self._attempt(story)) as attempt:
-                    async for news in attempt:
-                        yield news
-                return
-            except Lost as lost:
-                await self._recover(story, lost)
+            with AttemptSpan(self._tracer, request.request_id, story.attempt, len(story.emitted)) as span:
+                try:
+                    async with aclosing(self._attempt(story)) as attempt:
+                        async for news in attempt:
+                            span.heard(news.replica, len(story.emitted))
+                            yield news
+                    return
+                except Lost as lost:
+                    span.lost(lost.cause, lost.replica)
+                    reason = lost
+            await self._recover(story, reason)
 
     async def _attempt(self, story: Story) -> AsyncGenerator[News, None]:
         """One call of one replica. Raises Lost where another may go on."""

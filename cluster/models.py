@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from opentelemetry.trace import Tracer
 from prometheus_client.metrics_core import Metric
 
 from cluster.card import ModelCard
@@ -32,12 +33,14 @@ class Served:
 class Models:
     """All names; the first is for requests that ask for none."""
 
-    def __init__(self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics):
+    def __init__(
+        self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics, tracer: Tracer
+    ):
         self._began = time.monotonic()
         self._met: set[str] = set()
         patience = Patience(options.stall_seconds, options.carry_seconds)
         self._served = {
-            name: Served(directory, Carrier(directory, patience, metrics), Admission(options.max_ongoing))
+            name: Served(directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
             for name, directory in directories.items()
         }
 

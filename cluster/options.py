@@ -43,6 +43,7 @@ class ServeOptions(BaseModel):
     carry_seconds: how long a stream may be without any replica before it is given up.
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).
     cors_origins: web sites ("https://chat.example.org") whose scripts may use the API from a browser; "*" for all.
+    traces: the collector that OpenTelemetry spans of requests go to by OTLP over HTTP ("http://collector:4318").
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,6 +77,14 @@ class ServeOptions(BaseModel):
     api_keys: str | None = None
     metrics_keys: str | None = None
     cors_origins: tuple[str, ...] = ()
+    traces: str | None = None
+
+    @field_validator("traces")
+    @classmethod
+    def _a_collector_that_can_be_asked(cls, collector: str | None) -> str | None:
+        if collector is not None and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", collector):
+            raise ValueError(f"{collector!r} is no collector's address: write it as http://collector:4318")
+        return collector
 
     @field_validator("cors_origins")
     @classmethod

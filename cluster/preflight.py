@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.auth import read_keys
 from cluster.options import ServeOptions
+from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.settings import suggestion
 
@@ -35,8 +36,8 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError where the model is not found or not one that the decoder runs, where the adapter does not fit
-    or a key file is of no use.
+    """Raise ConfigError where the model is not found or not one that the decoder runs, where the adapter does not fit,
+    a key file is of no use or packages for traces are missing.
 
     Reads headers only, except that a hub id is downloaded; a replica checks the rest when it loads.
     """
@@ -44,6 +45,7 @@ def check_options(options: ServeOptions) -> None:
 
     for file in (options.api_keys, options.metrics_keys):
         read_keys(file)
+    check_traces(options.traces)
     check_accelerator(options.accelerator)
     config = load_config(find_model(options.model))
     for name, adapter in options.adapter_of.items():

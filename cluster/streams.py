@@ -10,6 +10,7 @@ from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from opentelemetry.trace import get_current_span
 from transformers import PreTrainedTokenizerFast
 
 from cluster.acceptance import Acceptance, answer_metrics
@@ -190,15 +191,32 @@ class Answer:
         counts = [choice.acceptance for choice in self.choices]
         return answer_metrics(counts, params.seed, self.trace, params.draft_trust)
 
+    def account(self) -> dict[str, int | list[str]]:
+        """What came of it so far, as attributes of a span, under OpenTelemetry's names for generative AI."""
+        return {
+            "gen_ai.usage.input_tokens": sum(choice.prompt_tokens for choice in self.choices),
+            "gen_ai.usage.output_tokens": sum(choice.completion_tokens for choice in self.choices),
+            "gen_ai.response.finish_reasons": [
+                choice.finish.reason.value for choice in self.choices if choice.finish is not None
+            ],
+            "tidar.decode_steps": sum(choice.acceptance.decode_steps for choice in self.choices),
+            "tidar.cached_tokens": sum(choice.cached_tokens for choice in self.choices),
+        }
+
     async def pieces(
         self, carrier: Carrier, admission: "Admission", replicas: int, pace: "Pace | None" = None
     ) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices as they come; at a pace, what several steps of a choice brought may be one. Raises
         ApiError."""
+        span = get_current_span()  # of the HTTP request, as this begins within it
         with admission.enter(len(self.requests), replicas):
-            async with aclosing(self._all(carrier, pace)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            try:
+                async with aclosing(self._all(carrier, pace)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            finally:
+                if span.is_recording():
+                    span.set_attributes(self.account())
 
     async def _all(self, carrier: Carrier, pace: "Pace | None") -> AsyncGenerator[Piece, None]:
         streams = [

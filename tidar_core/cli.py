@@ -51,6 +51,9 @@ def up(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="A web site whose scripts may use the API; may be given again.")
     ] = None,
+    traces: Annotated[
+        str | None, typer.Option(help="An OpenTelemetry collector for spans of requests: http://collector:4318.")
+    ] = None,
 ) -> None:
     """Serve a model: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
 
@@ -68,7 +71,7 @@ def up(
             "name": name, "dtype": dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
-            "metrics_keys": metrics_keys, "cors_origins": cors_origin or [],
+            "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         deploy.up(UpOptions(serve=serve, host=host, port=port))

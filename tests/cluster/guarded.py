@@ -33,7 +33,8 @@ class Guarded:
 
 
 @contextmanager
-def guarded_server(directory: Path) -> Iterator[Guarded]:
+def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guarded]:
+    """The server; `traces` is the address of a collector."""
     model = tiny_checkpoint(directory / "tiny", max_positions=2048)
     tool_tokenizer(HERMES_TEMPLATE).save_pretrained(model)
     adapter = tiny_adapter(directory / "adapter", model)
@@ -49,6 +50,8 @@ def guarded_server(directory: Path) -> Iterator[Guarded]:
         api_keys=str(directory / "keys"),
         metrics_keys=str(directory / "metrics"),
         cors_origins=(ORIGIN,),
+        traces=traces,
     )
-    with running(start_with(directory, options)) as server:
+    soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds
+    with running(start_with(directory, options, more=soon)) as server:
         yield Guarded(server)

@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opentelemetry.trace import NoOpTracer, Tracer
 from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
@@ -157,9 +158,11 @@ class Cast:
         return Listening(next(call for call in self.calls if call.name == replica))
 
 
-def carry(cast: Cast, patience: Patience | None = None) -> tuple[list[StepOutput], IngressMetrics]:
+def carry(
+    cast: Cast, patience: Patience | None = None, tracer: Tracer | None = None
+) -> tuple[list[StepOutput], IngressMetrics]:
     metrics = IngressMetrics("here")
-    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), metrics)
+    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), metrics, tracer or NoOpTracer())
 
     async def run() -> list[StepOutput]:
         outputs: list[StepOutput] = []
@@ -286,7 +289,7 @@ def test_a_stream_without_a_replica_is_given_up_in_time() -> None:
 
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     async def run() -> list[object]:
-        carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"))
+        carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
         return [event async for news in carrier.run(REQUEST) for event in news.events]
 
     (event,) = asyncio.run(run())
@@ -312,7 +315,7 @@ def test_closing_a_stream_cancels_its_call() -> None:
     cast = Cast([Act()])
 
     async def run() -> None:
-        events = Carrier(cast, Patience(1, 1), IngressMetrics("here")).run(REQUEST)
+        events = Carrier(cast, Patience(1, 1), IngressMetrics("here"), NoOpTracer()).run(REQUEST)
         await anext(events)
         await events.aclose()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.trace import NoOpTracer
 
 from cluster.app import engine_names
 from cluster.directory import Directory
@@ -76,7 +77,7 @@ def two(**first: Any) -> Models:
     directories = {"one": Directory(NoReplica()), "two": Directory(NoReplica())}  # type: ignore[arg-type]
     for name, value in first.items():
         setattr(directories["one"], name, value)
-    return Models(directories, ServeOptions(), IngressMetrics("here"))
+    return Models(directories, ServeOptions(), IngressMetrics("here"), NoOpTracer())
 
 
 def test_one_that_has_no_replica_does_not_take_the_others_down() -> None:
