@@ -100,7 +100,9 @@ def running_cluster() -> str | None:
 def ray_cluster(address: str | None, say: Say, interrupts: Interrupts) -> Iterator[None]:
     """Ray, joined at `address` or started here; one that was started here ends with this."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    # Its errors here are of this process' handles alone, whose event loop is over once all is ready: what happens to
+    # the applications is asked for and told in our own words.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program slow the model down
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
