@@ -19,7 +19,7 @@ def engine_on(monkeypatch, directory, architecture: str, make_ops):
     """A tiny engine on other operations, its warm-up (hundreds of probes) left out."""
     monkeypatch.setattr(start, "_ops", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
     monkeypatch.setattr(start, "rows_are_exact", lambda *given: True)
-    monkeypatch.setattr(start, "measure_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
+    monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
     return tiny_engine(directory, architecture, rank=4)
 
 
