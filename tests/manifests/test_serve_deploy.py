@@ -18,7 +18,7 @@ from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
 from tests.servers import free_port, tiny_model
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
-STREAMS = 4
+STREAMS = 8
 TOKENS = 400
 WAIT_SECONDS = 240
 

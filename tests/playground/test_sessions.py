@@ -13,7 +13,7 @@ from tests.playground.conftest import visit
 from tests.servers import Server, running, start, tiny_model
 
 SESSIONS = 20
-TOKENS = 60
+TOKENS = 120
 
 
 @pytest.fixture(scope="module")
