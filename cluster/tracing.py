@@ -31,8 +31,8 @@ def check_traces(collector: str | None) -> None:
 def tracer_provider(collector: str | None, ingress: str) -> TracerProvider:
     """What makes the spans of an ingress: for the collector at a base address ("http://collector:4318"), or none.
 
-    OpenTelemetry's environment variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and
-    others) have their meaning. Raises ConfigError where the packages are missing.
+    OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER have their meaning; the collector is this one, whatever
+    OTEL_EXPORTER_OTLP_ENDPOINT says. Raises ConfigError where the packages are missing.
     """
     return NoOpTracerProvider() if collector is None else _provider(collector, ingress)
 

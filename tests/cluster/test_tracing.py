@@ -111,6 +111,15 @@ def test_being_looked_at_leaves_no_span(guarded: Guarded, collector: Collector) 
     assert not [span.name for span in collector.spans if "health" in span.name or "metrics" in span.name]
 
 
+def test_name_and_sampler_are_opentelemetrys_and_the_collector_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    provider: Any = tracer_provider("http://127.0.0.1:9", "here")
+    assert provider.resource.attributes["service.name"] == "mine"
+    assert not provider.get_tracer("x").start_span("y").is_recording()
+    provider.shutdown()
+
+
 def test_without_a_collector_no_span_is_made() -> None:
     provider = tracer_provider(None, "here")
     assert isinstance(provider, NoOpTracerProvider)

@@ -48,9 +48,10 @@ What makes drafts hold, at equal time: each variant got three and a half minutes
 
     tidar convert --out VARIANT --data WORDS --own-tokens 160000 --minutes 9.7 OPTION
 
-(6.2 of these minutes are those that the words took.) The slot head is worth most; total variation teaches slower than
-KL at first; the other differences are within what a second run may change. So short a training says nothing about
-where each would end: the shipped adapter had many times these rows.
+(6.2 of these minutes are those that the words took.) Other programs ran beside the one with total variation, which got
+a tenth fewer rows for it, so that it is not at equal time; what a second run of the same would give was not measured.
+The slot head stands out, and total variation alone perhaps; of the others one run tells nothing. Nor does so short a
+training tell where each would end: the shipped adapter had 3.5 million rows.
 
 A block behind the context end c stands for a proposal of the engine (`tidar_core.layout`): slot s sits at position
 c + s, sees the positions below c and its own block, and should agree with the base's row c + s - 1.
