@@ -1,12 +1,18 @@
 """The compiled CPU operations against their torch oracle, and each row's bits against the rest of the batch."""
 
+import platform
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.tidar_core.processors import KINDS_OF_X86, PROCESSORS, flags_for, ops_for
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.cpu import CompileError, cpu_ops, supports
+from tidar_core.kernels import cpu
+from tidar_core.kernels.cpu import supports
 from tidar_core.kernels.ops import KVCache, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
@@ -26,12 +32,20 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture
-def ops(dtype):
-    try:
-        return cpu_ops(model_config(), dtype)
-    except CompileError as error:
-        pytest.skip(f"no compiled CPU kernels here: {error}")
+@pytest.fixture(params=PROCESSORS)
+def ops(request, dtype):
+    return ops_for(request.param, model_config(), dtype)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ for x86")
+@pytest.mark.parametrize("processor", KINDS_OF_X86)
+def test_the_kernels_are_valid_for_every_kind_of_x86(processor):
+    source = "\n".join((Path(cpu.__file__).parent / name).read_text() for name in cpu.SOURCES)
+    flags = [flag for flag in flags_for(processor) if flag != "-shared"]
+    done = subprocess.run(
+        ["g++", *flags, "-fsyntax-only", "-x", "c++", "-"], input=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -10,12 +10,12 @@ from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tidar_core.processors import PROCESSORS, ops_for
 from tests.tidar_core.test_kernels import model_config
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.exact import compare_ways, decode_ways, greedy_params, sampled_params
 from tidar_core.config import ConfigError, EngineConfig, RoundedDType
 from tidar_core.engine import load_engine
-from tidar_core.kernels.cpu import CompileError, cpu_ops
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
@@ -23,11 +23,8 @@ from tidar_core.model.weights import LowRank
 Q4_1 = GGMLQuantizationType.Q4_1
 
 
-def rounded_ops(dtype: torch.dtype, kind: RoundedDType) -> Ops:
-    try:
-        return cpu_ops(model_config(), dtype, kind)
-    except CompileError as error:
-        pytest.skip(f"no compiled CPU kernels here: {error}")
+def rounded_ops(dtype: torch.dtype, kind: RoundedDType, processor: str = "native") -> Ops:
+    return ops_for(processor, model_config(), dtype, kind)
 
 
 def whole_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,6 +58,7 @@ def product_alone(ops: Ops, x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     return ops.linear(x, ops.pack(weight), None, None, len(x))
 
 
+@pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @settings(max_examples=25, deadline=None)
 @given(
@@ -69,8 +67,8 @@ def product_alone(ops: Ops, x: torch.Tensor, weight: torch.Tensor) -> torch.Tens
     size=st.sampled_from([1e-6, 1.0, 1e4]),
     seed=st.integers(0, 2**16),
 )
-def test_the_product_is_what_its_definition_says(kind, rows, columns, size, seed):
-    ops = rounded_ops(torch.float32, kind)
+def test_the_product_is_what_its_definition_says(kind, processor, rows, columns, size, seed):
+    ops = rounded_ops(torch.float32, kind, processor)
     columns = columns if kind == "int8" else columns // 32 * 32
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * size
@@ -114,8 +112,9 @@ def test_weights_of_a_four_bit_file_keep_its_numbers():
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_keep_apart_and_the_adapter_is_not_rounded(dtype, kind):
-    ops = rounded_ops(dtype, kind)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_rows_keep_apart_and_the_adapter_is_not_rounded(processor, dtype, kind):
+    ops = rounded_ops(dtype, kind, processor)
     generator = torch.Generator().manual_seed(4)
 
     def random(*shape: int) -> torch.Tensor:
@@ -134,8 +133,9 @@ def test_rows_keep_apart_and_the_adapter_is_not_rounded(dtype, kind):
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_shows(bad, kind):
-    ops = rounded_ops(torch.bfloat16, kind)
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_what_is_not_finite_shows(processor, bad, kind):
+    ops = rounded_ops(torch.bfloat16, kind, processor)
     x = torch.ones(3, 64, dtype=torch.bfloat16)
     x[1, 5] = bad
     y = product_alone(ops, x, torch.ones(32, 64, dtype=torch.bfloat16))

@@ -28,6 +28,7 @@ LANES = 16  # keys a page and the divisor of head and hidden sizes that the kern
 INT4_GROUP = 32  # inputs that share a scale and a minimum
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 SOURCES = (
+    "cpu_lanes.cpp",
     "cpu_kernels.cpp",
     "cpu_gemm.cpp",
     "cpu_gemm_int8.cpp",

@@ -4,27 +4,27 @@
 // Packed weights: [out / 16][in / S][16 outputs][S inputs] with S = 2 for bf16 and 1 for fp32, so that one load brings
 // sixteen outputs' worth, and every byte of a weight is read once a step. Sums are fp32.
 #include <omp.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 namespace {
 
 template <typename T> constexpr int STEP = sizeof(T) == 2 ? 2 : 1;  // inputs that one load of weights brings
 
-inline f16v multiply_add(f16v sum, const float* weight, const float* x) { return sum + load(weight) * *x; }
+LANEWISE f16v multiply_add(f16v sum, const float* weight, const float* x) { return sum + load(weight) * *x; }
 #ifdef __AVX512BF16__
-inline f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
+LANEWISE f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
     int32_t pair;
     std::memcpy(&pair, x, 4);
     return (f16v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weight), (__m512bh)_mm512_set1_epi32(pair));
 }
 #else
-inline f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
+LANEWISE f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
     u16v both;
-    std::memcpy(&both, weight, sizeof both);
-    sum = sum + (f16v)(both << 16) * widen(x[0]);
-    return sum + (f16v)(both & 0xffff0000u) * widen(x[1]);
+    uint32_t pair;
+    read(weight, both);
+    std::memcpy(&pair, x, sizeof pair);
+    const u16v twice = u16v{} + pair;
+    sum = sum + as_floats(both << 16) * as_floats(twice << 16);
+    return sum + as_floats(both & 0xffff0000u) * as_floats(twice & 0xffff0000u);
 }
 #endif
 
@@ -52,19 +52,19 @@ template <typename T> struct Dense {
         return {(const char*)(weight + int64_t(first) * in), int64_t(sizeof(T)) * LANES * in, blocks};
     }
     // Adds rows [r, r + R) times B neighbouring blocks of 16 outputs to sums.
-    template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+    template <int R, int B> LANEWISE void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
         constexpr int S = STEP<T>;
         const T *rows = x + int64_t(r) * in, *block = weight + int64_t(first) * in;
         const Fetch fetch(next, block);
         for (int k = 0; k < in; k += S) {
             fetch.line(k / S);
-            for (int i = 0; i < R; i++)
-                for (int b = 0; b < B; b++)
+            UNROLL for (int i = 0; i < R; i++)
+                UNROLL for (int b = 0; b < B; b++)
                     sums[i][b] =
                         multiply_add(sums[i][b], block + (int64_t(b) * in + k) * LANES, rows + int64_t(i) * in + k);
         }
     }
-    template <int R, int B> void finish(f16v (&)[R][B], int) const {}
+    template <int R, int B> LANEWISE void finish(f16v (&)[R][B], int) const {}
 };
 
 // What is added to the base product on mask rows: low [all rows, rank] times `up`, packed like a weight.
@@ -76,15 +76,16 @@ template <int R, int B, typename Base, typename T, typename Out>
 void tile(const Base& base, int r, const T* bias, LowRank<T> extra, int first_mask_row, int first, Out* out,
           int64_t stride, Ahead ahead) {
     f16v sums[R][B];
-    for (int i = 0; i < R; i++)
-        for (int b = 0; b < B; b++) sums[i][b] = f16v{};
+    UNROLL for (int i = 0; i < R; i++)
+        UNROLL for (int b = 0; b < B; b++) sums[i][b] = f16v{};
     base.template add<R, B>(sums, r, first, ahead);
     base.template finish<R, B>(sums, first);
-    for (int i = 0; bias && i < R; i++)
-        for (int b = 0; b < B; b++) sums[i][b] += load(bias + first + LANES * b);
+    if (bias)
+        UNROLL for (int i = 0; i < R; i++)
+            UNROLL for (int b = 0; b < B; b++) sums[i][b] += load(bias + first + LANES * b);
     auto keep = [&](int from, int to) {
-        for (int i = 0; i < R; i++)
-            for (int b = 0; b < B; b++)
+        UNROLL for (int i = 0; i < R; i++)
+            UNROLL for (int b = 0; b < B; b++)
                 if (from <= i && i < to) store(out + i * stride + first + LANES * b, sums[i][b]);
     };
     keep(0, first_mask_row);
@@ -93,7 +94,7 @@ void tile(const Base& base, int r, const T* bias, LowRank<T> extra, int first_ma
     keep(first_mask_row, R);
 }
 
-template <int B> constexpr int MOST_ROWS = 24 / B;  // whose sums fit the registers beside the weights
+template <int B> constexpr int MOST_ROWS = MOST_SUMS / B;
 template <int B> int passes_for(int rows) { return (rows + MOST_ROWS<B> - 1) / MOST_ROWS<B>; }
 
 // Rows [from, from + rows) of outputs [first, first + 16 B), in as few passes as the registers allow, of equal size.

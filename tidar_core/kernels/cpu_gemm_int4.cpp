@@ -8,17 +8,15 @@
 namespace {
 
 #if defined(__AVX512F__)
-inline f16v load_halves(const uint8_t* from) {
+LANEWISE f16v load_halves(const uint8_t* from) {
     return (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
 #else
-inline f16v load_halves(const uint8_t* from) {
-    typedef uint16_t h16v __attribute__((vector_size(32)));
-    h16v halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const u16v bits = __builtin_convertvector(halves, u16v);
+LANEWISE f16v load_halves(const uint8_t* from) {
+    u16v bits;
+    load_widened((const uint16_t*)from, bits);
     // fp16's exponent read as fp32's is 112 too small.
-    return (f16v)((bits & 0x7fffu) << 13 | (bits & 0x8000u) << 16) * 0x1p112f;
+    return as_floats((bits & 0x7fffu) << 13 | (bits & 0x8000u) << 16) * 0x1p112f;
 }
 #endif
 
@@ -30,39 +28,39 @@ struct Int4 {
     int64_t block_bytes() const { return int64_t(rows.groups()) * GROUP_BYTES; }
     const uint8_t* block(int first) const { return weight + first / LANES * block_bytes(); }
     Ahead ahead(int first, int blocks) const { return {(const char*)block(first), block_bytes(), blocks}; }
-    template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+    template <int R, int B> LANEWISE void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
         const uint8_t* weights = block(first);
         const Fetch fetch(next, weights);
         for (int g = 0; g < rows.groups(); g++) {
             i16v whole[R][B];
-            for (int i = 0; i < R; i++)
-                for (int b = 0; b < B; b++) whole[i][b] = i16v{};
+            UNROLL for (int i = 0; i < R; i++)
+                UNROLL for (int b = 0; b < B; b++) whole[i][b] = i16v{};
             const uint8_t* group = weights + int64_t(g) * GROUP_BYTES;
             for (int line = 0; line < GROUP_LINES - 1; line++) {
                 fetch.line(g * GROUP_LINES + line);
                 const int k = g * GROUP + line * 2 * QUAD;
-                for (int b = 0; b < B; b++) {
+                UNROLL for (int b = 0; b < B; b++) {
                     const u16v both = load_quads(group + b * block_bytes() + line * LINE);
                     const u16v below = both & 0x0f0f0f0fu, above = both >> 4 & 0x0f0f0f0fu;
-                    for (int i = 0; i < R; i++) {
+                    UNROLL for (int i = 0; i < R; i++) {
                         whole[i][b] = add_products(whole[i][b], below, rows.row(r + i) + k);
                         whole[i][b] = add_products(whole[i][b], above, rows.row(r + i) + k + QUAD);
                     }
                 }
             }
             fetch.line(g * GROUP_LINES + GROUP_LINES - 1);
-            for (int b = 0; b < B; b++) {
+            UNROLL for (int b = 0; b < B; b++) {
                 const uint8_t* behind = group + b * block_bytes() + (GROUP_LINES - 1) * LINE;
                 const f16v scales = load_halves(behind), minima = load_halves(behind + 2 * LANES);
-                for (int i = 0; i < R; i++) {
+                UNROLL for (int i = 0; i < R; i++) {
                     const float step = rows.scale(r + i, g);
-                    sums[i][b] += __builtin_convertvector(whole[i][b], f16v) * step * scales;
+                    sums[i][b] += to_floats(whole[i][b]) * step * scales;
                     sums[i][b] += minima * (float(rows.total(r + i, g)) * step);
                 }
             }
         }
     }
-    template <int R, int B> void finish(f16v (&)[R][B], int) const {}
+    template <int R, int B> LANEWISE void finish(f16v (&)[R][B], int) const {}
 };
 
 }  // namespace

@@ -7,32 +7,45 @@
 // scales in fp32.
 namespace {
 
-typedef int8_t b16v __attribute__((vector_size(16)));
 constexpr int QUAD = 4;  // inputs that one lane takes at once
 
 // Bytes of a row of `in` inputs once it is rounded, its groups as small as can be.
 inline int64_t rounded_bytes(int in) { return in + int64_t(sizeof(float) + sizeof(int32_t)) * (in / LANES); }
 
 // Sixteen quads of weights, one for each output, as unsigned bytes.
-inline u16v load_quads(const uint8_t* weights) {
+LANEWISE u16v load_quads(const uint8_t* weights) {
     u16v quads;
-    std::memcpy(&quads, weights, sizeof quads);
+    read(weights, quads);
     return quads;
 }
 
-// The sum of four products a lane: unsigned bytes of weights times the same four signed bytes of a row.
+// Adds four products a lane: unsigned bytes of weights times the same four signed bytes of a row.
 #if defined(__AVX512VNNI__)
-inline i16v add_products(i16v sum, u16v quads, const int8_t* x) {
-    int32_t four;
-    std::memcpy(&four, x, 4);
-    return (i16v)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)quads, _mm512_set1_epi32(four));
+LANEWISE Whole add_products(Whole sum, Bits quads, int32_t four) {
+    return (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)quads, _mm512_set1_epi32(four));
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+// As 16 bits each, the even bytes and the odd ones: the 32 bits that two products are added in are never too few.
+LANEWISE Whole add_products(Whole sum, Bits quads, int32_t four) {
+    const __m256i weights = (__m256i)quads, x = _mm256_set1_epi32(four);
+    const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(weights, 8);
+    const __m256i even_x = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd_x = _mm256_srai_epi16(x, 8);
+    return sum + (Whole)_mm256_madd_epi16(even, even_x) + (Whole)_mm256_madd_epi16(odd, odd_x);
 }
 #else
-inline i16v add_products(i16v sum, u16v quads, const int8_t* x) {
-    for (int j = 0; j < QUAD; j++) sum += (i16v)((quads >> (8 * j)) & 0xffu) * int32_t(x[j]);
+LANEWISE Whole add_products(Whole sum, Bits quads, int32_t four) {
+    for (int bit = 0; bit < 32; bit += 8) sum += (Whole)((quads >> bit) & 0xffu) * int32_t(int8_t(four >> bit));
     return sum;
 }
 #endif
+template <typename W, typename B> LANEWISE Pair<W> add_products(Pair<W> sum, Pair<B> quads, int32_t four) {
+    return {add_products(sum.lo, quads.lo, four), add_products(sum.hi, quads.hi, four)};
+}
+LANEWISE i16v add_products(i16v sum, u16v quads, const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, QUAD);
+    return add_products(sum, quads, four);
+}
 
 // Rows rounded to 8 bits: x [rows, in], and for each group its scale and the sum of its numbers, [rows, in / group].
 struct Rows {
@@ -54,31 +67,31 @@ struct Int8 {
     int64_t block_bytes() const { return int64_t(rows.in) * LANES + SCALES; }
     const uint8_t* block(int first) const { return weight + first / LANES * block_bytes(); }
     Ahead ahead(int first, int blocks) const { return {(const char*)block(first), block_bytes(), blocks}; }
-    template <int R, int B> void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+    template <int R, int B> LANEWISE void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
         const int group = rows.group;
         const uint8_t* weights = block(first);
         const Fetch fetch(next, weights);
         for (int g = 0; g < rows.groups(); g++) {
             i16v whole[R][B];
-            for (int i = 0; i < R; i++)
-                for (int b = 0; b < B; b++) whole[i][b] = i16v{} + -128 * rows.total(r + i, g);
+            UNROLL for (int i = 0; i < R; i++)
+                UNROLL for (int b = 0; b < B; b++) whole[i][b] = i16v{} + -128 * rows.total(r + i, g);
             for (int k = g * group; k < (g + 1) * group; k += QUAD) {
                 fetch.line(k / QUAD);
-                for (int i = 0; i < R; i++)
-                    for (int b = 0; b < B; b++)
+                UNROLL for (int i = 0; i < R; i++)
+                    UNROLL for (int b = 0; b < B; b++)
                         whole[i][b] = add_products(whole[i][b], load_quads(weights + b * block_bytes() + k * LANES),
                                                    rows.row(r + i) + k);
             }
-            for (int i = 0; i < R; i++)
-                for (int b = 0; b < B; b++)
-                    sums[i][b] += __builtin_convertvector(whole[i][b], f16v) * rows.scale(r + i, g);
+            UNROLL for (int i = 0; i < R; i++)
+                UNROLL for (int b = 0; b < B; b++)
+                    sums[i][b] += to_floats(whole[i][b]) * rows.scale(r + i, g);
         }
     }
-    template <int R, int B> void finish(f16v (&sums)[R][B], int first) const {
-        for (int b = 0; b < B; b++) {
-            float scale[LANES];
-            std::memcpy(scale, block(first + b * LANES) + int64_t(rows.in) * LANES, sizeof scale);
-            for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] * load(scale);
+    template <int R, int B> LANEWISE void finish(f16v (&sums)[R][B], int first) const {
+        UNROLL for (int b = 0; b < B; b++) {
+            f16v scale;
+            read(block(first + b * LANES) + int64_t(rows.in) * LANES, scale);
+            UNROLL for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] * scale;
         }
     }
 };
@@ -97,12 +110,10 @@ template <typename T> void round_group(const T* x, int group, int8_t* out, float
     i16v totals{};
     for (int k = 0; k < group; k += LANES) {
         const f16v v = load(x + k) * inverse;
-        f16v nearest;
-        for (int i = 0; i < LANES; i++) nearest[i] = __builtin_rintf(v[i]);
-        nearest = nearest > 127.0f ? splat(127.0f) : nearest;  // (what is not finite may become any number)
-        const i16v whole = __builtin_convertvector(nearest, i16v);
-        const b16v bytes = __builtin_convertvector(whole, b16v);
-        std::memcpy(out + k, &bytes, sizeof bytes);
+        f16v nearest = nearest_whole(v);
+        nearest = choose(nearest > splat(127.0f), splat(127.0f), nearest);  // (what is not finite may become any number)
+        const i16v whole = to_whole(nearest);
+        store_narrowed(out + k, whole);
         totals += whole;
     }
     *scale = step + sum(finite);

@@ -1,49 +1,15 @@
 // Row-wise operations and paged attention for a CPU. Every row is computed by itself, in an order that depends on
 // the positions of its keys alone, so that its bits do not depend on the batch. Layouts and masks: ops.py.
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
 #include <vector>
 
 namespace {
 
-constexpr int LANES = 16;
-typedef float f16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef uint16_t h16v __attribute__((vector_size(32)));
-typedef uint16_t bf16;
-
-inline f16v load(const float* p) { f16v v; std::memcpy(&v, p, sizeof v); return v; }
-inline f16v load(const bf16* p) {
-    h16v h; std::memcpy(&h, p, sizeof h);
-    return (f16v)(__builtin_convertvector(h, u16v) << 16);
-}
-inline void store(float* p, f16v v) { std::memcpy(p, &v, sizeof v); }
-inline void store(bf16* p, f16v v) {
-    u16v u = (u16v)v;
-    u16v rounded = u + 0x7fffu + ((u >> 16) & 1u);  // to nearest, ties to even
-    u16v nan = (u16v)(v != v);
-    u = (rounded & ~nan) | (nan & 0x7fc00000u);
-    h16v h = __builtin_convertvector(u >> 16, h16v);
-    std::memcpy(p, &h, sizeof h);
-}
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
-template <typename T> inline f16v rounded(f16v v) { T t[LANES]; store(t, v); return load(t); }
-
-inline float sum(f16v v) {
-    float s[LANES]; std::memcpy(s, &v, sizeof v);
-    for (int w = LANES / 2; w; w /= 2) for (int i = 0; i < w; i++) s[i] += s[i + w];
-    return s[0];
-}
-inline f16v splat(float x) { return f16v{} + x; }
-inline f16v max_of(f16v a, f16v b) { return a > b ? a : b; }
 inline f16v exp_of(f16v x) {  // 2^n times a polynomial on [-1/2, 1/2]; error below 2 ulp; NaN stays NaN
     f16v least = splat(-87.0f), most = splat(87.0f);
-    x = x < least ? least : x;
-    x = x > most ? most : x;
+    x = choose(x < least, least, x);
+    x = choose(x > most, most, x);
     f16v t = x * 1.44269504f;
     f16v n = (t + 12582912.0f) - 12582912.0f;
     f16v r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -51,8 +17,7 @@ inline f16v exp_of(f16v x) {  // 2^n times a polynomial on [-1/2, 1/2]; error be
     p = p * r + 1.3981999507e-3f; p = p * r + 8.3334519073e-3f; p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f; p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    i16v bits = (__builtin_convertvector(n, i16v) + 127) << 23;
-    return p * (f16v)bits;
+    return p * as_floats((to_whole(n) + 127) << 23);
 }
 
 struct Shape { int rows, heads, kv_heads, head_dim; };
@@ -137,6 +102,8 @@ template <int MOST, typename Run> inline void with_count(int count, Run run) {
     run(std::integral_constant<int, MOST>{});
 }
 
+constexpr int TOGETHER = MOST_SUMS < 12 ? MOST_SUMS : 12;  // queries whose sums fit the registers
+
 // One query head of one row, and what it sees beside the context.
 template <typename T> struct Query { const T* q; const T* tail_k; const T* tail_v; int context, tail; T* out; };
 
@@ -160,7 +127,8 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
         for (int d = 0; d < D; d++) query[d * M + m] = widen(queries[m].q[d]);
     const float lowest = -std::numeric_limits<float>::infinity();
     auto page_of = [&](const T* all, int p) { return all + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES; };
-    constexpr int SIDE = M <= 3 ? 4 : M <= 6 ? 2 : 1;  // pages side by side, so that enough sums are under way
+    // Pages side by side, so that enough sums are under way.
+    constexpr int SIDE = 4 * M <= TOGETHER ? 4 : 2 * M <= TOGETHER ? 2 : 1;
     for (int p = 0; p < pages;) {
         auto score = [&](auto count) {
             constexpr int P = decltype(count)::value;
@@ -202,14 +170,14 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
         for (int i = 0; i < LANES; i++) best = top[i] > best ? top[i] : best;
         f16v total{};
         for (int i = 0; i < width; i += LANES) {
-            f16v x = load(row + i), e = exp_of(x - best);
-            e = x == lowest ? f16v{} : e;
+            f16v x = load(row + i), e = exp_of(x - splat(best));
+            e = choose(x == splat(lowest), f16v{}, e);
             store(row + i, e);
             total += e;
         }
         inverse[m] = 1.0f / sum(total);
     }
-    constexpr int WIDE = M > 6 ? 2 : 4;  // vectors of values a pass: M * WIDE sums fit the registers
+    constexpr int WIDE = 4 * M <= MOST_SUMS ? 4 : 2 * M <= MOST_SUMS ? 2 : 1;  // vectors of values a pass
     for (int d = 0; d < D; d += WIDE * LANES) {
         f16v acc[M][WIDE] = {};
         const int wide = (D - d) / LANES < WIDE ? (D - d) / LANES : WIDE;
@@ -244,8 +212,6 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
             for (int w = 0; w < wide; w++) store(queries[m].out + d + w * LANES, acc[m][w] * inverse[m]);
     }
 }
-
-constexpr int TOGETHER = 12;  // queries whose sums fit the registers
 
 template <typename T>
 void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const int32_t* context_end,
