@@ -49,9 +49,11 @@ def test_a_torn_checkpoint_is_removed(tmp_path, harm):
 def test_a_checkpoint_of_another_version_is_read(tmp_path):
     about = {"settings": {"block": 4}, "progress": {"step": 7, "moons": 3}}
     rewrite(tmp_path / "step-00000007.safetensors", json.dumps(about))
-    progress, _, notes = load_checkpoint(tmp_path, {"block": 4})
+    progress, _, notes = load_checkpoint(tmp_path, {"block": 4, "slot_head": 0, "block_sizes": "whole"})
     assert progress == Progress(step=7)
     assert notes == []
+    with pytest.raises(ConfigError, match="with block sizes whole, not mixed"):
+        load_checkpoint(tmp_path, {"block": 4, "block_sizes": "mixed"})
 
 
 @pytest.mark.parametrize("about", ["{}", "[]", '{"settings": {}}'])

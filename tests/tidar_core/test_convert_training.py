@@ -10,18 +10,22 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import trainer
+from tidar_core.convert import run, speed, trainer
+from tidar_core.convert.blocks import BlockSizes, block_of_step
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.command import convert_command
 from tidar_core.convert.drafter import PROJECTIONS, new_drafter
@@ -97,6 +101,30 @@ def test_tokens_per_step_rise(tiny, corpus, tmp_path, within_block, loss):
     )
     assert measured[-1] > measured[0] + 0.1
     assert progress.best == max(measured)
+
+
+@pytest.mark.parametrize(("sizes", "seen"), [("mixed", {2, 3, 4}), ("growing", {2, 3, 4})])
+def test_blocks_may_be_of_several_sizes(tiny, corpus, tmp_path, monkeypatch, sizes, seen):
+    found: list[int] = []
+
+    def noted(*arguments):
+        found.append(block_of_step(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(trainer, "block_of_step", noted)
+    measured: list[float] = []
+    config = replace(CONFIG, block_sizes=sizes, measure_every=100)
+    train(tiny, corpus, tmp_path, 200, config, measured=lambda result, *_: measured.append(result.tokens_per_step))
+    assert set(found) == seen
+    assert sizes == "mixed" or (found == sorted(found) and found[100:] == [4] * 100)
+    assert measured[-1] > measured[0] + 0.1
+
+
+@given(whole=st.integers(2, 16), used=st.floats(0, 1), sizes=st.sampled_from(get_args(BlockSizes)), seed=st.integers(0))
+def test_a_block_has_from_two_to_all_slots(whole, used, sizes, seed):
+    block = block_of_step(sizes, whole, used, np.random.default_rng(seed))
+    assert 2 <= block <= whole
+    assert sizes == "mixed" or used < 0.5 or block == whole
 
 
 def test_a_resumed_training_has_the_same_losses(tiny, corpus, tmp_path, monkeypatch):
@@ -297,6 +325,42 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert read_adapter_config(tmp_path / "more").training["held_out"]["tokens_per_step"] > 1.1
 
 
+def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48)
+    chosen = ("--layers", "0,2", "--block-sizes", "growing", "--steps", 6)
+    status, output = run_command(model, "--out", tmp_path / "drafter", *chosen, *SMALL)
+    assert status == 0, output
+    assert read_adapter_config(tmp_path / "drafter").layers == (0, 2)
+    card = (tmp_path / "drafter" / "README.md").read_text()
+    assert "of layers 0, 2;" in card
+    assert "blocks grew from 2 slots" in card
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, drafts="full")
+    prompts = [tuple(tokens.tolist()) for tokens, _ in random_documents(6)]
+    answers = []
+    for adapter in (str(tmp_path / "drafter"), "none"):
+        engine = load_engine(EngineConfig(str(model), adapter, "float32", "cpu"))
+        answers.append(answer_all(engine, prompts, [params] * 6))
+    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
+
+
+@pytest.mark.parametrize(("bf16", "wide"), [(1e9, True), (2e10, False)])
+def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeypatch, bf16, wide):
+    monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else bf16)
+    trained: list[torch.dtype] = []
+
+    def noted(base, *arguments):
+        trained.append(base.dtype)
+        return train_drafter(base, *arguments)
+
+    monkeypatch.setattr(run, "train_drafter", noted)
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    in_bf16 = [*SMALL[: SMALL.index("--dtype")], *SMALL[SMALL.index("--dtype") + 2 :]]
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 2, *in_bf16)
+    assert status == 0, output
+    assert ("training in fp32: this processor is slow in bfloat16" in output) == wide
+    assert trained == [torch.float32 if wide else torch.bfloat16]
+
+
 def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(400)))
@@ -330,6 +394,8 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
     [
         (("--rank", 500), "rank 500 does not fit"),
         (("--projections", "qkv,up"), "choose some of qkv, o, gate_up, down"),
+        (("--layers", "1-"), "--layers 1-: write all, or numbers from 0 on, as in 0,20-29"),
+        (("--layers", "0-2"), "has no layer 1: choose from 0 to 0"),
         (("--start", "default"), "no drafter is shipped for"),
         (("--start", "/nowhere"), "no adapter at /nowhere"),
         (("--text", "/nowhere"), "the text /nowhere cannot be read"),

@@ -7,10 +7,14 @@ position c + s when it has read everything before: the answer of the base's row 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+BlockSizes = Literal["whole", "mixed", "growing"]
+GROWN = 0.5  # of the training, after which growing blocks are whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,16 @@ def pack_documents(documents: Sequence[tuple[np.ndarray, np.ndarray]], device: t
         tuple(zip(starts, lengths, strict=True)),
         own,
     )
+
+
+def block_of_step(sizes: BlockSizes, whole: int, used: float, draw: np.random.Generator) -> int:
+    """Slots of the blocks that a step trains on, 2 to `whole`: all of them, as many as are drawn, or more and more from
+    2 on. used: the share of the training that is over."""
+    if sizes == "mixed":
+        return int(draw.integers(2, whole + 1))
+    if sizes == "growing":
+        return min(whole, 2 + int(used / GROWN * (whole - 1)))
+    return whole
 
 
 def anchor_places(own: np.ndarray, block: int, max_positions: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
@@ -20,6 +21,11 @@ KIND_NAMES: dict[Kind, str] = {
     "text": "text that the model continued",
     "prompt": "given prompts, answered by the model",
     "file": "given text",
+}
+BLOCKS_SEEN: dict[BlockSizes, str] = {
+    "whole": "all blocks had all slots",
+    "mixed": "blocks had from 2 to all slots, as drawn for each step",
+    "growing": "blocks grew from 2 slots to all in the first half of the training",
 }
 GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it the base model did not say
 
@@ -51,10 +57,12 @@ def write_folder(
     """
     names = [name for name, _ in named_tensors(weights)]
     first = next(tensor for name, tensor in named_tensors(weights) if name.endswith(".A"))
+    adapted = tuple(sorted({int(name.split(".")[1]) for name in names if name.endswith(".A")}))
     config = AdapterConfig(
         base=made.base,
         rank=first.shape[0],
         projections=tuple(p for p in ("qkv", "o", "gate_up", "down") if any(f".{p}." in name for name in names)),
+        layers=None if len(adapted) == made.base.layers else adapted,
         slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],
         block_length=made.config.block,
         within_block=made.config.within_block,
@@ -129,8 +137,9 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 ## Trained
 
-- rank {adapter.rank} on {", ".join(adapter.projections)}; one mask embedding for each of {adapter.block_length} slots,
-  which see each other {inside}
+- rank {adapter.rank} on {", ".join(adapter.projections)} of {_layers(adapter)}; one mask embedding for each of
+  {adapter.block_length} slots, which see each other {inside}
+- {BLOCKS_SEEN[config.block_sizes]}
 - {_slot_head_line(adapter)}
 - {progress.rows:,} mask rows in {progress.step:,} steps, {progress.seconds / 60:.1f} minutes on {made.device}
 - loss {_loss_line(config)}; AdamW (0.9, 0.95), highest learning rate {config.learning_rate:g}, seed {config.seed}
@@ -150,6 +159,12 @@ def _whose(made: Made) -> str:
         f"The given {' and '.join(given)} came from elsewhere and may have terms of their own;\n"
         "the base model said the rest, and its licence is what applies to that and to this adapter."
     )
+
+
+def _layers(adapter: AdapterConfig) -> str:
+    if adapter.layers is None:
+        return "all layers"
+    return f"layers {', '.join(map(str, adapter.layers))}"
 
 
 def _slot_head_line(adapter: AdapterConfig) -> str:

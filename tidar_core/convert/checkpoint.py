@@ -14,6 +14,7 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.shards import write_atomically
 
 KEPT = 2
+UNNAMED: dict[str, Any] = {"slot_head": 0, "block_sizes": "whole"}  # as it was before these could be chosen
 
 
 @dataclass(slots=True)
@@ -70,12 +71,12 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
                 f"{path} is no checkpoint that this version can read: go on with the version that wrote it, or choose "
                 "another --out"
             )
-        about["settings"].setdefault("slot_head", 0)  # not named before there was one
-        differing = [name for name in settings if about["settings"].get(name) != settings[name]]
+        made_with = UNNAMED | about["settings"]
+        differing = [name for name in settings if made_with.get(name) != settings[name]]
         if differing:
             name = differing[0]
             raise ConfigError(
-                f"{directory} holds a training with {name.replace('_', ' ')} {about['settings'].get(name)}, not "
+                f"{directory} holds a training with {name.replace('_', ' ')} {made_with.get(name)}, not "
                 f"{settings[name]}: go on with that, or choose another --out"
             )
         return progress, tensors, notes

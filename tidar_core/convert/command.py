@@ -1,5 +1,6 @@
 """The `tidar convert` command."""
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -38,14 +39,21 @@ def convert_command(
     start: Annotated[
         str,
         typer.Option(
-            help="Go on from an adapter (rank, projections and slot head are its own): its directory, or 'default'."
+            help="Go on from an adapter (what it adapts, rank and slot head are its own): its directory, or 'default'."
         ),
     ] = "none",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     projections: Annotated[
         str, typer.Option(help="What it adapts, some of qkv,o,gate_up,down.")
     ] = "qkv,o,gate_up,down",
+    layers: Annotated[
+        str, typer.Option(help="Which layers it adapts: all, or numbers from 0 on, as in 0,20-29.")
+    ] = "all",
     block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
+    block_sizes: Annotated[
+        Literal["whole", "mixed", "growing"],
+        typer.Option(help="Slots of the blocks it learns from: all, any number from 2 on, or more and more."),
+    ] = "whole",
     slot_head: Annotated[
         int, typer.Option(min=0, help="Width of the head that corrects a slot by the token before it; 0: none.")
     ] = 256,
@@ -98,14 +106,15 @@ def convert_command(
         from tidar_core.convert.trainer import TrainConfig
 
         train = TrainConfig(
-            block=block_length, slot_head=slot_head, within_block=within_block, anchors=anchors,
-            loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,
+            block=block_length, block_sizes=block_sizes, slot_head=slot_head, within_block=within_block,
+            anchors=anchors, loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,
             learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
         )  # fmt: skip
         options = ConvertOptions(
             model=model, out=out.absolute(), data=data, minutes=minutes, own_tokens=own_tokens, steps=steps,
             prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
-            generator=generator, device=device, dtype=dtype, threads=threads, train=train, mode=mode,
+            layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
+            mode=mode,
         )  # fmt: skip
         with TerminalScreen(console) as screen, _trainers(workers, options, screen) as trainers:
             progress = convert(options, screen, trainers)
@@ -144,3 +153,13 @@ def _projections(named: str) -> "tuple[Projection, ...]":
     if not set(wanted) <= set(known):
         raise ConfigError(f"--projections {named}: choose some of {', '.join(known)}")
     return tuple(name for name in known if name in wanted)
+
+
+def _layers(named: str) -> tuple[int, ...] | None:
+    if named.strip() == "all":
+        return None
+    spans = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part) for part in named.split(",")]
+    found = {layer for span in spans if span for layer in range(int(span[1]), int(span[2] or span[1]) + 1)}
+    if not all(spans) or not found:
+        raise ConfigError(f"--layers {named}: write all, or numbers from 0 on, as in 0,20-29")
+    return tuple(sorted(found))

@@ -20,6 +20,15 @@ def check_rank(base: BaseIdentity, rank: int, projections: Sequence[Projection])
         raise ConfigError(f"rank {rank} does not fit {base.name}: choose 1 to {widest} for {', '.join(projections)}")
 
 
+def check_layers(base: BaseIdentity, layers: Sequence[int] | None) -> Sequence[int]:
+    """The layers to adapt; all where none are named. Raises ConfigError where the base has no such layer."""
+    if layers is None:
+        return range(base.layers)
+    if missing := [layer for layer in layers if layer >= base.layers]:
+        raise ConfigError(f"{base.name} has no layer {missing[0]}: choose from 0 to {base.layers - 1}")
+    return layers
+
+
 def new_drafter(
     base: BaseIdentity,
     embedding: Tensor,
@@ -27,12 +36,14 @@ def new_drafter(
     projections: Sequence[Projection],
     block_length: int,
     seed: int,
+    layers: Sequence[int] | None = None,
 ) -> AdapterWeights:
     """A drafter that changes nothing yet: B is zero, A random, slots as large as the base's embeddings; fp32.
 
-    Raises ConfigError where the rank does not fit.
+    layers: those that it adapts, None for all. Raises ConfigError where rank or layers do not fit.
     """
     check_rank(base, rank, projections)
+    adapted = check_layers(base, layers)
     generator = torch.Generator().manual_seed(seed)
 
     def pair(projection: Projection) -> LowRank | None:
@@ -43,10 +54,11 @@ def new_drafter(
         return LowRank(a.to(embedding.device), torch.zeros(rows, rank, device=embedding.device))
 
     slots = torch.randn(block_length, base.hidden_size, generator=generator) * embedding.float().std().item()
-    layers = tuple(
-        LayerAdapter(pair("qkv"), pair("o"), pair("gate_up"), pair("down")) for _ in range(base.layers)
-    )  # fmt: skip
-    return AdapterWeights(slots.to(embedding.device), layers)
+    made = tuple(
+        LayerAdapter(pair("qkv"), pair("o"), pair("gate_up"), pair("down")) if layer in adapted else LayerAdapter()
+        for layer in range(base.layers)
+    )
+    return AdapterWeights(slots.to(embedding.device), made)
 
 
 def with_slot_head(weights: AdapterWeights, embedding: Tensor, width: int, seed: int) -> AdapterWeights:

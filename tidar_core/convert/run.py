@@ -18,7 +18,7 @@ from tidar_core.convert.card import made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import PROJECTIONS, check_rank, new_drafter, with_slot_head
+from tidar_core.convert.drafter import PROJECTIONS, check_layers, check_rank, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import prepare_folder
@@ -36,7 +36,7 @@ from tidar_core.convert.own_words import (
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStore, Stored, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
-from tidar_core.convert.speed import measure_peak, work_per_row
+from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -53,7 +53,7 @@ from tidar_core.model.adapter import (
 )
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
-from tidar_core.model.weights import AdapterWeights, ModelWeights
+from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
 
 TEXT_LONGEST = 512  # tokens of a document from a file
 GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
@@ -69,8 +69,8 @@ Mode = Literal["adapter", "full"]
 class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
     fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
-    from, "default" for the shipped one, "none" for a new one. mode: a drafter beside the base, or full TiDAR weights,
-    which learn from `text` alone where it is given."""
+    from, "default" for the shipped one, "none" for a new one. layers: those that a new one adapts, None for all. mode:
+    a drafter beside the base, or full TiDAR weights, which learn from `text` alone where it is given."""
 
     model: str
     out: Path
@@ -83,6 +83,7 @@ class ConvertOptions:
     start: str = "none"
     rank: int = 32
     projections: tuple[Projection, ...] = PROJECTIONS
+    layers: tuple[int, ...] | None = None
     generator: Generator = "engine"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: DTypeName = "bfloat16"
@@ -220,6 +221,8 @@ def _source(
     capacity = CAPACITY.get(device.type, 64)
     if options.generator == "engine":
         adapter = "default" if options.start == "none" else options.start
+        gc.collect()
+        gc.freeze()  # what is loaded by now stays: else the collector walks through all of it between the steps
         engine = load_engine(
             EngineConfig(
                 options.model, adapter, options.dtype, options.device, options.threads,
@@ -231,7 +234,7 @@ def _source(
         return EngineSource(engine, capacity), engine.info.fingerprint
     identity, model_config, _ = _load_base(options, device, source, tokenizer, screen)
     screen.line("generating with transformers")
-    model = dense_model(source, getattr(torch, options.dtype))
+    model = dense_model(source, fast_dtype(device, getattr(torch, options.dtype)))
     longest = min(plan.longest, model_config.max_positions)
     generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, longest)
     return generator, identity.fingerprint
@@ -285,6 +288,9 @@ def _train(
     crew: Crew,
 ) -> Progress:
     identity, model_config, weights = _load_base(options, device, source, tokenizer, screen)
+    if crew.agree(fast_dtype(device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
+        screen.line(f"training in fp32: this processor is slow in {options.dtype}")
+        weights = widened(weights)
     base = frozen_base(model_config, weights, screen.line)
     config = options.train
     start = _start(options, identity, weights, screen)
@@ -328,6 +334,7 @@ def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     path = _start_path(options, identity)
     if path is None:
         check_rank(identity, options.rank, options.projections)
+        check_layers(identity, options.layers)
         return
     known, train = read_adapter_config(path), options.train
     for name, theirs, ours in (
@@ -353,7 +360,9 @@ def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeight
     path = _start_path(options, identity)
     train = options.train
     if path is None:
-        begun = new_drafter(identity, weights.embedding, options.rank, options.projections, train.block, train.seed)
+        begun = new_drafter(
+            identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
+        )
     else:
         begun = load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
     if begun.slot_head is not None:

@@ -9,6 +9,7 @@ from tidar_core.convert.forward import FrozenBase
 from tidar_core.model.weights import AdapterWeights, named_tensors
 
 PROBE_SECONDS = 0.2
+MUCH_FASTER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,15 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
         _wait(device)
         best = min(best, time.perf_counter() - began)
     return 2.0 * size**3 / best
+
+
+def fast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """What to compute in where the weights are of `dtype`: fp32 where matrix products are much faster in it, as on
+    processors without products in bf16, which torch emulates."""
+    if dtype is torch.float32 or device.type == "cuda":
+        return dtype
+    faster = measure_peak(device, torch.float32) > MUCH_FASTER * measure_peak(device, dtype)
+    return torch.float32 if faster else dtype
 
 
 def _wait(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.blocks import draw_blocks, narrowed, pack_documents
+from tidar_core.convert.blocks import BlockSizes, block_of_step, draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
@@ -40,8 +40,9 @@ ROWS_A_PASS = {"cpu": 2048, "cuda": 32768}
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How a drafter is trained. block: slots a proposal. slot_head: width of the head that corrects a slot by the token
-    before it, 0 for none. anchors: blocks behind each document, at most.
+    """How a drafter is trained. block: slots a proposal; block_sizes: how many of them a step's blocks have. slot_head:
+    width of the head that corrects a slot by the token before it, 0 for none. anchors: blocks behind each document, at
+    most.
 
     rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
     are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
@@ -51,6 +52,7 @@ class TrainConfig:
     """
 
     block: int = 8
+    block_sizes: BlockSizes = "whole"
     slot_head: int = 256
     within_block: WithinBlock = "bidirectional"
     loss: LossConfig = field(default_factory=LossConfig)
@@ -142,10 +144,11 @@ def train_drafter(
         due = max(MEASURE_SECONDS, measuring / MEASURE_SHARE) if not config.measure_every else math.inf
         by_step = config.measure_every and progress.step % config.measure_every == 0
         if over or by_step or not progress.step or now - last_measured >= due:
-            began = time.monotonic()
+            began, first = time.monotonic(), not training.looked
             training.measure(held_out)
-            measuring = crew.agree(time.monotonic() - began)
-            progress.seconds += measuring
+            took = crew.agree(time.monotonic() - began)
+            measuring = 0.0 if first else took  # on a GPU the first compiles what the others find
+            progress.seconds += took
             last_measured = progress.seconds
         if over or progress.stale >= config.patience:
             break
@@ -230,18 +233,19 @@ class _Training:
         """One optimizer step, of which each worker computes its part: all draw the same blocks, and the loss is over
         them all. Raises ConfigError where the loss or its gradient is not a number."""
         began, config, base, progress, crew = time.monotonic(), self.config, self.base, self.progress, self.crew
-        wanted = crew.size * self.rows_a_step // config.block
-        pack = pack_documents(sampler.next_documents(progress, wanted, config.anchors), base.device)
         draw = sampler.draw(progress)
-        drawn = draw_blocks(pack, config.anchors, config.block, base.config.max_positions, draw)
+        block = block_of_step(config.block_sizes, config.block, used, draw)
+        wanted = crew.size * self.rows_a_step // block
+        pack = pack_documents(sampler.next_documents(progress, wanted, config.anchors), base.device)
+        drawn = draw_blocks(pack, config.anchors, block, base.config.max_positions, draw)
         columns = vocabulary.draw(pack.tokens, draw)
         first, last = crew.part(len(drawn))
         alone = torch.from_numpy(draw.random(len(drawn))[first:last] < ALONE_SHARE).to(base.device)
-        normaliser = len(drawn) * float(config.loss.profile(config.block).sum())
+        normaliser = len(drawn) * float(config.loss.profile(block).sum())
         pack, blocks = narrowed(pack, drawn.part(first, last))
         clean = run_clean(base, pack)
         loss = torch.zeros((), device=base.device)
-        at_once = max(1, self.rows_a_pass // config.block)
+        at_once = max(1, self.rows_a_pass // block)
         for first in range(0, len(blocks), at_once):
             part = blocks.part(first, min(first + at_once, len(blocks)))
             drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -69,6 +69,7 @@ class BaseIdentity(BaseModel):
 class AdapterConfig(BaseModel):
     """`adapter.json`. Unknown keys are refused.
 
+    layers: those that are adapted, from 0 on, None for all.
     slot_head: width of the head that corrects a slot by the token before it (`weights.SlotHead`), 0 without one.
     block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
     ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
@@ -83,6 +84,7 @@ class AdapterConfig(BaseModel):
     base: BaseIdentity
     rank: int = Field(ge=1)
     projections: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    layers: tuple[int, ...] | None = None
     slot_head: int = Field(default=0, ge=0)
     block_length: int = Field(ge=2)
     within_block: Literal["bidirectional", "causal"]
@@ -90,6 +92,15 @@ class AdapterConfig(BaseModel):
     slot_tokens: Literal["mask", "random"] = "mask"
     labels: Literal["aligned", "shifted"] = "aligned"
     training: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _layers_are_the_bases(self) -> "AdapterConfig":
+        if self.layers is not None and not set(self.layers) <= set(range(self.base.layers)):
+            raise ValueError(f"layers {list(self.layers)} are not all from 0 to {self.base.layers - 1}")
+        return self
+
+    def adapts(self, layer: int, projection: Projection) -> bool:
+        return projection in self.projections and (self.layers is None or layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +256,8 @@ def _expected_tensors(config: AdapterConfig) -> Iterator[tuple[str, tuple[int, .
     yield "mask_embedding", (config.block_length, config.base.hidden_size)
     for layer in range(config.base.layers):
         for projection in config.projections:
+            if not config.adapts(layer, projection):
+                continue
             columns, rows = config.base.projection_shape(projection)
             yield f"layers.{layer}.{projection}.A", (config.rank, columns)
             yield f"layers.{layer}.{projection}.B", (rows, config.rank)
@@ -269,7 +282,7 @@ def _check_tensors(path: Path, expected: dict[str, tuple[int, ...]], found: dict
 
 def _assemble(config: AdapterConfig, tensors: dict[str, Tensor]) -> AdapterWeights:
     def low_rank(layer: int, projection: Projection) -> LowRank | None:
-        if projection not in config.projections:
+        if not config.adapts(layer, projection):
             return None
         return LowRank(tensors[f"layers.{layer}.{projection}.A"], tensors[f"layers.{layer}.{projection}.B"])
 
