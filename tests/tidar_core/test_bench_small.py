@@ -1,6 +1,7 @@
-"""Small measurements: perplexity against transformers', what a known prefix saves."""
+"""Small measurements: perplexity against transformers', what a known prefix saves; checkpoints with random weights."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from tests.tiny import tiny_checkpoint
 from tidar_core.bench.perplexity import measure_perplexity
 from tidar_core.bench.prefix import measure_prefix
 from tidar_core.bench.prompts import read_text
+from tidar_core.bench.random_checkpoint import main as write_random_checkpoint
+from tidar_core.bench.random_checkpoint import random_model
+from tidar_core.bench.shapes import QWEN3_8B, QWEN25_1_5B, SHAPES, SMOLLM2_135M
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine
+from tidar_core.model.loading import find_model, load_config
 
 TEXTS = ["def add(first, second):\n    return first + second\n", "", "x", "The sum of two numbers is one number."]
 
@@ -46,3 +51,18 @@ def test_a_text_is_its_paragraphs(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
         read_text(file, 2)
+
+
+@pytest.mark.parametrize("shape", [QWEN3_8B, QWEN25_1_5B], ids=["qwen3", "qwen2"])
+def test_a_checkpoint_of_a_shape_is_read_as_that_shape(tmp_path, monkeypatch, shape):
+    toy = replace(shape, layers=2, hidden_size=64, intermediate_size=96, heads=4, kv_heads=2, head_dim=16)
+    monkeypatch.setitem(SHAPES, "toy", toy)
+    write_random_checkpoint("toy", str(tmp_path))
+    assert replace(load_config(find_model(str(tmp_path))), eos_ids=toy.eos_ids) == toy
+    engine = load_engine(EngineConfig(str(tmp_path), "none", "bfloat16", "cpu", max_model_len=64))
+    assert engine.info.exact
+
+
+def test_random_weights_are_for_shapes_that_are_known():
+    with pytest.raises(ConfigError, match="not for llama"):
+        random_model(SMOLLM2_135M, "cpu")

@@ -73,9 +73,13 @@ def test_captured_steps_give_the_same_answers(tmp_path, within_block):
 
 
 def test_captured_proposals_draft_the_same(tmp_path):
+    """Proposals of several lengths at once, and of numbers that graphs are not made for."""
     engine = tiny_engine(tmp_path)
     graphs = Graphs(repeat)
-    params = [SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full")] * 3
+    params = [
+        SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full", block=block)
+        for block in (None, 3, 2, None, None)
+    ]
     expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
     for ours, theirs in zip(found, expected, strict=True):
         assert [step.drafted for step in ours.steps] == [step.drafted for step in theirs.steps]

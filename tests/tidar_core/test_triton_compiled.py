@@ -46,6 +46,14 @@ def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
     assert [one["name"] for one in small if one["warpgroup_instructions"] == 0] == []
 
 
+def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):
+    early = [one for one in compiled if one["before_wait"] is not None]
+    kinds = {one["name"].split()[0] for one in early}
+    assert kinds == {"linear", "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "silu_mul"}
+    assert [one["name"] for one in early if one["before_wait"] != 0] == []
+    assert any(one["before_wait"] is None for one in compiled), "steps of many rows stand in line"
+
+
 def test_a_layer_is_ten_launches_with_or_without_the_adapter():
     """Two more layers are twenty more launches; the attention's plan is made once a step."""
     import torch

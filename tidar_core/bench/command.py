@@ -371,13 +371,14 @@ def _shapes(named: list[str] | None) -> tuple[str, ...]:
 @bench.command()
 def kernels(
     shape: Shapes = None,
+    tune: Annotated[bool, typer.Option(help="Search for better tiles too: what is found is in the record.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Hold every Triton kernel against its oracle and against this GPU's limits. Exit status 1 if one is wrong."""
     with user_errors():
         from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
 
-        record = run_kernel_bench(Console(stderr=True).print, _shapes(shape))
+        record = run_kernel_bench(Console(stderr=True).print, _shapes(shape), tuned=tune)
         right = show_kernel_bench(record, Console())
         write_record(json_file, record)
         if not right:

@@ -71,10 +71,15 @@ def compare_ways(ways: dict[str, list[list[int]]]) -> list[Comparison]:
     ]
 
 
-def load_reference(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module:
+def load_reference(source: ModelSource, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
     """transformers' own model of the same weights."""
     model: torch.nn.Module = dense_model(source, dtype)
-    return model.eval()
+    return model.to(device).eval()
+
+
+def _ids(model: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
+    """[1, tokens], where the model is."""
+    return torch.tensor([[*tokens]], device=next(model.parameters()).device)
 
 
 @torch.inference_mode()
@@ -83,7 +88,7 @@ def reference_answers(model: torch.nn.Module, prompts: Sequence[tuple[int, ...]]
     never = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator,union-attr]
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = _ids(model, prompt)
         out = model.generate(  # type: ignore[operator]
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
             eos_token_id=never, pad_token_id=0, repetition_penalty=1.0,
@@ -105,7 +110,7 @@ def compare_with_reference(
         same = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
         if same is None or len(ours) != len(theirs):
             return False
-        logits: Tensor = model(torch.tensor([[*prompt, *theirs[:same]]])).logits[0, -1].float()
+        logits: Tensor = model(_ids(model, (*prompt, *theirs[:same]))).logits[0, -1].float()
         best = logits.max()
         return bool(logits[ours[same]] >= best - NEAR_TIE and logits[theirs[same]] >= best - NEAR_TIE)
 
@@ -130,7 +135,7 @@ def rescore(
 
     @cache
     def judged(prompt: tuple[int, ...], answer: tuple[int, ...]) -> str:
-        logits: Tensor = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :].float()
+        logits: Tensor = model(_ids(model, (*prompt, *answer[:-1]))).logits[0, len(prompt) - 1 :].float().cpu()
         behind = logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
         return "equal" if not behind.any() else "near tie" if bool((behind <= NEAR_TIE).all()) else "different"
 
@@ -166,7 +171,7 @@ def run_exact(
         ways = decode_ways(engine, prompts, partial(params, max_tokens), batch)
         results += [ExactResult(rule, "plain decoding", comparison) for comparison in compare_ways(ways)[1:]]
         if rule == "greedy" and engine.info.dtype == "float32":
-            reference = load_reference(find_model(model), torch.float32)
+            reference = load_reference(find_model(model), torch.float32, engine.info.device)
             expected = reference_answers(reference, prompts, max_tokens)
             comparisons = compare_with_reference(reference, prompts, expected, ways)
             results += [ExactResult(rule, "transformers", comparison) for comparison in comparisons]

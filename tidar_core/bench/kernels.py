@@ -33,19 +33,22 @@ def run_kernel_bench(
 ) -> dict[str, Any]:
     """Checks and measures as one record: device, versions, seed, ceilings, checks, measures, tiles.
 
-    With `tuned` the tiles of every weight are searched for as well, which takes minutes a shape. Raises ConfigError.
+    With `tuned` the tiles of every weight are searched for as well. Raises ConfigError.
     """
     require_gpu()
     import triton
 
     from tidar_core.bench.kernel_checks import Check, check_kernels
     from tidar_core.bench.measures import Extent, Measure, Subject, measure_all, measure_ceilings
-    from tidar_core.bench.tuning import tune
+    from tidar_core.bench.tuning import compile_candidates, tune
     from tidar_core.kernels.triton_ops import triton_ops
 
     device, extent = torch.device("cuda"), Extent()
     seed = secrets.randbits(32)
     torch.manual_seed(seed)
+    if tuned:
+        report("compiling candidates of tiles")
+        compile_candidates([SHAPES[name] for name in shapes], torch.bfloat16)
     ceilings = measure_ceilings(device, extent)
     report(f"reads {ceilings.read / 1e12:.2f} TB/s, multiplies {ceilings.multiply / 1e12:.0f} TFLOP/s in bf16")
     checks: list[Check] = []

@@ -44,6 +44,7 @@ class Variant:
     aligned: tuple[int, ...]
     warps: int
     stages: int | None
+    overlaps: bool
 
     @property
     def name(self) -> str:
@@ -64,7 +65,9 @@ class Launch:
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """What a variant takes: bytes of shared memory, registers a thread, bytes of stack (spilled registers) a thread;
-    and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy."""
+    and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy.
+    before_wait: where it may begin while the kernel before it runs, how often it touches memory before it waits for
+    that one; -1 if it never waits."""
 
     name: str
     shared: int
@@ -73,6 +76,7 @@ class Compiled:
     matrix_instructions: int
     warpgroup_instructions: int
     wide_copies: int
+    before_wait: int | None
 
 
 def noted_launches(work: Callable[[], object]) -> list[Launch]:
@@ -80,7 +84,7 @@ def noted_launches(work: Callable[[], object]) -> list[Launch]:
     launches = []
 
     def note(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
-        options = {key: named.pop(key, None) for key in ("num_warps", "num_stages", "enable_fp_fusion")}
+        options = {key: named.pop(key, None) for key in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")}
         given = dict(zip(kernel.arg_names, args, strict=False)) | named
         types, constants, aligned = [], [], []
         for index, parameter in enumerate(kernel.params):
@@ -96,8 +100,9 @@ def noted_launches(work: Callable[[], object]) -> list[Launch]:
                 assert isinstance(value, float) or parameter.do_not_specialize, parameter.name
                 types.append((parameter.name, "fp32" if isinstance(value, float) else "i32"))
         variant = Variant(
-            kernel, tuple(types), tuple(constants), tuple(aligned), options["num_warps"] or 4, options["num_stages"]
-        )
+            kernel, tuple(types), tuple(constants), tuple(aligned), options["num_warps"] or 4, options["num_stages"],
+            bool(options["launch_pdl"]),
+        )  # fmt: skip
         launches.append(Launch(variant, tuple(grid)))
 
     with patch.object(JITFunction, "run", note):
@@ -107,7 +112,7 @@ def noted_launches(work: Callable[[], object]) -> list[Launch]:
 
 def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
     """Compiles a variant down to machine code and reads what it takes."""
-    options: dict[str, Any] = {"num_warps": variant.warps, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"num_warps": variant.warps, "enable_fp_fusion": True, "launch_pdl": variant.overlaps}
     if variant.stages is not None:
         options["num_stages"] = variant.stages
     attributes = {(index,): [["tt.divisibility", 16]] for index in variant.aligned}
@@ -123,7 +128,13 @@ def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
         matrix_instructions=len(re.findall(r"wgmma\.mma_async|\bmma\.sync", ptx)),
         warpgroup_instructions=len(re.findall(r"wgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10", ptx)),
+        before_wait=_touched_before_wait(ptx) if variant.overlaps else None,
     )
+
+
+def _touched_before_wait(ptx: str) -> int:
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    return len(re.findall(r"\b(?:ld|st|atom|red|cp\.async\.\w+\.shared)\.global", before)) if waits else -1
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

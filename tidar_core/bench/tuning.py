@@ -1,63 +1,105 @@
 """Which tiles suit a weight on this GPU: every candidate timed at one row and at 64, the best kept as a table.
 
 The table is data for `tidar_core.kernels.triton_gemm.measured_tiles`. A weight has one entry whatever the number of
-rows: that is what keeps rows exact. So an entry must serve both ends, and the worse of its two shares decides.
+rows: that is what keeps rows exact. So an entry must serve both ends: the time of one row and of 64 together decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tidar_core.bench.measures import Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
-from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, gemm_tiles
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.triton_gemm import MOST_SPLITS, GemmTiles, exact_linear, gemm_tiles
 from tidar_core.model.weights import LowRank
 
 ROWS = (1, 64)
-WIDTHS = (32, 64, 128)
-SPLITS = (1, 2, 3, 4, 6, 8)
+WIDTHS = (16, 32, 64, 128)
+PROGRAMS = (66, 132, 264, 396)  # aimed at: half a program for each multiprocessor, one, two, three
 STAGES = (4, 6)
-FEWEST, MOST = 48, 800  # programs
+COMPILERS = 16  # processes
 
 
-def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> Iterator[GemmTiles]:
-    """The heuristic's choice, then others around it that use neither too few multiprocessors nor tiny parts of K."""
+def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
+    """The heuristic's choice, then others that spread a weight over about as many programs as suit the GPU."""
     start = gemm_tiles(outs, ins, dtype)
-    yield start
+    found = [start]
     for wide in WIDTHS:
-        for splits in SPLITS:
-            programs, steps = -(-outs // wide) * splits, -(-ins // start.ins) // splits
-            if splits > 1 and (steps < 2 or programs > MOST or programs < FEWEST):
-                continue
-            for stages in STAGES:
-                one = GemmTiles(start.rows, wide, start.ins, splits, start.warps, stages)
-                if one != start:
-                    yield one
+        tiles, steps = -(-outs // wide), -(-ins // start.ins)
+        some = {max(1, min(round(programs / tiles), MOST_SPLITS, steps // 2)) for programs in PROGRAMS}
+        many = tiles > PROGRAMS[-1]  # more than run side by side
+        if not many or wide >= WIDTHS[-2]:
+            found += [
+                GemmTiles(start.rows, wide, start.ins, splits, warps, stages)
+                for splits in sorted(some)
+                for stages in STAGES
+                for warps in ((4, 8) if many else (4,))
+            ]
+    return list(dict.fromkeys(found))
+
+
+def weights_of(config: ModelConfig) -> list[tuple[int, int]]:
+    """[out, in] of every product of a model, each once."""
+    return list(dict.fromkeys((*projections(config).values(), (config.vocab_size, config.hidden_size))))
+
+
+def compile_candidates(configs: Iterable[ModelConfig], dtype: torch.dtype) -> None:
+    """Runs every candidate once, in several processes, so that measuring finds them compiled on disk."""
+    todo = [
+        (outs, ins, dtype, tiles, outs == config.vocab_size)
+        for config in configs
+        for outs, ins in weights_of(config)
+        for tiles in candidate_tiles(outs, ins, dtype)
+    ]
+    with ProcessPoolExecutor(COMPILERS, get_context("spawn")) as pool:
+        list(pool.map(_run_once, todo, chunksize=4))
+
+
+def _run_once(task: tuple[int, int, torch.dtype, GemmTiles, bool]) -> None:
+    outs, ins, dtype, tiles, is_head = task
+    device = torch.device("cuda")
+    weight, x = torch.empty(outs, ins, dtype=dtype, device=device), torch.empty(64, ins, dtype=dtype, device=device)
+    linear = exact_linear({(outs, ins): tiles})
+    for rows in ROWS:
+        linear(x[:rows], weight, None, None if is_head else _low_rank(rows, outs, ins, x), 8)
+    torch.cuda.synchronize()
+
+
+def _low_rank(rows: int, outs: int, ins: int, like: Tensor) -> LowRank | None:
+    return LowRank(like.new_ones(32, ins), like.new_ones(outs, 32)) if rows > 8 else None
 
 
 def tune(subject: Subject, rows: tuple[int, ...] = ROWS) -> Iterator[dict[str, Any]]:
-    """The best tiles of each projection and the head: outs, ins, dtype, tiles, and its shares of read bandwidth."""
+    """The best tiles of each projection and the head: outs, ins, dtype, tiles, their microseconds at each number of
+    rows and those of the heuristic's tiles, and their shares of read bandwidth."""
     config = subject.config
-    for outs, ins in dict.fromkeys((*projections(config).values(), (config.vocab_size, config.hidden_size))):
+    for outs, ins in weights_of(config):
         size = outs * ins * subject.dtype.itemsize
         weights = [subject.random(outs, ins) for _ in range(1 + subject.extent.cold_bytes // size)]
-        low_rank = LowRank(subject.random(32, ins), subject.random(outs, 32))
         found = []
         for tiles in candidate_tiles(outs, ins, subject.dtype):
-            linear, shares = exact_linear({(outs, ins): tiles}), []
+            linear, times = exact_linear({(outs, ins): tiles}), []
             for count in rows:
                 x = subject.random(count, ins)
-                drafts = low_rank if count > 8 and outs != config.vocab_size else None
+                drafts = None if outs == config.vocab_size else _low_rank(count, outs, ins, x)
 
                 def product(call: int, linear: Any, x: torch.Tensor, drafts: LowRank | None) -> torch.Tensor:
                     return linear(x, weights[call % len(weights)], None, drafts, 8)  # noqa: B023  (called at once)
 
                 work = partial(product, linear=linear, x=x, drafts=drafts)
-                seconds = seconds_a_call(work, len(weights), subject.device)
-                shares.append(size / subject.ceilings.read / seconds)
-            found.append((min(shares), shares, tiles))
-        _, shares, tiles = max(found, key=lambda one: one[0])
-        yield {"outs": outs, "ins": ins, "dtype": str(subject.dtype)[6:], "tiles": asdict(tiles), "shares": shares}
+                times.append(seconds_a_call(work, len(weights), subject.device))
+            found.append((times, tiles))
+        times, tiles = min(found, key=lambda one: sum(one[0]))
+        yield {
+            "outs": outs, "ins": ins, "dtype": str(subject.dtype)[6:], "tiles": asdict(tiles),
+            "microseconds": [round(1e6 * seconds, 2) for seconds in times],
+            "before": [round(1e6 * seconds, 2) for seconds in found[0][0]],
+            "shares": [round(size / subject.ceilings.read / seconds, 3) for seconds in times],
+        }  # fmt: skip

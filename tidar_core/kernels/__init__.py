@@ -4,10 +4,12 @@
 anywhere and is the oracle of every faster one. `cpu.py` binds `cpu_kernels.cpp` and the products
 (`cpu_gemm.cpp`, with weights in fewer bits `cpu_gemm_int8.cpp` and `cpu_gemm_int4.cpp`), compiled once on the user's
 machine; `cpu_pass.py` binds `cpu_pass.cpp`, all layers as one call, `cpu_slots.py` binds `cpu_slots.cpp`, the drafts of
-whole proposals as one.
+whole proposals as one. They are written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512, two with
+AVX2, four elsewhere.
 The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention
 over a list of work that the device makes itself, row-wise operations, and products with one tile shape and one
-order of sums for each weight. They are tested interpreted and compiled for Hopper; they have not run on a GPU yet.
+order of sums for each weight. `triton_launch.py` lets a kernel begin while the one before it still runs. They are
+tested interpreted and compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`).
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tidar_core.kernels.ops import KVCache, StepRows
+from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
 
 FIRST_SPLIT = tl.constexpr(128)  # keys of a short split; each level of splits is twice as long as the one before
 SPLITS_A_LEVEL = tl.constexpr(8)
@@ -86,13 +87,18 @@ def _split_count(keys):
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["sequence", "context_end"])
-def _plan(sequence, context_end, scratch, items, count, rows, TILE: tl.constexpr, BLOCK: tl.constexpr):
+def _plan(
+    sequence, context_end, scratch, items, count, rows,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Lists the work of one step and counts it: items int32 [n, 8], of which a row is (first row, rows, split,
     sequence, greatest context end, unused …).
 
     sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows.
     scratch: int32 [2 * BLOCK + 1].
     """
+    let_next_begin(OVERLAP)
+    wait_for_kernel_before(OVERLAP)
     row = tl.arange(0, BLOCK)
     live = row < rows
     mine = tl.load(sequence + row, mask=live, other=-1)
@@ -133,13 +139,14 @@ def _attend_splits(
     qkv, keys, values, context_end, page_table, items, count, partial, partial_sums,
     scale, first_row, table_width, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of each listed tile of rows over one split of its context, one K/V head at a time.
 
     partial: fp32 [rows, heads, capacity, HEAD_DIM], not divided; partial_sums: fp32 [rows, heads, capacity, 2], the
     greatest score (times log2 e) and the sum of the weights. Rows count from `first_row`.
     """
+    wait_for_kernel_before(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     m = tl.arange(0, BLOCK_M)
@@ -186,6 +193,7 @@ def _attend_splits(
         tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=reached[:, None])
         tl.store(partial_sums + place * 2, best, mask=reached)
         tl.store(partial_sums + place * 2 + 1, total, mask=reached)
+    let_next_begin(OVERLAP)
 
 
 @triton.jit
@@ -209,11 +217,14 @@ def _merge(
     qkv, context_end, tail_start, tail_end, partial, partial_sums, out,
     scale, first_row, verify, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row and some heads of one K/V head: its splits in order, then the mask rows it sees, then the division.
 
     out: [rows, heads * d]; grid (rows, K/V heads, groups / BLOCK_HEADS).
     """
+    let_next_begin(OVERLAP)
+    wait_for_kernel_before(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     kv = tl.program_id(1)
@@ -275,7 +286,7 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int) -> tup
         count = torch.empty(1, dtype=torch.int32, device=device)
         _plan[(1,)](
             rows.sequence[first:], rows.context_end[first:], scratch, items, count, here,
-            TILE=tile, BLOCK=block, num_warps=4, enable_fp_fusion=True,
+            TILE=tile, BLOCK=block, num_warps=4, enable_fp_fusion=True, **launch_options(device, total),
         )  # fmt: skip
         parts.append(_Part(first, here, items, count))
     return tuple(parts)
@@ -309,6 +320,7 @@ def paged_attend(
             part_rows = min(LARGEST_PART, max(64, PARTIAL_BYTES // row_bytes // 64 * 64))
             planned = rows, _plan_parts(rows, tile_rows, part_rows, capacity)
         out = torch.empty(qkv.shape[0], heads * head_dim, dtype=dtype, device=qkv.device)
+        launch = launch_options(qkv.device, qkv.shape[0])
         for part in planned[1]:
             partial = torch.empty(part.rows, heads, capacity, head_dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(part.rows, heads, capacity, 2, dtype=torch.float32, device=qkv.device)
@@ -316,12 +328,12 @@ def paged_attend(
                 qkv, keys, values, rows.context_end, rows.page_table, part.items, part.count,
                 partial, sums, scale, part.first, table_width, capacity,
                 PAGE=cache.page_size, BLOCK_M=tiles.rows, BLOCK_KEYS=tiles.keys, **sizes,
-                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+                num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **launch,
             )  # fmt: skip
             _merge[(part.rows, kv_heads, triton.cdiv(group, block_heads))](
                 qkv, rows.context_end, rows.tail_start, rows.tail_end, partial, sums, out,
                 scale, part.first, rows.verify, capacity, **sizes, BLOCK_HEADS=block_heads,
-                num_warps=merge_warps, enable_fp_fusion=True,
+                num_warps=merge_warps, enable_fp_fusion=True, **launch,
             )  # fmt: skip
         return out
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidar_core.kernels.triton_launch import LINE, launch_options, let_next_begin, read_ahead, wait_for_kernel_before
 from tidar_core.model.weights import LowRank
 
 PROGRAMS_AIMED_AT = 128  # about one for each multiprocessor of an H100 or H200
@@ -28,6 +29,7 @@ MOST_SPLITS = 8
 STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
 WIDEST_RANK = 128  # of an adapter that is computed beside the base product
+LINES_AHEAD = tl.constexpr(8)  # cache lines of each weight row that are asked for before the kernel in front is through
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def _linear(
     x, weight, bias, low_a, low_b, out, partial, arrived, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of y over one part of K; grid (row tiles, output tiles, splits).
 
@@ -98,13 +100,18 @@ def _linear(
     x_at = x + m.to(tl.int64)[:, None] * K
     weight_at = weight + n.to(tl.int64)[:, None] * K
     total = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
+    part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
+    if OVERLAP:
+        line: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
+        ahead = split * part + tl.arange(0, LINES_AHEAD) * line
+        read_ahead(weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(ahead, K - 1)[None, :])
+    wait_for_kernel_before(OVERLAP)
     if HAS_LOW_RANK:
         r = tl.arange(0, BLOCK_RANK)
         drafted = tl.full([BLOCK_M, BLOCK_RANK], 0, tl.float32)
         # A tile without mask rows reads nothing of the adapter.
         ranks = tl.where((tl.program_id(0) + 1) * BLOCK_M > first_mask_row, RANK, 0)
 
-    part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     for start in range(split * part, tl.minimum(K, (split + 1) * part), BLOCK_K):
         k = tl.multiple_of(start, BLOCK_K) + i
         if K % BLOCK_K == 0:
@@ -123,6 +130,7 @@ def _linear(
                 low_here = tl.load(low_at, mask=(r < ranks)[:, None] & (k < K)[None, :], other=0.0)
             drafted = tl.dot(rows_here, tl.trans(low_here), acc=drafted, input_precision="ieee")
 
+    let_next_begin(OVERLAP)
     if HAS_LOW_RANK:
         low_at = low_b + n.to(tl.int64)[:, None] * RANK + r[None, :]
         low_here = tl.load(low_at, mask=(n < N)[:, None] & (r < ranks)[None, :], other=0.0)
@@ -187,7 +195,7 @@ def exact_linear(
             N=outs, K=ins, RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
             BLOCK_M=tiles.rows, BLOCK_N=tiles.outs, BLOCK_K=tiles.ins, SPLITS=tiles.splits,
             HAS_BIAS=bias is not None, HAS_LOW_RANK=beside is not None,
-            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **launch_options(x.device, rows),
         )  # fmt: skip
         return out
 

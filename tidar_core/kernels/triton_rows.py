@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tidar_core.kernels.ops import KVCache, QKNorm, Rotary, StepRows
+from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
 
 HEADS_A_PROGRAM = 8
 SILU_BLOCK = 1024
@@ -20,9 +21,11 @@ SILU_BLOCK = 1024
 @triton.jit
 def _add_norm(
     x, residual, weight, out, total_out, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = RMSNorm(total) * weight, total_out = total = residual + x, one row a program: [rows, WIDTH]."""
+    let_next_begin(OVERLAP)
+    wait_for_kernel_before(OVERLAP)
     at = tl.program_id(0).to(tl.int64) * WIDTH
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -46,7 +49,7 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     if rows:
         _add_norm[(rows,)](
             x, total, weight, out, total, eps, WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None,
-            num_warps=min(16, max(2, block // 512)), enable_fp_fusion=True,
+            num_warps=min(16, max(2, block // 512)), enable_fp_fusion=True, **launch_options(x.device, rows),
         )  # fmt: skip
     return out, total
 
@@ -65,9 +68,11 @@ def _norm_halves(first, second, weight_first, weight_second, eps, HALF: tl.const
 def _rotate_and_store(
     qkv, positions, cos, sin, q_norm, k_norm, keys, values, write_slots, eps, verify,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one row: norms and rotates those of q and k in place, writes those of k and v into the page."""
+    let_next_begin(OVERLAP)
+    wait_for_kernel_before(OVERLAP)
     dtype: tl.constexpr = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -121,13 +126,16 @@ def rotate_and_store(
             eps, rows.verify,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size, BLOCK=HEADS_A_PROGRAM,
             HAS_NORM=qk_norm is not None, num_warps=4, enable_fp_fusion=True,
+            **launch_options(qkv.device, qkv.shape[0]),
         )  # fmt: skip
     return qkv
 
 
 @triton.jit
-def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """out [rows, WIDTH] = silu(gate) * up; gate_up is [rows, 2 * WIDTH]."""
+    let_next_begin(OVERLAP)
+    wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -143,6 +151,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _silu_mul[(rows, triton.cdiv(width, SILU_BLOCK))](
-            gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, enable_fp_fusion=True
-        )
+            gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, enable_fp_fusion=True,
+            **launch_options(out.device, rows),
+        )  # fmt: skip
     return out

@@ -56,12 +56,16 @@ def transformers(model: str, context: int, _: Choices) -> Decode:
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    language_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    language_model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    language_model.to(device)
+    # On a GPU as fast as it gets: a cache of fixed size makes generate() compile the model and capture its steps.
+    fixed = {"cache_implementation": "static", "max_cache_len": context} if device == "cuda" else {}
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
-        inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-        least = 1 if honour_end else max_tokens
-        answers = language_model.generate(**inputs, max_new_tokens=max_tokens, min_new_tokens=least, do_sample=False)
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
+        limits = {"max_new_tokens": max_tokens, "min_new_tokens": 1 if honour_end else max_tokens}
+        answers = language_model.generate(**inputs, **limits, do_sample=False, **fixed)
         ends = answers[:, inputs["input_ids"].shape[1] :] == tokenizer.eos_token_id
         # A token counts up to the first end of sequence, that one included; behind it there is padding.
         counted = (ends.cumsum(1) - ends.long()) == 0

@@ -1,0 +1,45 @@
+"""A checkpoint of a real model's shape with random weights, where the model itself is not at hand.
+
+    python -m tidar_core.bench.random_checkpoint Qwen3-8B DIR
+
+Step times do not care for the text, so engines can be compared on it (`tidar bench peers DIR … --model DIR`). The
+tokenizer is the default model's.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from tidar_core.bench.shapes import SHAPES
+from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.model.loading import find_model, load_tokenizer
+
+
+def random_model(shape: ModelConfig, device: str) -> PreTrainedModel:
+    """transformers' own model of a Qwen shape, bf16, as it is initialised. Raises ConfigError for other shapes."""
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.norm_eps, "tie_word_embeddings": shape.tied_head,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta}, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    with torch.device(device):
+        if shape.architecture == "qwen3":
+            return Qwen3ForCausalLM._from_config(Qwen3Config(head_dim=shape.head_dim, **sizes))
+        if shape.architecture == "qwen2":
+            return Qwen2ForCausalLM._from_config(Qwen2Config(**sizes))
+    raise ConfigError(f"random weights are made for Qwen shapes, not for {shape.architecture}")
+
+
+def main(name: str, directory: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random_model(SHAPES[name], device).save_pretrained(directory)
+    load_tokenizer(find_model(DEFAULT_MODEL)).save_pretrained(Path(directory))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,61 @@
+"""Launches that overlap: a kernel begins while the one before it still runs.
+
+A step of a small model is hundreds of kernels of a few microseconds, and what lies between two of them counts as much
+as they do. Hopper can start a kernel before the one in front is through (programmatic dependent launch): its programs
+find their places, and read ahead what no other kernel writes, then wait. Every kernel here waits before it reads or
+writes anything else, so that whatever a kernel sees is what it would see behind a full stop.
+"""
+
+# mypy: allow-untyped-defs
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+HOPPER = 9, 0
+MOST_ROWS = 64  # of a step; with more the kernels are so long that overlapping them was measured to cost time (H100)
+LINE = tl.constexpr(128)  # bytes that one prefetch brings
+
+
+def launch_options(device: torch.device, rows: int) -> dict[str, Any]:
+    """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
+    Tensors of the meta device stand for Hopper's."""
+    overlap = rows <= MOST_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+
+
+@lru_cache(maxsize=16)
+def _overlaps(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+@triton.jit
+def wait_for_kernel_before(OVERLAP: tl.constexpr):
+    """Waits until the kernel before has written all that it writes."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr):
+    """Lets the next kernel begin once all programs of this one are here or through. A kernel that fills the GPU says it
+    late: programs that begin while it runs would crowd where there is room, instead of spreading."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def read_ahead(pointers):
+    """Asks for the cache lines that pointers lie in; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
