@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
@@ -82,36 +83,54 @@ def build_batch(
     numbers = torch.zeros(length, dtype=torch.int32)
     inputs = inputs_of(numbers, size)
     columns = numbers[: 5 * (verify + size.mask)].view(5, -1).numpy()  # positions, sequence, context, tail start, end
-    page_table, write_slots = inputs.rows.page_table.numpy(), inputs.rows.write_slots.numpy()
-    tokens, slots = inputs.tokens.numpy(), inputs.slots.numpy()
+    slots = inputs.slots.numpy()
     columns[1], columns[2] = size.sequences - 1, 1
-    emit_rows, draft_rows = [], []
+    _fill_verify_rows(plans, inputs, columns, page_size)
+    emit_rows: list[range] = []
+    draft_rows: list[dict[int, range]] = []
     row, mask_row = 0, verify
     for index, plan in enumerate(plans):
-        pages = plan.sequence.pages
-        page_table[index, : len(pages)] = pages
-        span = slice(row, row + plan.verify_rows)
-        positions = np.arange(plan.start, plan.start + plan.verify_rows, dtype=np.int32)
-        tokens[span] = plan.known + plan.drafts
-        columns[0, span], columns[1, span], columns[2, span] = positions, index, positions + 1
-        write_slots[span] = page_table[index, positions // page_size] * page_size + positions % page_size
         row += plan.verify_rows
         emit_rows.append(range(row - plan.shape.drafts - 1, row) if plan.emits else range(0))
-
+        if not plan.shape.proposals:
+            draft_rows.append({})
+            continue
         draft_rows.append(
             {
                 outcome: range(mask_row + k * plan.shape.block + 1, mask_row + (k + 1) * plan.shape.block)
                 for k, outcome in enumerate(plan.shape.proposals)
             }
         )
-        if plan.shape.mask_rows:
-            slot, offset, context_offset, tail_start, tail_end = _mask_columns(
-                plan.shape.proposals, plan.shape.block, within_block
-            )
-            span, first = slice(mask_row, mask_row + plan.shape.mask_rows), mask_row - verify
-            slots[span.start - verify : span.stop - verify] = slot
-            columns[0, span], columns[1, span] = plan.position + offset, index
-            columns[2, span] = plan.position + context_offset
-            columns[3, span], columns[4, span] = first + tail_start, first + tail_end
-            mask_row += plan.shape.mask_rows
+        slot, offset, context_offset, tail_start, tail_end = _mask_columns(
+            plan.shape.proposals, plan.shape.block, within_block
+        )
+        span, first = slice(mask_row, mask_row + plan.shape.mask_rows), mask_row - verify
+        slots[span.start - verify : span.stop - verify] = slot
+        columns[0, span], columns[1, span] = plan.position + offset, index
+        columns[2, span] = plan.position + context_offset
+        columns[3, span], columns[4, span] = first + tail_start, first + tail_end
+        mask_row += plan.shape.mask_rows
     return Batch(size, numbers, tuple(emit_rows), tuple(draft_rows))
+
+
+def _fill_verify_rows(plans: Items[SequencePlan], inputs: Inputs, columns: np.ndarray, page_size: int) -> None:
+    """Page table, and the columns of the verify rows, of all plans at once: a large batch has no time for a few calls
+    of numpy each."""
+    table = inputs.rows.page_table.numpy()
+    owner, place = _numbered([len(plan.sequence.pages) for plan in plans])
+    table[owner, place] = np.fromiter(chain.from_iterable(plan.sequence.pages for plan in plans), np.int32, len(owner))
+    owner, place = _numbered([plan.verify_rows for plan in plans])
+    count = len(owner)
+    positions = np.array([plan.start for plan in plans], dtype=np.int32)[owner] + place
+    columns[0, :count], columns[1, :count], columns[2, :count] = positions, owner, positions + 1
+    page, at = np.divmod(positions, page_size)
+    inputs.rows.write_slots.numpy()[:count] = table[owner, page] * page_size + at
+    words = chain.from_iterable(chain(plan.known, plan.drafts) for plan in plans)
+    inputs.tokens.numpy()[:count] = np.fromiter(words, np.int32, count)
+
+
+def _numbered(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Of the elements of groups of these sizes, side by side: each one's group, and its place there."""
+    sizes = np.array(counts, dtype=np.int32)
+    owner = np.repeat(np.arange(len(counts), dtype=np.int32), sizes)
+    return owner, np.arange(len(owner), dtype=np.int32) - np.repeat(sizes.cumsum(dtype=np.int32) - sizes, sizes)

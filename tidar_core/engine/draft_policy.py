@@ -19,7 +19,7 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
-from tidar_core.engine.step_cost import FloatArray, StepCost, StepSize, curve_at
+from tidar_core.engine.step_cost import NO_TIE, FloatArray, StepCost, StepSize, curve_at
 from tidar_core.layout import Shape, full_shape
 from tidar_core.request import DraftMode, HeldDrafts
 
@@ -197,7 +197,8 @@ class DraftPolicy:
     def _automatic(self, views: Sequence[SequenceView], others: int, prompt_rows: int, coming: int) -> list[Shape]:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
-        load = Load(len(views) + coming, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
+        sequences = _coarse(len(views) + coming)
+        load = Load(sequences, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
         choice = self._best(views, load)
         if not choice.drafting:
             return [Shape()] * len(views)
@@ -263,6 +264,12 @@ class DraftPolicy:
 
 def _rounded(count: int, grain: int) -> int:
     return (count + grain // 2) // grain * grain
+
+
+def _coarse(sequences: int) -> int:
+    """No fewer, to four binary digits: a batch that loses one after the other would ask for a choice each step."""
+    grain = 1 << max(0, sequences.bit_length() - 4)
+    return -(-sequences // grain) * grain
 
 
 def _promise(holds: Sequence[float]) -> float:
@@ -334,7 +341,7 @@ def _all_seconds(
     first, second = curve_at(cost.rows, cost.head, verify), curve_at(cost.rows, cost.head, picked)
     second[picked == 0] = 0.0
     once = curve_at(cost.rows, cost.head, verify + slots * counts)
-    head = np.where(once <= first + second, once, first + any_hit * second)
+    head = np.where(once < NO_TIE * (first + second), once, first + any_hit * second)
     seconds: FloatArray = cost.drafting * (trunk + attention + curve_at(cost.rows, cost.adapter, mask) + head)
     return seconds
 

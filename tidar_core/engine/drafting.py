@@ -1,5 +1,6 @@
 """What a proposal that came true drafts: each slot's best, knowing the token before it where there is a slot head."""
 
+from bisect import bisect_left
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
@@ -13,7 +14,7 @@ from tidar_core.model.slot_head import CANDIDATES, greedy_drafts, next_state, re
 from tidar_core.model.weights import SlotHead
 from tidar_core.sampling import TokenRule
 
-MOST_GRAPHED = 64  # proposals of one graph; launching counts for little where there are more
+GRAPHED = (1, 2, 4, 8, 16, 32, 64)  # proposals of one graph; launching counts for little where there are more
 
 
 @torch.inference_mode()
@@ -57,19 +58,28 @@ def _at_once(
     counts: Items[int],
 ) -> Tensor | None:
     """Greedy drafts in one call or one graph; None where there is no such thing."""
-    words, proposals = runner.weights.embedding, len(counts)
+    words = runner.weights.embedding
     if runner.ops.draft_slots is not None:
         return runner.ops.draft_slots(head, words, vocabulary, hidden, logits, anchors, counts)
-    if runner.graphs is None or len(set(counts)) > 1 or proposals > MOST_GRAPHED:
+    if runner.graphs is None or len(counts) > GRAPHED[-1]:
         return None
 
     def drafts(hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor) -> Tensor:
-        return greedy_drafts(head, words, vocabulary, hidden, scores, candidates, first).flatten()
+        return greedy_drafts(head, words, vocabulary, hidden, scores, candidates, first)
 
     best = logits.topk(min(CANDIDATES, logits.shape[1]))
-    shaped = [each.view(proposals, counts[0], -1) for each in (hidden, best.values, best.indices)]
-    key = ("slots", proposals, counts[0])
-    return runner.graphs.run(key, runner.device, drafts, *shaped, torch.tensor(anchors))
+    size, longest = GRAPHED[bisect_left(GRAPHED, len(counts))], max(counts)
+    # Filled up with slots that were drafted anyway: behind a shorter proposal its last, behind all proposals the first.
+    starts = [*accumulate(counts[:-1], initial=0), *[0] * (size - len(counts))]
+    lengths = [*counts, *[counts[0]] * (size - len(counts))]
+    rows = [
+        start + min(slot, length - 1) for start, length in zip(starts, lengths, strict=True) for slot in range(longest)
+    ]
+    index = torch.tensor(rows, device=runner.device)
+    shaped = [each[index].view(size, longest, -1) for each in (hidden, best.values, best.indices)]
+    first = torch.tensor([*anchors, *[anchors[0]] * (size - len(counts))])
+    drafted = runner.graphs.run(("slots", size, longest), runner.device, drafts, *shaped, first)
+    return torch.cat([proposal[:count] for proposal, count in zip(drafted, counts, strict=False)])
 
 
 def _slot_by_slot(

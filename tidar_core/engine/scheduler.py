@@ -55,6 +55,21 @@ class Limits:
     eos_ids: frozenset[int]
 
 
+class _Chosen:
+    """Who runs in the step that is planned, with how many known tokens, `rows` of them in all."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Sequence, int] = {}
+        self.rows = 0
+
+    def put(self, sequence: Sequence, count: int) -> None:
+        self.counts[sequence] = count
+        self.rows += count
+
+    def drop(self, sequence: Sequence) -> None:
+        self.rows -= self.counts.pop(sequence, 0)
+
+
 class Scheduler:
     """Continuous batching: requests join and leave between steps, prompts are computed in chunks beside decoding.
 
@@ -67,7 +82,8 @@ class Scheduler:
         self.policy = policy
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}
+        """In the order in which they were admitted."""
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
@@ -78,48 +94,45 @@ class Scheduler:
 
     def remove(self, request_id: str) -> bool:
         """Takes a request out, wherever it is, and frees its pages; False if it is not here."""
-        for queue in (self.running, self.waiting):
-            for sequence in queue:
-                if sequence.request.request_id == request_id:
-                    queue.remove(sequence)
-                    self._release(sequence)
-                    return True
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request.request_id == request_id:
+                if sequence in self.running:
+                    del self.running[sequence]
+                else:
+                    self.waiting.remove(sequence)
+                self._release(sequence)
+                return True
         return False
 
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
-        chosen: dict[Sequence, int] = {}
+        chosen = _Chosen()
         for sequence in sorted(self.running, key=_priority):
             self._admit(chosen, before=_priority(sequence))
             if sequence not in self.running:
                 continue  # preempted for one before it
-            count = min(len(sequence.tokens) - sequence.computed, self._budget(chosen))
-            if count > 0 and self._reserve(sequence, count):
-                chosen[sequence] = count
+            count = min(len(sequence.tokens) - sequence.computed, self.limits.step_rows - chosen.rows)
+            if count > 0 and self._reserve(sequence, count, chosen):
+                chosen.put(sequence, count)
         self._admit(chosen)
-        return self._shaped([(sequence, count) for sequence, count in chosen.items() if sequence in self.running])
+        return self._shaped(list(chosen.counts.items()))
 
-    def _budget(self, chosen: dict[Sequence, int]) -> int:
-        """Known tokens that the step has room for beside those chosen."""
-        return self.limits.step_rows - sum(count for sequence, count in chosen.items() if sequence in self.running)
-
-    def _admit(self, chosen: dict[Sequence, int], before: int | None = None) -> None:
+    def _admit(self, chosen: _Chosen, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
         while self.waiting and (before is None or _priority(self.waiting[0]) < before):
-            sequence, budget = self.waiting[0], self._budget(chosen)
+            sequence, budget = self.waiting[0], self.limits.step_rows - chosen.rows
             if budget <= 0 or (self._full() and not self._yielding(sequence)):
                 return
             self._reuse(sequence)
-            if not self._make_way(sequence):
+            if not self._make_way(sequence, chosen):
                 self._release(sequence)
                 sequence.cached = None
                 return
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self.waiting.remove(sequence)
-            self.running.append(sequence)
-            self._reserve(sequence, count)
-            chosen.pop(sequence, None)  # it may have been chosen and preempted just now
-            chosen[sequence] = count
+            self.running[sequence] = None
+            self._reserve(sequence, count, chosen)
+            chosen.put(sequence, count)
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
         """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
@@ -174,18 +187,19 @@ class Scheduler:
         end = min(sequence.computed + count + len(sequence.drafts), self.limits.max_positions)
         return -(-end // self.limits.page_size) - len(sequence.pages)
 
-    def _reserve(self, sequence: Sequence, count: int) -> bool:
+    def _reserve(self, sequence: Sequence, count: int, chosen: _Chosen) -> bool:
         """Pages for `count` known tokens; preempts the least urgent. False if that was the sequence itself."""
         while self._pages_missing(sequence, count) > self.pool.available:
             victim = self._least_urgent()
-            self._preempt(victim)
+            self._preempt(victim, chosen)
             if victim is sequence:
                 return False
         sequence.pages += self.pool.take(max(0, self._pages_missing(sequence, count)))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+    def _preempt(self, sequence: Sequence, chosen: _Chosen) -> None:
+        chosen.drop(sequence)
+        del self.running[sequence]
         self._release(sequence)
         self._queue(sequence, before_equals=True)
 
@@ -198,7 +212,7 @@ class Scheduler:
         """Of those that run; of several the one that was admitted last."""
         return max(reversed(self.running), key=_priority)
 
-    def _make_way(self, sequence: Sequence) -> bool:
+    def _make_way(self, sequence: Sequence, chosen: _Chosen) -> bool:
         """Whether there is room for all of a waiting sequence, after less urgent ones were preempted where that is what
         it takes and is enough."""
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
@@ -207,7 +221,7 @@ class Scheduler:
         while self._full() or missing > self.pool.available:
             if not self._yielding(sequence):
                 return False  # pages that several own came free for none
-            self._preempt(self._least_urgent())
+            self._preempt(self._least_urgent(), chosen)
         return True
 
     def _full(self) -> bool:
@@ -265,7 +279,7 @@ class Scheduler:
         if shape.drafts and sequence.acceptance is not None:
             sequence.acceptance.observe(shape.drafts, committed - 1)
         if finish is not None:
-            self.running.remove(sequence)
+            del self.running[sequence]
             self._release(sequence)
         trace = StepTrace(
             step=sequence.decode_steps,

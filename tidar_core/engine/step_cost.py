@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+NO_TIE = 1 - 1e-9  # what costs as much but for rounding is not cheaper, whichever way it was added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class StepCost:
     def at_once(self, verify: float, picked: float, slots: float) -> bool:
         """Whether the head had better see all `slots` together with the verify rows, than first these and then the
         `picked` slots of the proposals that came true."""
-        return self.head_seconds(verify + slots) <= self.head_seconds(verify) + self.head_seconds(picked)
+        return self.head_seconds(verify + slots) < NO_TIE * (self.head_seconds(verify) + self.head_seconds(picked))
 
     def full_batch(self, most: int, share: float = 0.8) -> int:
         """How many sequences keep this engine busy: the fewest, of at most `most`, that give `share` of the most tokens

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
@@ -208,11 +209,25 @@ def capture_graphs(
     widths = [LEAST_PAGES]
     while widths[-1] < CAPTURED_PAGES:
         widths.append(2 * widths[-1])
-    todo = [(width, count, shape) for width in widths for count, shape in shapes]
-    for done, (width, count, shape) in enumerate(todo):
+
+    def step(width: int, count: int, shape: Shape) -> object:
         plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
-        runner.forward(_batch(runner, plans, within_block))
+        return runner.forward(_batch(runner, plans, within_block))
+
+    todo = [partial(step, width, count, shape) for width in widths for count, shape in shapes]
+    if block:
+        todo += [partial(_drafting, runner, count, block - 1) for count in GRAPHED if count <= sequences]
+    for done, work in enumerate(todo):
+        work()
         progress(done + 1, len(todo))
+
+
+def _drafting(runner: Runner, proposals: int, slots: int) -> object:
+    """Drafts of so many proposals, whatever they say."""
+    rows = proposals * slots
+    hidden = torch.zeros(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
+    logits, rules = runner.scores(hidden, range(rows)), [TokenRule(GREEDY, 1)] * rows
+    return pick_drafts(runner, hidden, logits, rules, [0] * proposals, [slots] * proposals)
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:

@@ -50,10 +50,10 @@ class LowRank:
 class LayerAdapter:
     """What the drafter adds to one layer on mask rows; None where it adds nothing to a projection."""
 
-    qkv: LowRank | None
-    o: LowRank | None
-    gate_up: LowRank | None
-    down: LowRank | None
+    qkv: LowRank | None = None
+    o: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,19 @@ def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> 
         LayerAdapter(changed(layer.qkv), changed(layer.o), changed(layer.gate_up), changed(layer.down))
         for layer in adapter.layers
     )
+
+
+def widened(weights: ModelWeights) -> ModelWeights:
+    """The same model in fp32."""
+
+    def wide(layer: LayerWeights) -> LayerWeights:
+        held = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        return replace(layer, **{name: tensor.float() for name, tensor in held.items() if tensor is not None})
+
+    layers = tuple(wide(layer) for layer in weights.layers)
+    embedding = weights.embedding.float()
+    head = embedding if weights.head is weights.embedding else weights.head.float()
+    return ModelWeights(embedding, layers, weights.final_norm.float(), head)
 
 
 def pack_model(
