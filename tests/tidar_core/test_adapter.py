@@ -134,6 +134,15 @@ def test_an_adapter_of_some_projections_only(path: Path, base: BaseIdentity, tmp
     assert part.down is not None
 
 
+def test_an_adapter_of_some_layers_only(path: Path, base: BaseIdentity, tmp_path: Path) -> None:
+    whole = load(path, base)
+    config = AdapterConfig(base=base, rank=4, layers=(1,), block_length=4, within_block="causal")
+    save_adapter(Adapter(config, whole.weights, "part"), tmp_path / "part")
+    first, second = load(tmp_path / "part", base).weights.layers
+    assert first == LayerAdapter()
+    assert all(getattr(second, name) is not None for name in LayerAdapter.__dataclass_fields__)
+
+
 def test_other_weights_of_a_fitting_base_are_one_line(path: Path, base: BaseIdentity) -> None:
     lines: list[str] = []
     other = base.model_copy(update={"fingerprint": "0" * 16, "name": "finetuned"})
@@ -174,6 +183,7 @@ def test_a_misfit_is_refused(path: Path, base: BaseIdentity, changes: dict[str, 
         ({"block_length": 1}, "block_length: Input should be greater than"),
         ({"colour": "blue"}, "colour: Extra inputs are not permitted"),
         ({"projections": ["qkv", "head"]}, r"projections.1: Input should be 'qkv'"),
+        ({"layers": [0, 2]}, r"layers \[0, 2\] are not all from 0 to 1"),
         ({"rank": 5}, r"tensor layers.0.qkv.A is \[4, 96\], but \[5, 96\] was expected"),
         ({"block_length": 8}, r"tensor mask_embedding is \[4, 96\], but \[8, 96\] was expected"),
         ({"projections": ["qkv"]}, "holds the tensor layers.0.down.A, which adapter.json does not speak of"),
