@@ -2,7 +2,8 @@
 
 Ray hears that the node will go. Serve then starts its replicas elsewhere where there is room, lets those here end what
 they have begun (their `graceful_shutdown_timeout_s` bounds it), and the node's proxy tells load balancers to stay away
-but carries its streams to their end. This waits for it all. On Ctrl-C the drain goes on.
+but carries its streams to their end; `leaving` asks its clients to go elsewhere. This waits for it all. On Ctrl-C the
+drain goes on.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def serve_actors(node: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cluster.drain", description="Empty a Ray node of Serve.")
-    parser.add_argument("--seconds", type=int, default=630, help="how long at most (default %(default)s)")
+    parser.add_argument("--seconds", type=int, default=730, help="how long at most (default %(default)s)")
     parser.add_argument("--node", help="the node's id; by default the node that this runs on")
     chosen = parser.parse_args()
     print("empty" if drain(chosen.seconds, chosen.node) else "the time is over, and Serve is still here", flush=True)

@@ -1,6 +1,7 @@
 """The engine deployment: one engine a GPU, or one in all where there is none."""
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -110,7 +111,10 @@ class EngineReplica:
         def load() -> "Engine":
             from tidar_core.engine import load_engine
 
-            return load_engine(config, progress.report)
+            engine = load_engine(config, progress.report)
+            gc.collect()
+            gc.freeze()  # all this stays: else the collector walks through it between steps
+            return engine
 
         self._thread = EngineThread(load, self._deliver)
         try:

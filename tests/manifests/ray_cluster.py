@@ -49,12 +49,13 @@ class RayCluster:
                 return psutil.Process(head.pid)
             time.sleep(0.2)
 
-    def add_node(self, cpus: int) -> str:
-        """Join another Ray node to the cluster, on this machine; its id."""
+    def add_node(self, cpus: int, port: int | None = None) -> str:
+        """Join another Ray node to the cluster, on this machine; its id. port: its proxy's, by default the head's."""
         known = self.nodes()
         words = ["start", f"--address={self.address}", "--block", f"--num-cpus={cpus}", "--num-gpus=0"]
         words += [f"--dashboard-agent-listen-port={free_port()}", f"--object-store-memory={128 * 1024**2}"]
-        launch_ray(words, self.environment, self.directory / "node.log")
+        own = {} if port is None else {"RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
+        launch_ray(words, {**self.environment, **own}, self.directory / "node.log")
         deadline = time.monotonic() + WAIT_SECONDS
         while not (new := self.nodes() - known):
             assert time.monotonic() < deadline, (self.directory / "node.log").read_text()
@@ -118,7 +119,8 @@ def ray_cluster(cpus: int = 2, more: Mapping[str, str] = MappingProxyType({})) -
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "3",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "10",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.leaving:middlewares",
         MARK: mark,
         **more,
     }

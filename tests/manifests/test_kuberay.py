@@ -15,8 +15,11 @@ import kubernetes_validate
 import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
+from ray.serve.config import HTTPOptions
 
+from cluster import leaving
 from cluster.check import mistakes, serve_config
+from cluster.leaving import middlewares
 from tests.manifests.ray_cluster import MANIFESTS
 
 KUBERAY = MANIFESTS / "kuberay"
@@ -158,6 +161,11 @@ def test_a_drain_lasts_as_long_as_the_answers_that_it_waits_for(overlay: str) ->
     spec = ray_service(overlay)["spec"]
     pod = engine_group(overlay)["template"]["spec"]
     hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    environment = {entry["name"]: entry.get("value") for entry in pod["containers"][0]["env"]}
+    keeps = serve(overlay).get("http_options", {}).get("keep_alive_timeout_s", HTTPOptions().keep_alive_timeout_s)
+    stays = float(environment["RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S"])
+    assert stays > keeps, "the proxy would go while it keeps an idle connection"
+    assert environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == f"{leaving.__name__}:{middlewares.__name__}"
     waits = [
         deployment(overlay, "Engine")["graceful_shutdown_timeout_s"],
         deployment(overlay, "Ingress")["graceful_shutdown_timeout_s"],
@@ -165,6 +173,7 @@ def test_a_drain_lasts_as_long_as_the_answers_that_it_waits_for(overlay: str) ->
         pod["terminationGracePeriodSeconds"],
     ]
     assert waits == sorted(set(waits)), "engine, then ingress, then the hook, then Kubernetes"
+    assert waits[2] >= waits[1] + stays, "the ingress' last client has time to leave"
     assert spec["rayClusterDeletionDelaySeconds"] >= waits[-1]
 
 

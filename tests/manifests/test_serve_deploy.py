@@ -14,6 +14,7 @@ import httpx
 import pytest
 import yaml
 
+from tests.manifests.balancer import balancer
 from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
 from tests.servers import free_port, tiny_model
 from tests.tiny import tiny_adapter, tiny_checkpoint
@@ -205,7 +206,8 @@ def test_a_mistake_is_one_line_and_what_runs_goes_on(
 
 
 def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config: dict[str, Any], models: Path) -> None:
-    node = cluster.add_node(cpus=1)
+    port = free_port()
+    node = cluster.add_node(cpus=1, port=port)
     thrice = changed(config, replicas=3, adapter=models / "other-adapter")
 
     def replicas_there() -> list[str]:
@@ -218,19 +220,20 @@ def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config:
             three = await until_engines(client, 3, set())
             assert replicas_there()
             assert node in cluster.serve_details()["proxies"]
-            async with under_load(url(config)) as load:
+            async with balancer(config["http_options"]["port"], port) as front, under_load(front.url) as load:
                 while len(load.texts) < STREAMS:
                     await asyncio.sleep(0.2)
+                assert front.open[port] >= STREAMS // 2, "clients keep connections to the proxy that will go"
                 draining = asyncio.create_task(asyncio.to_thread(cluster.drain, node, 120))
                 while replicas_there():
                     await asyncio.sleep(0.5)
                 emptied = len(load.texts)
+                said = await draining
                 while len(load.texts) < emptied + STREAMS:
                     await asyncio.sleep(0.2)
+                assert front.open[port] == 0
             assert load.errors == []
             assert len(set(load.texts)) == 1
-            # Both nodes' proxies share this machine's port, so that the one that goes had new streams to the end.
-            said = await draining
             assert said.splitlines()[-1] == "empty"
             assert node not in cluster.serve_details()["proxies"]
             assert await engines(client) < three
