@@ -25,11 +25,15 @@ install: .venv/.installed
 	$(PIP) --editable '.[cluster,test]'
 	@touch $@
 
-# The browser test needs a Chromium: the system's, one that the package manager brings, or Playwright's own.
+# The browser test needs a Chromium: the one without windows of its own (see tests/playground/conftest.py) where the
+# package manager brings it, else the system's, or Playwright's own.
 browser: .venv/.test-installed
-	@if command -v chromium chromium-browser google-chrome >/dev/null 2>&1; then :; \
+	@if command -v chromium-headless-shell >/dev/null 2>&1; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && apt-get update -qq \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null 2>&1; then :; \
+	elif command -v chromium chromium-browser google-chrome >/dev/null 2>&1; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
 	else $(BIN)/playwright install chromium; fi \
 	|| echo "no Chromium could be installed: the browser tests will be skipped"
 

@@ -23,6 +23,7 @@ No session of a visitor lives on the server, so a closed tab is a closed socket 
 
     files.py   the static files, read once at start-up, served under a name that changes with their content; the page
                loads all modules as one script, in one scope: their top-level names must differ
+    gradio_files.py   which of Gradio's own files a page needs as it starts, so that the browser asks for all at once
     shell.py   the ASGI layer around Gradio: the page's own head, strict headers, the missing last slash
     page.py    the Gradio page, the ASGI application around it, and `mount` for any FastAPI application
     app.py     the Ray Serve application: one replica, since Gradio keeps its queue in memory

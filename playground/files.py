@@ -4,10 +4,12 @@ Every request passes Ray Serve's proxy, which costs more than the file: so the p
 made of all of them. Each module is served by itself too, as the tests of one want it.
 """
 
+import gzip
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from graphlib import TopologicalSorter
 from importlib import resources
 
@@ -26,10 +28,14 @@ START = "start"  # what the page calls
 
 @dataclass(frozen=True)
 class StaticFile:
-    """What is sent for one file: its bytes and its media type."""
+    """What is sent for one file: its bytes and its media type. `packed`: the bytes as gzip has them."""
 
     content: bytes
     media_type: str
+
+    @cached_property
+    def packed(self) -> bytes:
+        return gzip.compress(self.content, mtime=0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ def read_files() -> PageFiles:
     served[SHEET] = StaticFile(sheet, MEDIA_TYPES[".css"])
     digest = hashlib.sha256(b"".join(name.encode() + file.content for name, file in served.items())).hexdigest()[:16]
     address = f"files/{digest}"
-    head = (folder / "head.html").read_text("utf-8").replace("{files}", address)
+    first = served[FIRST_SCRIPT].content.decode()
+    head = (folder / "head.html").read_text("utf-8").replace("{files}", address).replace("{first}", first)
     page = (folder / "page.html").read_text("utf-8")
     markup = re.sub(r"\{(\w+\.html)\}", lambda part: (folder / part[1]).read_text("utf-8"), page)
     return PageFiles(served, address, markup, head)

@@ -3,12 +3,15 @@
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
 
-from playground.files import PageFiles, read_files
+from playground.files import PageFiles, StaticFile, read_files
+from playground.gradio_files import read_gradio_files
 from playground.shell import Shell
 
 if TYPE_CHECKING:
@@ -48,17 +51,18 @@ def page(files: PageFiles) -> "gradio.Blocks":
 def application() -> FastAPI:
     """The playground as an ASGI application, to be mounted under a path of its own beside `/v1`."""
     files = read_files()
+    blocks = page(files)
+    import gradio
+
+    gradios = read_gradio_files(Path(gradio.__file__).parent / "templates" / "frontend")
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get(f"/{files.address}/{{name}}")
-    def static_file(name: str) -> Response:
-        file = files.served.get(name)
-        if file is None:
-            raise HTTPException(404, "no such file")
-        return Response(file.content, media_type=file.media_type, headers={"Cache-Control": FOREVER})
+    async def static_file(name: str, request: Request) -> Response:
+        return _answer(files.served.get(name), request)
 
-    blocks = page(files)
-    import gradio
+    for address, file in gradios.served.items():
+        app.add_route(f"/{address}", partial(_gradios_file, file))
 
     gradio.mount_gradio_app(
         app,
@@ -73,8 +77,21 @@ def application() -> FastAPI:
         enable_monitoring=False,
         max_file_size=1,  # the page takes no uploads, so a stranger shall not fill the disk with them
     )
-    app.add_middleware(Shell, head=files.head)
+    app.add_middleware(Shell, head=files.head + gradios.head)
     return app
+
+
+async def _gradios_file(file: StaticFile, request: Request) -> Response:
+    return _answer(file, request)
+
+
+def _answer(file: StaticFile | None, request: Request) -> Response:
+    if file is None:
+        raise HTTPException(404, "no such file")
+    headers = {"Cache-Control": FOREVER, "Vary": "Accept-Encoding"}
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(file.content, media_type=file.media_type, headers=headers)
+    return Response(file.packed, media_type=file.media_type, headers={**headers, "Content-Encoding": "gzip"})
 
 
 def mount(app: FastAPI, path: str = "/playground") -> FastAPI:

@@ -1,11 +1,25 @@
 """Fixtures that more than one room's tests share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.servers import Server, tiny_server
+
+TESTS = Path(__file__).parent
+FIRST = ("tidar_core", "playground", "manifests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers that many tests share stay until the last of them: the rooms that they would slow come before."""
+
+    def place(item: pytest.Item) -> int:
+        room = item.path.relative_to(TESTS).parts[0]
+        return FIRST.index(room) if room in FIRST else len(FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

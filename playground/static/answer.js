@@ -3,8 +3,11 @@
 import { keptTokens, place, rejectedTokens } from "./trace.js";
 
 const FENCE = "```"; // a line that starts so begins or ends code, which is set in a fixed pitch
-const GHOST_MS = 1400; // how long a rejected draft stays; the fade in talk.css lasts as long
-const GHOSTS_AT_ONCE = 24; // a fast stream lets the oldest go early, so that a frame stays cheap
+const GHOST_MS = 1400; // how long a rejected draft stays
+const STEADY_MS = 200; // and fades then, as talk.css has it: an animation is a layer, dear where ghosts come and go
+const PAUSE_MS = 400; // the cursor blinks where no text came for so long: another layer
+const GHOSTS_AT_ONCE = 8; // a fast stream lets the oldest go early, so that a frame stays cheap
+const LINES_TOGETHER = 16; // lines in a block, which is laid out and painted apart from the others
 
 // Span -> the tokens that it stands for, for the inspector.
 const tokensOf = new WeakMap();
@@ -72,10 +75,12 @@ function copyExactly(event) {
 
 /**
  * An answer drawn into `root`. Steps wait until the next animation frame, so that a frame draws once, however many
- * came. One span a piece of kept text, one block a line: a long answer lays out its last line alone.
+ * came. One span a piece of kept text, one block a line: a long answer lays out its last line alone, and paints its
+ * last lines.
  */
 export class Answer {
   #root;
+  #block = null;
   #line = null;
   #lineText = "";
   #inCode = false;
@@ -85,6 +90,7 @@ export class Answer {
   #ghosts = [];
   #frame = 0;
   #timer = 0;
+  #pauseTimer = 0;
   #onDraw;
 
   constructor(root, onDraw = () => {}) {
@@ -102,16 +108,24 @@ export class Answer {
   finish() {
     cancelAnimationFrame(this.#frame);
     this.#draw();
+    clearTimeout(this.#pauseTimer);
     delete this.#root.dataset.busy;
     this.#releaseGhosts();
   }
 
   #draw() {
     this.#frame = 0;
+    this.#holdCursor();
     for (const step of this.#steps) this.#drawStep(step);
     this.#steps = [];
     this.#releaseGhosts();
     this.#onDraw();
+  }
+
+  #holdCursor() {
+    clearTimeout(this.#pauseTimer);
+    if (this.#root.dataset.busy) this.#root.dataset.busy = "";
+    this.#pauseTimer = setTimeout(() => (this.#root.dataset.busy = "waiting"), PAUSE_MS);
   }
 
   #drawStep({ trace, text, logprobs }) {
@@ -150,7 +164,7 @@ export class Answer {
       group.append(ghost);
     }
     this.#lineToWrite().append(group);
-    this.#ghosts.push({ group, until: performance.now() + GHOST_MS });
+    this.#ghosts.push({ group, since: performance.now() });
   }
 
   #lineToWrite() {
@@ -158,9 +172,18 @@ export class Answer {
       this.#line = document.createElement("div");
       this.#line.className = this.#inCode ? "line code" : "line";
       this.#line.dir = "auto";
-      this.#root.append(this.#line);
+      this.#blockToWrite().append(this.#line);
     }
     return this.#line;
+  }
+
+  #blockToWrite() {
+    if (!this.#block || this.#block.childElementCount === LINES_TOGETHER) {
+      this.#block = document.createElement("div");
+      this.#block.className = "lines";
+      this.#root.append(this.#block);
+    }
+    return this.#block;
   }
 
   #endLine() {
@@ -172,11 +195,15 @@ export class Answer {
   #releaseGhosts() {
     clearTimeout(this.#timer);
     const now = performance.now();
-    while (this.#ghosts.length && (this.#ghosts[0].until <= now || this.#ghosts.length > GHOSTS_AT_ONCE)) {
-      this.#ghosts.shift().group.classList.add("gone");
-    }
-    if (this.#ghosts.length) {
-      this.#timer = setTimeout(() => this.#releaseGhosts(), this.#ghosts[0].until - now + 1);
-    }
+    const early = this.#ghosts.length - GHOSTS_AT_ONCE;
+    this.#ghosts = this.#ghosts.filter(({ group, since }, i) => {
+      const gone = i < early || now >= since + GHOST_MS;
+      if (gone) group.classList.add("gone");
+      else if (now >= since + STEADY_MS) group.classList.add("fading");
+      return !gone;
+    });
+    if (!this.#ghosts.length) return;
+    const next = this.#ghosts.map(({ since }) => since + (now < since + STEADY_MS ? STEADY_MS : GHOST_MS));
+    this.#timer = setTimeout(() => this.#releaseGhosts(), Math.min(...next) - now + 1);
   }
 }

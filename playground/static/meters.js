@@ -40,10 +40,10 @@ export class Meters {
     this.#bar = root.querySelector("[data-meter-bar]");
   }
 
-  /** Show `rates`, unless numbers were shown a moment ago and `now` does not insist. */
+  /** Show `rates`, unless numbers were shown a moment ago and nothing insists; whether they were shown. */
   show(rates, { insist = false } = {}) {
     const now = performance.now();
-    if (!insist && now - this.#drawnAt < METER_MS) return;
+    if (!insist && now - this.#drawnAt < METER_MS) return false;
     this.#drawnAt = now;
     const shown = formatRates(rates);
     for (const field of this.#fields) {
@@ -51,6 +51,7 @@ export class Meters {
       if (field.textContent !== text) field.textContent = text;
     }
     this.#bar?.style.setProperty("--part", String(rates.acceptance ?? 0));
+    return true;
   }
 }
 

@@ -14,6 +14,7 @@ export class Server extends EventTarget {
   key = new KeptKey("tidar.api_key");
   metricsKey = new KeptKey("tidar.metrics_key");
   #root;
+  #finding = null;
 
   constructor(root) {
     super();
@@ -29,20 +30,27 @@ export class Server extends EventTarget {
     return this.model?.tidar ?? {};
   }
 
-  async findModels() {
+  /** Ask for the models; who asks while somebody does waits for the same answer. */
+  findModels() {
+    this.#finding ??= this.#askForModels();
+    return this.#finding;
+  }
+
+  async #askForModels() {
     this.failure = null;
     try {
       this.models = await listModels(new URL("v1/", this.#root), this.key.value);
     } catch (error) {
       this.failure = error;
     }
+    this.#finding = null;
     this.dispatchEvent(new Event("models"));
   }
 
   useKey(value) {
     this.key.keep(value);
     this.dispatchEvent(new Event("key"));
-    return this.findModels();
+    return this.#askForModels(); // not with those who asked with the key before
   }
 
   /** The key we had, if any, was refused. */

@@ -58,8 +58,7 @@ export class Turn {
 
   #drawn(running) {
     if (!this.#parts.current(running)) return;
-    this.#parts.meters.show(this.#run.rates());
-    this.#parts.ribbon.draw();
+    if (this.#parts.meters.show(this.#run.rates())) this.#parts.ribbon.draw();
     this.#parts.follow();
   }
 
@@ -67,6 +66,7 @@ export class Turn {
     const { failure, stopped, metrics, text } = this.#run;
     const final = this.#run.finalRates();
     this.#parts.meters.show(final, { insist: true });
+    this.#parts.ribbon.draw();
     this.#parts.badge.textContent = metrics ? "counted by the server" : "as far as it came";
     const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish];
     if (failure) this.#parts.failed(failure, this);

@@ -4,11 +4,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from playground.files import SHEETS, one_script, read_files
+from playground.gradio_files import read_gradio_files
 from playground.page import application, page
 
 HOST = re.compile(r"""(?:src|href|content)=["'](?:https?:)?//([^"'/]+)""")
@@ -49,6 +51,29 @@ def test_a_script_is_kept_for_good_under_an_address_of_its_own(client: TestClien
     assert client.get(f"/playground/{files.address}/none.js").status_code == 404
     assert client.get(f"/playground/{files.address}/..%2fapp.py").status_code == 404
     assert client.get("/playground/files/0123456789abcdef/chat.js").status_code == 404
+
+
+def test_gradios_files_are_named_in_the_page_and_the_same(client: TestClient) -> None:
+    import gradio
+
+    frontend = Path(gradio.__file__).parent / "templates" / "frontend"
+    found = read_gradio_files(frontend)
+    assert {name.partition("-")[0] for name in found.scripts} >= {"Index", "core", "Blocks", "HTML"}
+    assert len(found.sheets) > 5
+    head = client.get("/playground/").text.split("</head>")[0]
+    assert found.sheet in head
+    for name in found.scripts:
+        assert f'<link rel="modulepreload" crossorigin href="./assets/{name}">' in head
+        answer = client.get(f"/playground/assets/{name}", headers={"Accept-Encoding": "gzip"})
+        assert answer.content == (frontend / "assets" / name).read_bytes(), name
+    sheet = client.get(f"/playground/{found.sheet}").text
+    for name in found.sheets:
+        assert (frontend / "assets" / name).read_text("utf-8") in sheet, name
+
+
+def test_where_gradio_is_built_otherwise_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text('<script src="main.js"></script>')
+    assert read_gradio_files(tmp_path).head.strip() == ""
 
 
 def test_all_modules_are_one_script_and_all_sheets_one_sheet() -> None:
