@@ -286,7 +286,7 @@ def test_others_go_on_while_a_grammar_is_compiled(engine: Engine) -> None:
     """The engine's steps never wait for the compiler, and the endless one ends."""
     endless = schema_grammar(ENDLESS_SCHEMA)
     (prompt,) = prompts(1, seed=12)
-    plain = sampled_params(600, "off")
+    plain = sampled_params(150, "off")
     expected = answer_all(engine, [prompt], [plain], "before")[0].tokens
     engine.submit(Request("endless", prompt, following(endless)))
     engine.submit(Request("ends", prompt, following(Grammar("regex", "[a-z]{3}"))))
