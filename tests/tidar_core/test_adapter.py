@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -247,7 +248,8 @@ def test_the_default_model_has_its_own_adapter(default_base: BaseIdentity) -> No
     assert adapter.config.slot_head == 256
     assert sum(tensor.numel() for tensor in tensors_of(adapter).values()) == 8_622_592
     assert all(tensor.isfinite().all() for tensor in tensors_of(adapter).values())
-    assert adapter.config.training["stages"]
+    last = adapter.config.training["stages"][-1]["held_out"]["all_right"]
+    assert np.cumprod(adapter.config.holds) == pytest.approx(last, abs=0.002)
 
 
 def test_shipped_adapters_are_small_and_credited() -> None:

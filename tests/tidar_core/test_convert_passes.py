@@ -226,3 +226,4 @@ def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
     assert result.documents == 8
     assert 1.0 < result.tokens_per_step < 4.0
     assert result.by_kind == {"chat": result.tokens_per_step}
+    assert np.cumprod(result.holds) == pytest.approx(result.all_right)

@@ -297,6 +297,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
     assert config.training["held_out"]["tokens_per_step"] > 1.1
+    assert np.cumprod(config.holds) == pytest.approx(config.training["held_out"]["all_right"], abs=0.005)
     assert "Questions and answers are the base model's own" in card
 
     # The base's answers with the adapter are bit for bit those without.
@@ -305,6 +306,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     answers = []
     for adapter in (str(tmp_path / "drafter"), "none"):
         engine = load_engine(EngineConfig(str(model), adapter, "float32", "cpu"))
+        assert engine.info.expected_holds == (() if adapter == "none" else config.holds)
         answers.append(answer_all(engine, prompts, [params] * 12))
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert sum(step.accepted for answer in answers[0] for step in answer.steps) > 10

@@ -104,14 +104,14 @@ def test_the_choice_is_the_best_candidate_of_a_simulation(holds, steepness):
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=50))
 def test_acceptance_stays_between_none_and_all(steps):
-    acceptance = Acceptance(3)
+    acceptance = Acceptance([0.55] * 3)
     for verified, held in steps:
         acceptance.observe(verified, min(verified, held))
     assert all(0 < chance < 1 for chance in acceptance.holds())
 
 
 def test_acceptance_learns_and_forgets():
-    acceptance = Acceptance(2)
+    acceptance = Acceptance((0.55, 0.55))
     prior = acceptance.holds()
     for _ in range(500):
         acceptance.observe(2, 1)
@@ -120,6 +120,17 @@ def test_acceptance_learns_and_forgets():
     for _ in range(3000):
         acceptance.fade()
     assert all(abs(a - b) < 0.01 for a, b in zip(acceptance.holds(), prior, strict=True))
+
+
+def test_a_drafters_own_account_is_where_the_policy_begins():
+    """Here drafts of two in three are worth their rows, and those of one in two are not."""
+    cost = StepCost((1, 8, 64), (1.0, 1.35, 4.15), (0.1, 0.1, 0.1), (0.02, 0.02, 0.02))
+    view = SequenceView("auto", 0, 4)
+    for expected, drafts in (((), False), ((0.85, 0.8, 0.75), True), ((0.85,), True), ((0.3, 0.2, 0.1), False)):
+        policy = DraftPolicy(4, cost, expected)
+        assert (policy.choose([view] * 4, 0) != [Shape()] * 4) == drafts, expected
+    assert DraftPolicy(4, cost, (0.9, 0.5)).new_acceptance(of_sequence=True).holds() == (0.9, 0.5, 0.5)
+    assert DraftPolicy(3, cost, (0.9, 0.5, 0.4)).new_acceptance().holds() == (0.9, 0.5)
 
 
 def test_modes_and_limits_are_obeyed():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from tidar_core.bench.drive import answer_all, tokens_per_step
+from tidar_core.bench.drive import Answer, answer_all, tokens_per_step
 from tidar_core.engine import Engine
 from tidar_core.request import DraftMode, SamplingParams
 
@@ -35,7 +35,7 @@ def measure_decode(
     max_tokens: int,
     at_least: int,
 ) -> list[DecodeResult]:
-    """Alternates the modes round by round on the same prompts; each round takes the next ones.
+    """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts.
 
     A round answers at least `at_least` prompts, `batch` at a time, greedily, to the end of sequence or `max_tokens`.
     Time runs from the first request to the last token, prompts included; no prefix is reused across answers.
@@ -48,19 +48,21 @@ def measure_decode(
         # On a GPU graphs are captured when a size first comes: in a round before those that count.
         for number in range(-1 if engine.info.device == "cuda" else 0, rounds):
             chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
+            answers: dict[DraftMode, list[Answer]] = {mode: [] for mode in modes}
+            seconds = dict.fromkeys(modes, 0.0)
+            for first in range(0, count, batch):
+                some = chosen[first : first + batch]
+                # A machine's speed drifts: none of the modes always runs behind the others.
+                for mode in modes[:: -1 if (number + first // batch) % 2 else 1]:
+                    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=mode)
+                    began = time.perf_counter()
+                    answers[mode] += answer_all(engine, some, [params] * len(some), f"{batch} {number} {mode} {first}")
+                    seconds[mode] += time.perf_counter() - began
+            if number < 0:
+                continue
             for mode in modes:
-                params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=mode)
-                answers = []
-                began = time.perf_counter()
-                for first in range(0, count, batch):
-                    some = chosen[first : first + batch]
-                    salt = f"{batch} {number} {mode} {first}"
-                    answers += answer_all(engine, some, [params] * len(some), salt)
-                seconds = time.perf_counter() - began
-                if number < 0:
-                    continue
-                speeds[mode].append(sum(len(answer.tokens) for answer in answers) / seconds)
-                steps[mode].append(tokens_per_step(answers))
+                speeds[mode].append(sum(len(answer.tokens) for answer in answers[mode]) / seconds[mode])
+                steps[mode].append(tokens_per_step(answers[mode]))
         plain = speeds[modes[0]]
         results += [
             DecodeResult(

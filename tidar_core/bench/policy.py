@@ -34,10 +34,11 @@ def run_policy_bench(
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts="off")
     answers = [answer.tokens for answer in answer_all(engine, prompts, [params] * len(prompts))]
     traces = record_traces(engine, config, prompts, answers)
+    info = engine.info
     return [
         found
         for batch in batches
-        for found in compare_settings(engine.info.cost, traces, engine.info.block_length, batch, tokens)
+        for found in compare_settings(info.cost, traces, info.block_length, batch, tokens, info.expected_holds)
     ]
 
 

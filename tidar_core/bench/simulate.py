@@ -107,7 +107,12 @@ def simulate(
 
 
 def compare_settings(
-    cost: StepCost, traces: Sequence[Trace], block_length: int, batch: int, tokens: int
+    cost: StepCost,
+    traces: Sequence[Trace],
+    block_length: int,
+    batch: int,
+    tokens: int,
+    expected_holds: Sequence[float] = (),
 ) -> list[Simulated]:
     """Drafts off, full, the best fixed shape, the policy, and for one sequence the oracle."""
 
@@ -122,7 +127,7 @@ def compare_settings(
         rate, per_step = simulate(cost, traces, batch, tokens, policy or DraftPolicy(block_length, cost), choose)
         return Simulated(batch, setting, rate, per_step, shape)
 
-    policy = DraftPolicy(block_length, cost)
+    policy = DraftPolicy(block_length, cost, expected_holds)
     shapes = {shape for shape, _ in candidate_shapes(_mean_holds(traces, block_length), block_length)}
     best = max((run("best fixed", fixed(s), s) for s in (Shape(), *shapes)), key=lambda found: found.tokens_per_second)
     results = [

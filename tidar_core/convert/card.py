@@ -66,6 +66,7 @@ def write_folder(
         slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],
         block_length=made.config.block,
         within_block=made.config.within_block,
+        holds=tuple(round(share, 3) for share in result.holds),
         training=_training_record(made, progress, result),
     )
     adapter = Adapter(config, map_tensors(weights, lambda tensor: tensor.to(torch.bfloat16)), directory.name)

@@ -35,6 +35,12 @@ class HeldOutResult:
     slot_0: float
     all_right: tuple[float, ...]
 
+    @property
+    def holds(self) -> tuple[float, ...]:
+        """How often slot s holds where those before it do, for s = 1, 2, …; 0 where these never did."""
+        before = (1.0, *self.all_right)
+        return tuple(both / first if first else 0.0 for first, both in zip(before, self.all_right, strict=False))
+
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:

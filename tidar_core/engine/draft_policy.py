@@ -24,7 +24,7 @@ from tidar_core.layout import Shape, full_shape
 from tidar_core.request import DraftMode, HeldDrafts
 
 IntArray = NDArray[np.int64]
-PRIOR_HOLDS = 0.55
+PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
 PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
 FADING = 0.995  # weight that it keeps through a step without drafts
@@ -36,15 +36,16 @@ KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 class Acceptance:
     """How often draft i holds when those before it did: smoothed over a prior, recent steps weigh most.
 
-    memory: what an observation still weighs when the next one comes. prior: what is expected of drafts that were not
-    seen yet; another `Acceptance` where this one is a part of it, as a sequence is of all.
+    expected: of each draft, before any was seen. memory: what an observation still weighs when the next one comes.
+    whole: the books that this one's are a part of, as a sequence's are of all; they stand in for `expected`.
     """
 
-    def __init__(self, drafts: int, memory: float = MEMORY, prior: "Acceptance | None" = None):
-        self._tried = [0.0] * drafts
-        self._held = [0.0] * drafts
+    def __init__(self, expected: Sequence[float], memory: float = MEMORY, whole: "Acceptance | None" = None):
+        self._expected = tuple(expected)
+        self._tried = [0.0] * len(self._expected)
+        self._held = [0.0] * len(self._expected)
         self._memory = memory
-        self._prior = prior
+        self._whole = whole
         self._idle = 0  # steps whose fading is still to be counted
 
     def observe(self, verified: int, held: int) -> None:
@@ -53,8 +54,8 @@ class Acceptance:
         for draft in range(min(verified, held + 1)):
             self._tried[draft] = self._tried[draft] * self._memory + 1.0
             self._held[draft] = self._held[draft] * self._memory + (draft < held)
-        if self._prior is not None:
-            self._prior.observe(verified, held)
+        if self._whole is not None:
+            self._whole.observe(verified, held)
 
     def fade(self) -> None:
         """A step without drafts: what was learnt counts a little less, so that drafting gets a new chance."""
@@ -63,7 +64,7 @@ class Acceptance:
     def holds(self) -> tuple[float, ...]:
         """P(draft i holds | drafts 1 … i-1 hold), for i = 1, 2, …"""
         self._settle()
-        prior = self._prior.holds() if self._prior is not None else (PRIOR_HOLDS,) * len(self._tried)
+        prior = self._expected if self._whole is None else self._whole.holds()
         return tuple(
             (held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
             for held, tried, expected in zip(self._held, self._tried, prior, strict=True)
@@ -133,19 +134,26 @@ class Choice:
 
 
 class DraftPolicy:
-    """Chooses the shape of every sequence, step by step. Texts never depend on it."""
+    """Chooses the shape of every sequence, step by step. Texts never depend on it.
 
-    def __init__(self, block_length: int, cost: StepCost):
+    expected: P(draft i holds | those before it hold) for i = 1, 2, … as the drafter's training measured it; the last
+    one goes for those beyond.
+    """
+
+    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = ()):
         self.block_length = block_length
         self.cost = cost
+        known = tuple(expected) or (PRIOR_HOLDS,)
+        self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
         self._all = self.new_acceptance()
         self._choices: dict[tuple[int, Load], tuple[int, Choice]] = {}
         self._step = 0
 
     def new_acceptance(self, of_sequence: bool = False) -> Acceptance:
         """The books of a sequence that begins, over what all have shown; or of all."""
-        drafts = max(0, self.block_length - 1)
-        return Acceptance(drafts, SEQUENCE_MEMORY, self._all) if of_sequence else Acceptance(drafts)
+        if of_sequence:
+            return Acceptance(self._expected, SEQUENCE_MEMORY, whole=self._all)
+        return Acceptance(self._expected)
 
     def choose(self, views: Sequence[SequenceView], prompt_rows: int, coming: int = 0) -> list[Shape]:
         """A shape for each sequence, for drafts in hand or none; the caller fits it to the sequence's limits.

@@ -27,10 +27,10 @@ READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilitie
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `exact` that a
-    token's bits do not depend on the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic`
-    the kernels, the torch and the kind of processor that compute with them; `cost` is what a step's rows were measured
-    to cost at warm-up."""
+    """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
+    often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
+    the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic` the kernels, the torch and the
+    kind of processor that compute with them; `cost` is what a step's rows were measured to cost at warm-up."""
 
     model: str
     adapter: str | None
@@ -39,6 +39,7 @@ class EngineInfo:
     exact: bool
     block_length: int
     within_block: WithinBlock
+    expected_holds: tuple[float, ...]
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]

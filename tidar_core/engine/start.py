@@ -92,6 +92,7 @@ def load_engine(
         exact=exact,
         block_length=block_length,
         within_block=within_block,
+        expected_holds=adapter.config.holds if adapter else (),
         max_model_len=positions,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
@@ -106,7 +107,8 @@ def load_engine(
         report("capturing CUDA graphs")
         capture_graphs(runner, block_length, within_block, config.max_running, progress)
     report(_ready_line(info, ops))
-    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), DraftPolicy(block_length, cost), limits))
+    policy = DraftPolicy(block_length, cost, info.expected_holds)
+    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits))
 
 
 def _device(wanted: str) -> torch.device:

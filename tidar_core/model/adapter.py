@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -74,7 +74,8 @@ class AdapterConfig(BaseModel):
     block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
     ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
     the others. labels: "aligned" where slot s guesses its own position, "shifted" where it guesses the next.
-    training: how the drafter came about, free of form.
+    holds: how often the draft of slot 1, 2, … holds where those before it do, as measured: what the draft policy
+    expects until it has seen some. training: how the drafter came about, free of form.
     """
 
     model_config = _STRICT
@@ -91,6 +92,7 @@ class AdapterConfig(BaseModel):
     slot_0: Literal["mask", "anchor"] = "mask"
     slot_tokens: Literal["mask", "random"] = "mask"
     labels: Literal["aligned", "shifted"] = "aligned"
+    holds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     training: dict[str, Any] = {}
 
     @model_validator(mode="after")
