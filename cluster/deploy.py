@@ -7,9 +7,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Never
 
 import httpx
@@ -20,6 +21,7 @@ from ray.serve.schema import ApplicationStatus, ServeStatus
 
 from cluster import app
 from cluster.card import ModelCard
+from cluster.haproxy import haproxy_settings
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_options, check_port
@@ -60,7 +62,10 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             if address is None:
                 check_port(options.host, options.port)
             check_options(absolute(options.serve))
-            with ray_cluster(address, say, interrupts):
+            with (
+                haproxy_settings(options.host) as front,
+                ray_cluster(address, say, interrupts, SHORT_WAYS | front),
+            ):
                 if address is not None:
                     refuse_running_serve(address)
                     check_port(options.host, options.port)
@@ -97,8 +102,11 @@ def running_cluster() -> str | None:
 
 
 @contextmanager
-def ray_cluster(address: str | None, say: Say, interrupts: Interrupts) -> Iterator[None]:
-    """Ray, joined at `address` or started here; one that was started here ends with this."""
+def ray_cluster(
+    address: str | None, say: Say, interrupts: Interrupts, settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Ray, joined at `address` or started here; one that was started here ends with this, and its processes read
+    `settings` where the environment does not say otherwise."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Its errors here are of this process' handles alone, whose event loop is over once all is ready: what happens to
     # the applications is asked for and told in our own words.
@@ -112,7 +120,7 @@ def ray_cluster(address: str | None, say: Say, interrupts: Interrupts) -> Iterat
         try:
             if address is None:
                 keep_strangers_out()
-                for name, value in SHORT_WAYS.items():
+                for name, value in settings.items():
                     os.environ.setdefault(name, value)
                 ray.init(address="local", **common, **OWN_RAY)
             else:
