@@ -28,6 +28,7 @@ from torch import Tensor
 from tidar_core.penalties import NOTHING_SAID, History, penalised
 from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
 from tidar_core.request import SamplingParams
+from tidar_core.transfer import on_device
 
 NO_TOKEN = -1
 """Picked where a row has no finite best score."""
@@ -78,7 +79,7 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     logits = _adjusted(logits, rules)
     picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
-        index = torch.tensor(rows, device=logits.device)
+        index = on_device(rows, logits.device)
         own = [rules[row] for row in rows]
         if way.kind is _Kind.GREEDY:
             picks[index] = _pick_greedy(logits, own, index)
@@ -101,7 +102,7 @@ def kept_scores(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     logits = _adjusted(logits, rules)
     kept = torch.full(logits.shape, -torch.inf, dtype=torch.float32, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
-        index = torch.tensor(rows, device=logits.device)
+        index = on_device(rows, logits.device)
         own = [rules[row] for row in rows]
         if way.kind is _Kind.GREEDY:
             picks = _pick_greedy(logits, own, index)
@@ -300,10 +301,10 @@ def _limits(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> _Limits:
     params = [rule.params for rule in rules]
     # The best token always stays: its share is 1, so the cut has to stay below.
     cuts = [min(1 - one.top_p, 1 - 2.0**-24) if one.top_p < 1 else -1.0 for one in params]
-    floats = torch.tensor([cuts, [one.min_p for one in params]], dtype=torch.float32, device=scaled.device)
+    floats = on_device([cuts, [one.min_p for one in params]], scaled.device, torch.float32)
     cut, min_p = floats.unsqueeze(-1)
     if way.kind is _Kind.RANKED:
-        top_k = torch.tensor([one.top_k for one in params], device=scaled.device).unsqueeze(-1)
+        top_k = on_device([one.top_k for one in params], scaled.device).unsqueeze(-1)
         return _Limits(top_k, cut, min_p, None)
     return _Limits(None, cut, min_p, _whole_mass(scaled) if max(cuts) >= 0 else None)
 
@@ -321,7 +322,7 @@ def _fixed_point(weights: Tensor) -> Tensor:
 def _scaled(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor:
     """z = x / T in fp32, a tensor of its own."""
     temperatures = [max(rule.params.temperature, _COLDEST) for rule in rules]
-    divisor = torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(-1)
+    divisor = on_device(temperatures, logits.device, torch.float32).unsqueeze(-1)
     return _ban(_take(logits, index).float() / divisor, rules, shared=logits)
 
 

@@ -13,6 +13,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.model.slot_head import CANDIDATES, greedy_drafts, next_state, rescored
 from tidar_core.model.weights import SlotHead
 from tidar_core.sampling import TokenRule
+from tidar_core.transfer import on_device
 
 GRAPHED = (1, 2, 4, 8, 16, 32, 64)  # proposals of one graph; launching counts for little where there are more
 
@@ -75,9 +76,9 @@ def _at_once(
     rows = [
         start + min(slot, length - 1) for start, length in zip(starts, lengths, strict=True) for slot in range(longest)
     ]
-    index = torch.tensor(rows, device=runner.device)
+    index = on_device(rows, runner.device)
     shaped = [each[index].view(size, longest, -1) for each in (hidden, best.values, best.indices)]
-    first = torch.tensor([*anchors, *[anchors[0]] * (size - len(counts))])
+    first = on_device([*anchors, *[anchors[0]] * (size - len(counts))], runner.device)
     drafted = runner.graphs.run(("slots", size, longest), runner.device, drafts, *shaped, first)
     return torch.cat([proposal[:count] for proposal, count in zip(drafted, counts, strict=False)])
 
@@ -96,17 +97,17 @@ def _slot_by_slot(
     starts = list(accumulate(counts, initial=0))
     scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
     picks = torch.empty(len(rules), dtype=torch.int64, device=device)
-    before = torch.tensor(anchors, device=device)
+    before = on_device(anchors, device)
     state: Tensor | None = None
     going = list(range(len(counts)))
     for slot in range(max(counts)):
         left = [place for place, proposal in enumerate(going) if counts[proposal] > slot]
         if len(left) < len(going):
             going = [going[place] for place in left]
-            kept = torch.tensor(left, device=device)
+            kept = on_device(left, device)
             before, state = before[kept], None if state is None else state[kept]
         at = [starts[proposal] + slot for proposal in going]
-        rows = torch.tensor(at, device=device)
+        rows = on_device(at, device)
         state = next_state(head, hidden[rows], runner.weights.embedding[before], state)
         chosen = candidates[rows]
         anew = rescored(scores[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)

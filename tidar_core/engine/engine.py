@@ -5,7 +5,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ from tidar_core.penalties import History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
+from tidar_core.transfer import on_device
 
 READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilities
 
@@ -210,7 +210,9 @@ class Engine:
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
         alone = any(scores is not None for scores in said)
-        drafts = pick_drafts(self._runner, hidden[slots], logits, rules, anchors, counts, alone)
+        drafts = pick_drafts(
+            self._runner, hidden[on_device(slots, hidden.device)], logits, rules, anchors, counts, alone
+        )
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):
             drafts = guess_within(followed, logits, rules)
@@ -271,7 +273,7 @@ class Scores:
             return self._runner.scores(self._hidden, rows)
         if found == list(range(found[0], found[0] + len(found))):
             return self._logits[found[0] : found[0] + len(found)]
-        return self._logits[torch.tensor(found, device=self._logits.device)]
+        return self._logits[on_device(found, self._logits.device)]
 
 
 T = TypeVar("T")

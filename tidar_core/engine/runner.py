@@ -14,6 +14,7 @@ from tidar_core.kernels.ops import KVCache, Layers, Ops
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
 from tidar_core.sampling import TokenRule
+from tidar_core.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Runner:
     def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:
         """The logits [rows, vocab] of some rows of `hidden`."""
         padded = [*rows, *[rows[-1]] * (-len(rows) % self.ops.row_multiple)]
-        scores = self.ops.head(hidden[torch.tensor(padded, device=self.device)], self.weights.head)[: len(rows)]
+        scores = self.ops.head(hidden[on_device(padded, self.device)], self.weights.head)[: len(rows)]
         if self.mask_token is not None:
             scores[:, self.mask_token] = -torch.inf
         return scores

@@ -189,12 +189,15 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, count: int, chosen: _Chosen) -> bool:
         """Pages for `count` known tokens; preempts the least urgent. False if that was the sequence itself."""
-        while self._pages_missing(sequence, count) > self.pool.available:
+        missing = self._pages_missing(sequence, count)
+        if missing <= 0:
+            return True
+        while missing > self.pool.available:
             victim = self._least_urgent()
             self._preempt(victim, chosen)
             if victim is sequence:
                 return False
-        sequence.pages += self.pool.take(max(0, self._pages_missing(sequence, count)))
+        sequence.pages += self.pool.take(missing)
         return True
 
     def _preempt(self, sequence: Sequence, chosen: _Chosen) -> None:
@@ -248,6 +251,8 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Lets others find the pages that this step completed."""
         size, known = self.limits.page_size, len(sequence.page_keys)
+        if sequence.computed // size == known:
+            return
         before = sequence.page_keys[-1] if known else first_key(sequence.request.cache_salt)
         new = list(page_keys(sequence.tokens[known * size : sequence.computed], size, before))
         for place, (page, key) in enumerate(zip(sequence.pages[known:], new, strict=False), known):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tidar_core import sampling
 from tidar_core.sampling import NO_TOKEN, TokenRule
+from tidar_core.transfer import on_device
 
 QUADS = 1024  # of tokens that one program looks at
 COLDEST = 1e-30  # as in `tidar_core.sampling`: lower temperatures would overflow x / T
@@ -150,8 +151,8 @@ def rule_tensors(rules: Sequence[TokenRule], device: torch.device) -> tuple[Tens
         [rule.position & WORD for rule in rules],
         [one.choice & WORD for one in params],
     ]
-    bits = torch.tensor(words, dtype=torch.int64, device=device).to(torch.int32)
-    return torch.tensor(heats, dtype=torch.float32, device=device), bits
+    bits = on_device(words, device, torch.int64).to(torch.int32)
+    return on_device(heats, device, torch.float32), bits
 
 
 def keeps_all(rule: TokenRule, vocab: int) -> bool:
@@ -172,6 +173,6 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     cut = [row for row in range(len(rules)) if row not in set(whole)]
     picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     for chosen, pick in ((whole, pick_tokens), (cut, sampling.pick_tokens)):
-        index = torch.tensor(chosen, device=logits.device)
+        index = on_device(chosen, logits.device)
         picks[index] = pick(logits[index], [rules[row] for row in chosen])
     return picks
