@@ -184,9 +184,9 @@ class Directory:
             alive = {answer for answer in answers if isinstance(answer, str)}
             self.silent = frozenset()
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
-        self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive and alive != self._described:
-            await self._read_card(alive)
+            await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
+        self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive:
             self._found.set()
 

@@ -6,14 +6,18 @@ on. A cluster that `tidar up` joins has the proxy that its operator chose.
 """
 
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
 # Where Serve's HAProxy reaches an ingress on its own machine: by 127.0.0.1, whichever address it listens on itself.
 LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
+# Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
+# many between the choice here and HAProxy's start.
+PORTS = range(20000, 30000)
 
 
 @contextmanager
@@ -41,9 +45,12 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on at this moment."""
-    with ExitStack() as probes:
-        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("", 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
+    """Different ports of `PORTS` that nobody listens on at this moment."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            break
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+    return found

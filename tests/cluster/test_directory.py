@@ -1,6 +1,7 @@
 """What an ingress knows of the replicas, and that it lets go of them."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from cluster.directory import Directory
@@ -37,5 +38,44 @@ def test_it_stops_though_a_cancellation_is_swallowed() -> None:
             await handle.second.wait()
             await directory.stop()
         assert handle.looks == 2
+
+    asyncio.run(run())
+
+
+class Living:
+    """Stands for the engine's handle: one replica lives."""
+
+    def broadcast(self, method: str) -> "Living":
+        return self
+
+    async def results_async(self, **_: Any) -> list[str]:
+        return ["one"]
+
+
+class Undescribed(Directory):
+    """Its replica takes its time to describe the model."""
+
+    def __init__(self) -> None:
+        super().__init__(Living())  # type: ignore[arg-type]
+        self.asked = asyncio.Event()
+
+    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+        self.asked.set()
+        await asyncio.sleep(60)
+        return {}
+
+
+def test_nobody_is_there_before_it_is_known_what_they_serve() -> None:
+    """Else who comes in that moment is told that the model is not ready, by a server that said it was."""
+
+    async def run() -> None:
+        directory = Undescribed()
+        starting = asyncio.create_task(directory.start())
+        async with asyncio.timeout(10):
+            await directory.asked.wait()
+        assert directory.replicas == ()
+        assert not directory.serves
+        await directory.stop()
+        starting.cancel()
 
     asyncio.run(run())
