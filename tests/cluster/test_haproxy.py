@@ -9,6 +9,7 @@ import pytest
 from cluster import haproxy
 from cluster.haproxy import free_ports, haproxy_settings
 from tests.servers import Server, running, start, tiny_model
+from tidar_core.config import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +35,14 @@ def test_ports_differ() -> None:
 
 @pytest.mark.parametrize("host", ["::1", "10.1.2.3", "localhost"])
 def test_none_on_an_address_where_it_would_not_find_the_ingress(host: str) -> None:
-    with haproxy_settings(host) as settings:
-        assert settings == {}
+    with pytest.raises(ConfigError, match="unset it"), haproxy_settings(host):
+        pass
 
 
 def test_none_where_serve_has_none_for_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(haproxy, "find_spec", lambda name: None)
-    with haproxy_settings("127.0.0.1") as settings:
-        assert settings == {}
+    with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1"):
+        pass
 
 
 def test_none_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
