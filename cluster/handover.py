@@ -66,16 +66,18 @@ class Patience:
 class Story:
     """A request, and how far it came.
 
-    emitted: the tokens that were passed on. kind: of the engine that said the first of them. replica: who has the
-    request, or had it last. step, step_base, seconds_base: the last step passed on, and what steps and seconds of the
-    present attempt count from. losses: replicas lost since the last token; refused: those that said no; tries: calls
-    that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's prefixes.
+    emitted: the tokens that were passed on, the last of them at `heard_at`. kind: of the engine that said the first.
+    replica: who has the request, or had it last. step, step_base, seconds_base: the last step passed on, and what steps
+    and seconds of the present attempt count from. losses: replicas lost since the last token; refused: those that said
+    no; tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the
+    prompt's prefixes.
     """
 
     request: Request
     began: float = field(default_factory=time.monotonic)
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
+    heard_at: float = field(default_factory=time.monotonic)
     kind: EngineKind | None = None
     replica: str | None = None
     step: int = 0
@@ -90,15 +92,17 @@ class Story:
 
     def next_request(self) -> Request:
         """The request as the present attempt sends it."""
+        now, waited = time.monotonic(), 0.0
         if self.attempt:
-            self.step_base, self.seconds_base = self.step, time.monotonic() - self.began
-        name = f"{self.request.request_id}.{self.attempt}"
-        return replace(self.request, request_id=name, emitted=(*self.request.emitted, *self.emitted))
+            self.step_base, self.seconds_base, waited = self.step, now - self.began, now - self.heard_at
+        name, emitted = f"{self.request.request_id}.{self.attempt}", (*self.request.emitted, *self.emitted)
+        return replace(self.request, request_id=name, emitted=emitted, waited=waited)
 
     def take(self, output: StepOutput) -> StepOutput:
         """Note what a step brought; the output as if there had been no other attempt before."""
         if output.tokens:
             self.emitted += output.tokens
+            self.heard_at = time.monotonic()
             self.losses = 0
         trace = output.trace
         if trace is None:

@@ -101,6 +101,8 @@ def start_with(
 
 def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str] = MappingProxyType({})) -> Server:
     """Start a server as a terminal would: in a group of processes of its own, `more` in their environment."""
+    # Not in a session of its own: Linux shares the processor out among sessions first (autogroup), and has let the
+    # clients, in theirs, wait for seconds while the server computed.
     mark = uuid.uuid4().hex
     log = directory / f"up-{port}.log"
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -112,7 +114,7 @@ def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str]
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=directory,
-            start_new_session=True,
+            process_group=0,
         )
     return Server(f"http://127.0.0.1:{port}", log, mark, process)
 

@@ -120,7 +120,8 @@ class Request:
     `emitted` holds tokens that were sent already, by a replica that is gone: the engine continues behind them
     and never sends them again, while limits and stops count from the end of `prompt`. Only requests with the same
     `cache_salt` share the K/V pages of a common prefix. Those of a lower `priority` are served first, and take the
-    place of others where there is none left.
+    place of others where there is none left. `waited` is for how many seconds its reader has waited already, at a
+    replica that is gone: it comes before those of its priority that have waited less.
     """
 
     request_id: str
@@ -129,6 +130,7 @@ class Request:
     emitted: tuple[int, ...] = ()
     cache_salt: str = ""
     priority: int = 0
+    waited: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,16 @@ def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception)
     assert len(cast.calls) == 2
 
 
+def test_the_next_replica_is_told_for_how_long_the_reader_has_waited() -> None:
+    cast = Cast([Act(3), Act(0, end="silent"), Act(0, end="never accepts"), Act(3), Act()])
+    carry(cast)
+    first, moved, again, still, later = (call.request.waited for call in cast.calls)
+    assert first == 0
+    assert 0 < moved < again < still, "since the last token, not since the last replica"
+    assert again > 0.1
+    assert later < still
+
+
 def test_a_handover_is_counted_by_its_cause() -> None:
     _, metrics = carry(Cast([Act(2, end="silent"), Act(3), Act()]))
     page = render([metrics.collect()]).decode()

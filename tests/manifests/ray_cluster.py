@@ -155,9 +155,7 @@ def launch_ray(words: list[str], environment: dict[str, str], log: Path) -> subp
     code += "from ray.scripts.scripts import main; main()"
     command = [sys.executable, "-c", code, *words]
     with log.open("wb") as output:
-        return subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0)
 
 
 def bearer(environment: dict[str, str]) -> dict[str, str]:

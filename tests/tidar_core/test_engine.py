@@ -130,6 +130,19 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one(tmp_path):
     assert [output.request_id for output in small.step()] == ["urgent"]
 
 
+def test_who_waited_elsewhere_already_is_before_who_just_came(tmp_path):
+    small = tiny_engine(tmp_path, max_running=1)
+    asked = {"first": (0, 0.0), "new": (0, 0.0), "moved": (0, 0.5), "moved twice": (0, 7.0), "patient": (1, 60.0)}
+    for name, (priority, waited) in asked.items():
+        small.submit(Request(name, (5, 6, 7), replace(GREEDY, max_tokens=4), priority=priority, waited=waited))
+        if name == "first":
+            small.step()
+    ended = []
+    while small.has_work:
+        ended += [output.request_id for output in small.step() if output.finish is not None]
+    assert ended == ["first", "moved twice", "moved", "new", "patient"]
+
+
 def test_preemption_and_admission_do_not_change_the_answer(tmp_path, engine):
     """Twelve pages for eight sequences that want up to six each: they take turns."""
     small = tiny_engine(tmp_path, cache_tokens=12 * 16, max_model_len=96)

@@ -1,7 +1,7 @@
 """Who runs in the next step, with which rows and pages, and what the step's answers change."""
 
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
-        self._queue(sequence, before_equals=False)
+        self._queue(sequence)
 
     def holds(self, request_id: str) -> bool:
         return any(s.request.request_id == request_id for queue in (self.running, self.waiting) for s in queue)
@@ -204,12 +204,11 @@ class Scheduler:
         chosen.drop(sequence)
         del self.running[sequence]
         self._release(sequence)
-        self._queue(sequence, before_equals=True)
+        self._queue(sequence)
 
-    def _queue(self, sequence: Sequence, before_equals: bool) -> None:
-        """Into the waiting line, before all that are less urgent."""
-        place = bisect_left if before_equals else bisect_right
-        self.waiting.insert(place(self.waiting, _priority(sequence), key=_priority), sequence)
+    def _queue(self, sequence: Sequence) -> None:
+        """Into the waiting line, before all that are less urgent or have waited less."""
+        self.waiting.insert(bisect_right(self.waiting, _turn(sequence), key=_turn), sequence)
 
     def _least_urgent(self) -> Sequence:
         """Of those that run; of several the one that was admitted last."""
@@ -329,6 +328,10 @@ class Scheduler:
 
 def _priority(sequence: Sequence) -> int:
     return sequence.request.priority
+
+
+def _turn(sequence: Sequence) -> tuple[int, float]:
+    return sequence.request.priority, sequence.arrived - sequence.request.waited
 
 
 def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> tuple[list[int], Finish | None]:
