@@ -184,11 +184,13 @@ class Directory:
             alive = {answer for answer in answers if isinstance(answer, str)}
             self.silent = frozenset()
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
-        if alive and alive != self._described:
+        if alive and self._card is None:
             await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
         self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive:
             self._found.set()
+        if alive and alive != self._described:
+            await self._read_card(alive)
 
     async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
         """What each replica answers; those that do not answer in time are left out."""

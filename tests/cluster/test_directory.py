@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+from cluster.card import ModelCard
 from cluster.directory import Directory
+from tests.cluster.test_schemas import card_for
+from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 
 
 class Stubborn:
@@ -45,11 +48,13 @@ def test_it_stops_though_a_cancellation_is_swallowed() -> None:
 class Living:
     """Stands for the engine's handle: one replica lives."""
 
+    name = "one"
+
     def broadcast(self, method: str) -> "Living":
         return self
 
     async def results_async(self, **_: Any) -> list[str]:
-        return ["one"]
+        return [self.name]
 
 
 class Undescribed(Directory):
@@ -77,5 +82,39 @@ def test_nobody_is_there_before_it_is_known_what_they_serve() -> None:
         assert not directory.serves
         await directory.stop()
         starting.cancel()
+
+    asyncio.run(run())
+
+
+class Replaced(Directory):
+    """Its first replica describes the model at once; another takes its place, and takes its time."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.living = Living()
+        super().__init__(self.living)  # type: ignore[arg-type]
+        self.card = card
+        self.asked = asyncio.Event()
+
+    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+        if list(names) == ["one"]:
+            return {"one": self.card}
+        self.asked.set()
+        await asyncio.sleep(60)
+        return {}
+
+
+def test_who_takes_the_place_of_another_is_there_at_once() -> None:
+    """Else a request that comes while it computes what the other had begun is told that nobody answers."""
+
+    async def run() -> None:
+        directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)))
+        await directory.start()
+        assert directory.replicas == ("one",)
+        directory.living.name = "two"
+        async with asyncio.timeout(10):
+            await directory.asked.wait()
+        assert directory.replicas == ("two",)
+        assert directory.model[0] == directory.card
+        await directory.stop()
 
     asyncio.run(run())
