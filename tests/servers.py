@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from types import MappingProxyType
 import httpx
 import psutil
 
+from cluster.haproxy import free_ports
 from cluster.options import ServeOptions, UpOptions
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
@@ -65,9 +65,9 @@ def marked_processes(mark: str) -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens on, and that Ray, which asks the system for many while it starts, is not given."""
+    (port,) = free_ports(1)
+    return port
 
 
 def tiny_model(directory: Path, **shape: int) -> tuple[Path, Path]:
