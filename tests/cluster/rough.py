@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,20 +33,6 @@ def memory(server: Guarded) -> float:
         except psutil.Error:
             continue
     return total / 2**20
-
-
-def stays_within(server: Guarded, mebibytes: float, work: Callable[[], object]) -> bool:
-    """Whether one of four rounds of the work leaves the server no larger than that.
-
-    An allocator keeps what its process's largest burst took, and Ray starts a worker when it likes, so that single
-    rounds grow by more; what work leaves behind makes every round grow.
-    """
-    for _ in range(4):
-        before = memory(server)
-        work()
-        if memory(server) - before < mebibytes:
-            return True
-    return False
 
 
 def connected(server: Guarded) -> socket.socket:
