@@ -15,7 +15,7 @@ and `leaving` asks the clients of its proxy to go elsewhere.
 Apart from all that, `train` has several workers (`train_worker`) train one drafter for `tidar convert --workers`.
 
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
-What the ingress must know of the model, its tokenizer included, it asks of a replica whenever others are there
+What the ingress must know of a model, its tokenizer included, it asks of a replica whenever others are there
 (`ModelCard`); whether replicas live it asks every second (`directory`), and how much work it lets in is its own affair
 (`Admission`). How many replicas there are `autoscaling` decides, where the options leave it open; where there may be
 none, the ingress holds a request until one is up.

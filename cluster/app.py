@@ -1,5 +1,6 @@
 """Ingress and engine as one Serve application; `cluster.app:build` is the builder for a Serve config file."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import ray
@@ -12,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.api import build_api
 from cluster.directory import Directory, Wake
-from cluster.options import ServeOptions
+from cluster.options import ServedModel, ServeOptions, deployment_part
 from cluster.preflight import check_visible
 from cluster.replica import EngineReplica
 from tidar_core.config import ConfigError
@@ -64,7 +65,6 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
     if args.accelerator is not None:
         gpu["accelerator_type"] = args.accelerator
     engine = serve.deployment(
-        **replica_count(args),
         max_ongoing_requests=UNBOUND,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
@@ -76,9 +76,12 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)
+    names = engine_names(args)
     engines = {
-        name: engine.options(name=deployment).bind(args.engine_config(args.adapter_of[name], device, threads), name)
-        for name, deployment in engine_names(args).items()
+        name: engine.options(name=names[name], **replica_count(args, served)).bind(
+            replace(served.config, device=device, threads=threads), name
+        )
+        for name, served in args.served.items()
     }
     ingress = serve.deployment(
         name=INGRESS,
@@ -94,19 +97,19 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
 
 def engine_names(options: ServeOptions) -> dict[str, str]:
     """The engine deployment of every name that requests may ask for."""
-    own, *others = options.adapter_of
-    return {own: ENGINE} | {name: f"{ENGINE}-{name.replace('/', '-')}" for name in others}
+    own, *others = options.served
+    return {own: ENGINE} | {name: f"{ENGINE}-{deployment_part(name)}" for name in others}
 
 
-def replica_count(options: ServeOptions) -> dict[str, Any]:
-    """What Serve is told of how many engines to run: always the same, or as the load wants."""
+def replica_count(options: ServeOptions, served: ServedModel) -> dict[str, Any]:
+    """What Serve is told of how many engines to run for one name: always the same, or as the load wants."""
     if options.max_replicas is None:
-        return {"num_replicas": options.replicas}
+        return {"num_replicas": served.engines}
     policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"answers_each": options.target_ongoing_requests})
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,
         initial_replicas=max(1, options.min_replicas),  # one at least: it says what the model is, and that it loads
-        max_replicas=options.max_replicas,
+        max_replicas=served.engines,
         metrics_interval_s=MEASURE_SECONDS,
         look_back_period_s=LOOK_BACK_SECONDS,
         upscale_delay_s=options.upscale_delay_s,

@@ -6,7 +6,7 @@ that all went well. Here each is one line, with the place in the file.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,7 +18,7 @@ from cluster.options import ServeOptions
 from cluster.preflight import check_visible
 from playground.app import PLAYGROUND, PlaygroundOptions
 from tidar_core.config import ConfigError
-from tidar_core.settings import first_mistake, read_options, suggestion
+from tidar_core.settings import first_mistake, models_in, read_options, suggestion
 
 # The applications of this project by their builders: the options that each takes, the deployments that it has.
 APPLICATIONS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
@@ -60,7 +60,7 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
         try:
             ServeDeploySchema.model_validate(config)
         except ValidationError as error:
-            found.append(first_mistake(error, ()))
+            found.append(first_mistake(error, ServeDeploySchema))
     yield from found
 
 
@@ -87,14 +87,6 @@ def unknown_keys(kind: type[BaseModel], given: Any, where: str) -> Iterator[str]
                     yield from unknown_keys(inner, item, f"{place}[{number}]")
             else:
                 yield from unknown_keys(inner, value, place)
-
-
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The pydantic models that a field's annotation names."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from models_in(part)
 
 
 def of_application(application: dict[str, Any]) -> Iterator[str]:
@@ -133,7 +125,7 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
         try:
             AutoscalingConfig.model_validate(scaling)
         except ValidationError as error:
-            yield f"autoscaling_config: {first_mistake(error, AutoscalingConfig.model_fields)}"
+            yield f"autoscaling_config: {first_mistake(error, AutoscalingConfig)}"
         except (ImportError, AttributeError, ValueError) as error:  # Ray looks for the policy at once
             yield f"autoscaling_config: policy_function cannot be found: {' '.join(str(error).split())}"
         if scaling.get("min_replicas") == 0:

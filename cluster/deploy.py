@@ -52,7 +52,7 @@ def say_now(line: str) -> None:
 
 
 def up(options: UpOptions, say: Say = say_now) -> None:
-    """Serve a model until Ctrl-C or SIGTERM, then take it all down again.
+    """Serve what was chosen until Ctrl-C or SIGTERM, then take it all down again.
 
     Raises ConfigError, one line for the user, where something stands in the way.
     """
@@ -199,11 +199,13 @@ def check_resources(options: ServeOptions) -> None:
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     device, _ = app.placement(options)
-    most, option = options.most_engines, "--replicas" if options.max_replicas is None else "--max-replicas"
+    most, mend = options.most_engines, "lower --replicas" if options.max_replicas is None else "lower --max-replicas"
+    if len(options.served) > 1:
+        mend += " or serve fewer models"
     if device == "cuda" and gpus < most:
-        raise ConfigError(f"{most} engines need as many GPUs, Ray sees {gpus}: lower {option}")
+        raise ConfigError(f"{most} engines need as many GPUs, Ray sees {gpus}: {mend}")
     if cpus < most:
-        raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: lower {option}")
+        raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: {mend}")
 
 
 def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
@@ -237,17 +239,17 @@ def answers(url: str) -> bool:
 def announce(base: str, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
-    for deployment in app.engine_names(options).values():
+    served = options.served
+    for name, deployment in app.engine_names(options).items():
         card = asyncio.run(card_of(deployment, wait))
         exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
         drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
         say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
         say(f"  drafter     {drafter}; drafts {card.drafts}")
+        wanted = f"{options.min_replicas} to {served[name].engines}, as the load wants"
+        say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
     say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
-    wanted = f"{options.min_replicas} to {options.max_replicas}, as the load wants"
-    each = " of each" if options.adapters else ""
-    say(f"  replicas    {options.replicas if options.max_replicas is None else wanted}{each}")
     say("  stop        Ctrl-C")
 
 

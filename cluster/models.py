@@ -1,5 +1,4 @@
-"""What an ingress serves, by the names that requests ask for: one base under several adapters, each on engines of its
-own."""
+"""What an ingress serves, by the names that requests ask for: bases and their adapters, each on engines of its own."""
 
 import asyncio
 import time
@@ -18,7 +17,7 @@ from cluster.options import ServeOptions
 from cluster.prompts import parse_json
 from cluster.streams import Admission
 
-SETTLE_SECONDS = 60.0  # for one adapter's engines to come up beside another's
+SETTLE_SECONDS = 60.0  # for one name's engines to come up beside another's
 
 
 @dataclass(frozen=True, slots=True)

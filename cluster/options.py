@@ -1,8 +1,10 @@
-"""What a user chooses about a served model. Imports nothing heavy: the command line reads it before it starts Ray."""
+"""What a user chooses about what is served. Imports nothing heavy: the command line reads it before it starts Ray."""
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -15,16 +17,43 @@ Seconds = Annotated[float, Field(ge=0.0)]
 # As a browser states it: without a path, and in lower case.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 
 
+class FurtherModel(BaseModel):
+    """Another base beside the first, on engines of its own. What is left out (None) is as with the first.
+
+    model, adapter, dtype, drafts, max_model_len: as in `tidar_core.config.EngineConfig`. replicas: engines, always so
+    many.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    adapter: str = "default"
+    dtype: ServedDType | None = None
+    drafts: DraftMode | None = None
+    max_model_len: Count | None = None
+    replicas: Annotated[int, Field(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What is behind one name: how each of its engines is set up, and how many there are, or where `max_replicas` is
+    given how many there may be. device and threads are those that were asked for, not yet those of a cluster."""
+
+    config: EngineConfig
+    engines: int
+
+
 class ServeOptions(BaseModel):
-    """One model behind the API; also the `args` of the application builder in a Serve config file.
+    """The models behind the API; also the `args` of the application builder in a Serve config file.
 
     model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
+    models: further bases by such names, each with its adapter and engines (`FurtherModel`). What is not said there, and
+    device, threads, exact, graphs, accelerator and how engines follow the load, is common to all.
     name: what clients call the model; by default the last part of its path, or its hub id.
     replicas: engines, always so many. min_replicas, max_replicas: instead of it, as many between these as the load
     wants (`cluster.autoscaling`); 0 lets the model sleep while nobody asks, and the first request wakes it.
@@ -51,6 +80,7 @@ class ServeOptions(BaseModel):
     model: str = DEFAULT_MODEL
     adapter: str = "default"
     adapters: dict[str, str] = Field(default_factory=dict)
+    models: dict[str, FurtherModel] = Field(default_factory=dict)
     name: str | None = None
     dtype: ServedDType = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -94,13 +124,13 @@ class ServeOptions(BaseModel):
                 raise ValueError(f"{origin!r} is no origin: write scheme, host and port alone, as https://example.org")
         return origins
 
-    @field_validator("adapters")
+    @field_validator("adapters", "models")
     @classmethod
-    def _names_for_requests(cls, adapters: dict[str, str]) -> dict[str, str]:
-        for name in adapters:
+    def _names_for_requests(cls, named: Mapping[str, Any]) -> Mapping[str, Any]:
+        for name in named:
             if not NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name for a model: use letters, digits and . _ - / :")
-        return adapters
+        return named
 
     @field_validator("replicas")
     @classmethod
@@ -111,22 +141,31 @@ class ServeOptions(BaseModel):
 
     @model_validator(mode="after")
     def _one_way_to_say_how_many(self) -> Self:
+        counts = {"replicas": self.replicas != 1}
+        counts |= {f"models.{name}.replicas": further.replicas is not None for name, further in self.models.items()}
+        said = [place for place, given in counts.items() if given]
         if self.max_replicas is None:
             unused = [name for name, value in self._scaling.items() if value != type(self).model_fields[name].default]
             if unused:
                 raise ValueError(f"{unused[0]} needs max_replicas; without it there are always `replicas` engines")
-        elif self.replicas != 1:
-            raise ValueError("replicas and max_replicas both say how many engines there are; leave one of the two out")
+        elif said:
+            raise ValueError(
+                f"{said[0]} and max_replicas both say how many engines there are; leave one of the two out"
+            )
         elif self.max_replicas < self.min_replicas:
             raise ValueError(f"min_replicas {self.min_replicas} is more than max_replicas {self.max_replicas}")
         return self
 
     @model_validator(mode="after")
     def _one_model_for_a_name(self) -> Self:
-        if self.served_name in self.adapters:
-            raise ValueError(f"{self.served_name} is the name of the model itself; give its other adapters other names")
-        if len({name.replace("/", "-") for name in self.adapters}) < len(self.adapters):
-            raise ValueError("two of the adapters' names differ by / and - alone; make them differ more")
+        others = [*self.adapters, *self.models]
+        if self.served_name in others:
+            raise ValueError(f"{self.served_name} is the name of the model itself; give the others other names")
+        for name in self.models:
+            if name in self.adapters:
+                raise ValueError(f"{name} is in adapters and in models; give one of the two another name")
+        if len({deployment_part(name) for name in others}) < len(others):
+            raise ValueError("two names differ by / and - alone; make them differ more")
         return self
 
     @model_validator(mode="after")
@@ -137,8 +176,10 @@ class ServeOptions(BaseModel):
 
     @model_validator(mode="after")
     def _rounded_where_it_runs(self) -> Self:
-        if self.dtype in get_args(RoundedDType) and (self.device == "cuda" or self.accelerator is not None):
-            raise ValueError(f"dtype {self.dtype} is for CPUs; use bfloat16 on a GPU")
+        stated = {"": self.dtype} | {f"models.{name}: ": further.dtype for name, further in self.models.items()}
+        for where, dtype in stated.items():
+            if dtype in get_args(RoundedDType) and (self.device == "cuda" or self.accelerator is not None):
+                raise ValueError(f"{where}dtype {dtype} is for CPUs; use bfloat16 on a GPU")
         return self
 
     @property
@@ -152,14 +193,32 @@ class ServeOptions(BaseModel):
         }
 
     @property
-    def adapter_of(self) -> dict[str, str]:
-        """The adapter behind every name that requests may ask for, the model's own first."""
-        return {self.served_name: self.adapter, **self.adapters}
+    def served(self) -> dict[str, ServedModel]:
+        """What is behind every name that requests may ask for, the first model's own name first."""
+        config = EngineConfig(
+            model=self.model,
+            adapter=self.adapter,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            drafts=self.drafts,
+            max_model_len=self.max_model_len,
+            exact=self.exact,
+            graphs=self.graphs,
+        )
+        first = ServedModel(config, self.max_replicas or self.replicas)
+        found = {self.served_name: first}
+        for name, adapter in self.adapters.items():
+            found[name] = replace(first, config=replace(config, adapter=adapter))
+        for name, further in self.models.items():
+            stated = further.model_dump(exclude={"replicas"}, exclude_none=True)
+            found[name] = ServedModel(replace(config, **stated), further.replicas or first.engines)
+        return found
 
     @property
     def most_engines(self) -> int:
-        """Engines that there may be, of all adapters together."""
-        return (self.max_replicas or self.replicas) * len(self.adapter_of)
+        """Engines that there may be, of all names together."""
+        return sum(served.engines for served in self.served.values())
 
     @property
     def sleeps(self) -> bool:
@@ -168,29 +227,20 @@ class ServeOptions(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """The model's name on the wire."""
+        """The first model's name on the wire."""
         if self.name:
             return self.name
         path = Path(self.model)
         return (path.stem if path.is_file() else path.resolve().name) if path.exists() else self.model
 
-    def engine_config(self, adapter: str, device: Literal["auto", "cpu", "cuda"], threads: int) -> EngineConfig:
-        """The engine's own settings, with an adapter, on a device and with a number of CPU threads."""
-        return EngineConfig(
-            model=self.model,
-            adapter=adapter,
-            dtype=self.dtype,
-            device=device,
-            threads=threads,
-            drafts=self.drafts,
-            max_model_len=self.max_model_len,
-            exact=self.exact,
-            graphs=self.graphs,
-        )
+
+def deployment_part(name: str) -> str:
+    """A model's name as part of a deployment's, which may hold no slash."""
+    return name.replace("/", "-")
 
 
 class UpOptions(BaseModel):
-    """What `tidar up` takes: a model to serve, and where."""
+    """What `tidar up` takes: what to serve, and where."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

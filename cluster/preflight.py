@@ -1,15 +1,17 @@
-"""What can be known to fail before Ray starts: the port, the model, the adapter. Each failure is one line."""
+"""What can be known to fail before Ray starts: the port, the models, the adapters. Each failure is one line."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cluster.auth import read_keys
-from cluster.options import ServeOptions
+from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.settings import suggestion
+
+OWN_ADAPTERS = ("default", "none")  # words that are no path
 
 
 def check_port(host: str, port: int) -> None:
@@ -36,41 +38,42 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError where the model is not found or not one that the decoder runs, where the adapter does not fit,
-    a key file is of no use or packages for traces are missing.
+    """Raise ConfigError where a model is not found or not one that the decoder runs, where an adapter does not fit its
+    model, a key file is of no use or packages for traces are missing.
 
     Reads headers only, except that a hub id is downloaded; a replica checks the rest when it loads.
     """
-    from tidar_core.model.loading import find_model, load_config
-
     for file in (options.api_keys, options.metrics_keys):
         read_keys(file)
     check_traces(options.traces)
     check_accelerator(options.accelerator)
-    config = load_config(find_model(options.model))
-    for name, adapter in options.adapter_of.items():
-        if adapter not in ("default", "none"):
-            check_adapter(Path(adapter), name, config)
+    check_models(options, lambda path: True)
 
 
 def check_visible(options: ServeOptions) -> None:
     """As `check_options`, of what can be seen from here: raises ConfigError for what is wrong in itself.
 
-    For a machine that may have neither model nor keys, as the head of a Ray cluster: what is not there is left to the
+    For a machine that may have neither models nor keys, as the head of a Ray cluster: what is not there is left to the
     replicas, and no hub id is downloaded.
     """
-    from tidar_core.model.loading import find_model, load_config
-
     check_accelerator(options.accelerator)
     for file in (options.api_keys, options.metrics_keys):
         if file is not None and Path(file).exists():
             read_keys(file)
-    if options.model != DEFAULT_MODEL and not Path(options.model).exists():
-        return
-    config = load_config(find_model(options.model))
-    for name, adapter in options.adapter_of.items():
-        if adapter not in ("default", "none") and Path(adapter).exists():
-            check_adapter(Path(adapter), name, config)
+    check_models(options, lambda path: path == DEFAULT_MODEL or Path(path).exists())
+
+
+def check_models(options: ServeOptions, can_be_seen: Callable[[str], bool]) -> None:
+    """Raise ConfigError where a model or an adapter among those that can be seen from here is of no use."""
+    from tidar_core.model.loading import find_model, load_config
+
+    chosen = {name: served.config for name, served in options.served.items()}
+    # Once for each base, however many adapters it has: in a GGUF file a header holds the whole vocabulary.
+    bases = dict.fromkeys(config.model for config in chosen.values())
+    shapes = {model: load_config(find_model(model)) for model in bases if can_be_seen(model)}
+    for name, config in chosen.items():
+        if config.model in shapes and config.adapter not in OWN_ADAPTERS and can_be_seen(config.adapter):
+            check_adapter(Path(config.adapter), name, shapes[config.model])
 
 
 def check_accelerator(name: str | None) -> None:
@@ -99,10 +102,19 @@ def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
 
 def absolute(options: ServeOptions) -> ServeOptions:
     """The options with paths that hold wherever a replica's process starts."""
-    own_words = {"model": (DEFAULT_MODEL,), "adapter": ("default", "none"), "api_keys": (), "metrics_keys": ()}
-    changed: dict[str, Any] = {name: settled(getattr(options, name), words) for name, words in own_words.items()}
-    changed["adapters"] = {name: settled(path, own_words["adapter"]) for name, path in options.adapters.items()}
-    return options.model_copy(update={**changed, "name": options.served_name})
+
+    def loaded_from(part: ServeOptions | FurtherModel) -> dict[str, Any]:
+        return {"model": settled(part.model, (DEFAULT_MODEL,)), "adapter": settled(part.adapter, OWN_ADAPTERS)}
+
+    changed = {
+        **loaded_from(options),
+        "adapters": {name: settled(path, OWN_ADAPTERS) for name, path in options.adapters.items()},
+        "models": {name: part.model_copy(update=loaded_from(part)) for name, part in options.models.items()},
+        "name": options.served_name,
+        "api_keys": settled(options.api_keys, ()),
+        "metrics_keys": settled(options.metrics_keys, ()),
+    }
+    return options.model_copy(update=changed)
 
 
 def settled(path: str | None, words: Sequence[str]) -> str | None:

@@ -31,6 +31,10 @@ def up(
         list[str] | None,
         typer.Option(help="NAME=ADAPTER: another adapter, for requests that ask for NAME; may be given again."),
     ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=MODEL: another model, for requests that ask for NAME; may be given again."),
+    ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
     min_replicas: Annotated[int, typer.Option(min=0, help="With --max-replicas: 0 lets the model sleep.")] = 1,
     max_replicas: Annotated[int | None, typer.Option(min=1, help="As many engines as the load wants, up to this.")] = (
@@ -55,7 +59,7 @@ def up(
         str | None, typer.Option(help="An OpenTelemetry collector for spans of requests: http://collector:4318.")
     ] = None,
 ) -> None:
-    """Serve a model: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
+    """Serve models: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
 
     Joins the Ray cluster that runs here (or at RAY_ADDRESS), else starts one. Ctrl-C ends it.
     """
@@ -67,7 +71,8 @@ def up(
         except ModuleNotFoundError as error:
             raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
         given = {
-            "model": model, "adapter": adapter, "adapters": named(also or []),
+            "model": model, "adapter": adapter, "adapters": named(also or [], "--also", "adapter"),
+            "models": {name: {"model": path} for name, path in named(beside or [], "--beside", "model").items()},
             "name": name, "dtype": dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
@@ -77,16 +82,16 @@ def up(
         deploy.up(UpOptions(serve=serve, host=host, port=port))
 
 
-def named(pairs: list[str]) -> dict[str, str]:
-    """NAME=ADAPTER each. Raises ConfigError."""
+def named(pairs: list[str], option: str, kind: str) -> dict[str, str]:
+    """What an option says by NAME=KIND each, by the names. Raises ConfigError."""
     found = {}
     for pair in pairs:
-        name, equals, adapter = pair.partition("=")
-        if not (name and equals and adapter):
-            raise ConfigError(f"--also {pair} names no adapter: write NAME=ADAPTER")
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise ConfigError(f"{option} {pair} names no {kind}: write NAME={kind.upper()}")
         if name in found:
-            raise ConfigError(f"--also names {name} twice")
-        found[name] = adapter
+            raise ConfigError(f"{option} names {name} twice")
+        found[name] = value
     return found
 
 

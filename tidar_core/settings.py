@@ -1,8 +1,8 @@
 """Options that come from outside, a config file or a builder's arguments, read so that a mistake is one line."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -12,27 +12,44 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def read_options(kind: type[ModelT], given: Mapping[str, Any]) -> ModelT:
-    """The options that `given` names, as a `kind` that forbids unknown keys.
+    """The options that `given` names, as a `kind` that forbids unknown keys, at any depth.
 
     Raises ConfigError for the first mistake: the key, what is wrong with it, what would be right.
     """
     try:
         return kind.model_validate(dict(given))
     except ValidationError as error:
-        raise ConfigError(first_mistake(error, kind.model_fields)) from None
+        raise ConfigError(first_mistake(error, kind)) from None
 
 
-def first_mistake(error: ValidationError, known: Iterable[str]) -> str:
-    """What is wrong with the first key that pydantic refused, in one line; `known` are the keys that there are."""
-    mistake = error.errors()[0]
-    key = ".".join(str(part) for part in mistake["loc"])
+def first_mistake(error: ValidationError, kind: type[BaseModel]) -> str:
+    """What is wrong with the first key that pydantic refused of a `kind`, in one line."""
+    mistake = min(error.errors(), key=lambda one: one["type"] == "missing")  # one that is misspelt is missing, too
+    place = [str(step) for step in mistake["loc"]]
+    key = ".".join(place)
     if mistake["type"] == "extra_forbidden":
-        return f"unknown key '{key}'{suggestion(key, known)}"
+        return f"unknown key '{key}'{suggestion(place[-1], keys_beside(place, kind))}"
     said = mistake["msg"].removeprefix("Value error, ")
     said = said[:1].lower() + said[1:]
     if not key:
         return said
     return f"{key} is missing" if mistake["type"] == "missing" else f"{key} is {mistake['input']!r}: {said}"
+
+
+def keys_beside(place: Sequence[str], kind: type[BaseModel]) -> Iterable[str]:
+    """The keys that may stand at a place in a `kind`, which may lie in a model within it."""
+    for step in place[:-1]:
+        if step in kind.model_fields:  # else it is a key or an index of the user's own, in a dict or a list of models
+            kind = next(models_in(kind.model_fields[step].annotation), kind)
+    return kind.model_fields
+
+
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The pydantic models that a field's annotation names."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

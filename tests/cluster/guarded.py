@@ -1,11 +1,11 @@
-"""A server as a platform runs it: keys, another site's origin, a model whose template has tools."""
+"""A server as a platform runs it: keys, another site's origin, a model whose template has tools, another beside it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.options import ServeOptions
+from cluster.options import FurtherModel, ServeOptions
 from tests.servers import Server, running, start_with
 from tests.tiny import HERMES_TEMPLATE, tiny_adapter, tiny_checkpoint, tool_tokenizer
 
@@ -15,12 +15,14 @@ KEYS = ("key-of-one", "key-of-another")
 
 @dataclass(frozen=True)
 class Guarded:
-    """The server, two keys for its API and one for its metrics."""
+    """The server, what it was started with, two keys for its API and one for its metrics."""
 
     server: Server
+    options: ServeOptions
     key: str = KEYS[0]
     other_key: str = KEYS[1]
     plain: str = "tiny/plain"  # the same model without a drafter
+    beside: str = "org/qwen"  # another architecture with another vocabulary and a drafter of its own
     metrics_key: str = "key-of-metrics"
 
     @property
@@ -38,12 +40,15 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
     model = tiny_checkpoint(directory / "tiny", max_positions=2048)
     tool_tokenizer(HERMES_TEMPLATE).save_pretrained(model)
     adapter = tiny_adapter(directory / "adapter", model)
+    beside = tiny_checkpoint(directory / "qwen", "qwen2", seed=1, vocab=400)
+    beside_adapter = tiny_adapter(directory / "qwen-adapter", beside, block_length=3)
     (directory / "keys").write_text("\n".join(KEYS))
     (directory / "metrics").write_text(Guarded.metrics_key)
     options = ServeOptions(
         model=str(model),
         adapter=str(adapter),
         adapters={Guarded.plain: "none"},
+        models={Guarded.beside: FurtherModel(model=str(beside), adapter=str(beside_adapter), max_model_len=512)},
         name="tiny",
         dtype="float32",
         device="cpu",
@@ -53,5 +58,5 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
         traces=traces,
     )
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds
-    with running(start_with(directory, options, more=soon)) as server:
-        yield Guarded(server)
+    with running(start_with(directory, options, cpus=options.most_engines, more=soon)) as server:
+        yield Guarded(server, options)

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +280,7 @@ class Verdict:
 
 def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
     """Compare every stream as text and by its count, the traced ones token by token, with an engine in this process."""
-    engine = load_engine(options.engine_config(options.adapter, "cpu", 1))
+    engine = load_engine(replace(options.served[options.served_name].config, device="cpu", threads=1))
     answers = answer_all(engine, [one.ask.prompt for one in told], [one.ask.params() for one in told])
     different = lost = repeated = 0
     for one, answer in zip(told, answers, strict=True):

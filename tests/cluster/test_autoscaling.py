@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.autoscaling import FULL, LONG_WAIT_SECONDS, START_SECONDS, LoadPolicy, Reading, read, replicas_wanted
-from cluster.options import ServeOptions
+from cluster.options import FurtherModel, ServeOptions
 from tests.cluster.scale_run import PROMPTS, follow, replicas_there, verdict
 from tests.servers import Server, running, start_with, tiny_model
+from tests.tiny import tiny_checkpoint
 
 READINGS = st.lists(
     st.builds(
@@ -113,11 +114,19 @@ def asleep(server: Server) -> bool:
     return False
 
 
+def wait_until_asleep(server: Server) -> None:
+    deadline = time.monotonic() + 60
+    while not asleep(server):
+        assert time.monotonic() < deadline, "nobody asks, and it does not go to sleep"
+        time.sleep(0.2)
+
+
 def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path) -> None:
     model, adapter = tiny_model(tmp_path)
     options = ServeOptions(
         model=str(model),
         adapter=str(adapter),
+        models={"beside": FurtherModel(model=str(tiny_checkpoint(tmp_path / "qwen", "qwen3")))},
         dtype="float32",
         device="cpu",
         threads=1,
@@ -129,9 +138,10 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         downscale_to_zero_delay_s=2,
     )
     with (
-        running(start_with(tmp_path, options, cpus=3)) as server,
+        running(start_with(tmp_path, options, cpus=options.most_engines)) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
+        wait_until_asleep(server)
         course = follow(
             server,
             [
@@ -145,12 +155,9 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         assert len(course.streams) > 12
         print(f"{len(course.streams)} streams while replicas came and went")
 
-        deadline = time.monotonic() + 60
-        while not asleep(server):
-            assert time.monotonic() < deadline, "nobody asks, and it does not go to sleep"
-            time.sleep(0.2)
+        wait_until_asleep(server)
         assert client.get("/health").status_code == 200
-        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["tiny", "beside"]
         assert client.post("/tokenize", json={"prompt": "The quick"}).status_code == 200
         time.sleep(2)
         assert asleep(server), "being looked at wakes nobody"
@@ -162,3 +169,6 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         print(f"awake after {time.monotonic() - began:.1f} s")
         known = {one.text for one in course.streams if one.prompt == PROMPTS[0]}
         assert {answer.json()["choices"][0]["text"]} == known
+        assert replicas_there(server) == 1, "who asks for one wakes no other"
+        other = client.post("/v1/completions", json=body | {"model": "beside"})
+        assert (other.status_code, other.json().get("model")) == (200, "beside"), other.text

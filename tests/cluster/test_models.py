@@ -1,26 +1,39 @@
-"""One base under several adapters: each on its own engine, chosen by the name that a request asks for."""
+"""Several bases, one of them under several adapters: each on its own engine, chosen by the name that a request asks
+for."""
 
 import asyncio
 import json
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import ray
 from opentelemetry.trace import NoOpTracer
 
-from cluster.app import engine_names
+from cluster.app import engine_names, placement, replica_count
+from cluster.deploy import check_resources
 from cluster.directory import Directory
 from cluster.errors import ApiError
 from cluster.metrics import IngressMetrics
 from cluster.models import SETTLE_SECONDS, Models
 from cluster.options import ServeOptions
+from cluster.preflight import absolute, check_options, check_visible
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_api import NoReplica
+from tests.servers import tiny_model
+from tests.tiny import tiny_adapter, tiny_checkpoint
+from tidar_core.bench.drive import answer_all
+from tidar_core.cli import named
 from tidar_core.config import ConfigError
+from tidar_core.engine import Engine, load_engine
+from tidar_core.request import SamplingParams
 from tidar_core.settings import read_options
 
 PROMPT = list(range(50, 90))
+NAMES = ["tiny", Guarded.plain, Guarded.beside]
 
 
 def complete(guarded: Guarded, **fields: Any) -> dict[str, Any]:
@@ -30,12 +43,86 @@ def complete(guarded: Guarded, **fields: Any) -> dict[str, Any]:
     return answer.json()
 
 
+def metric(guarded: Guarded, name: str) -> dict[str, float]:
+    """A metric's value by model, summed over its other labels."""
+    page = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {Guarded.metrics_key}"}).text
+    found = dict.fromkeys(NAMES, 0.0)
+    for line in page.splitlines():
+        if line.startswith(name):
+            found[line.split('model_name="')[1].split('"')[0]] += float(line.split()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(guarded: Guarded) -> dict[str, Engine]:
+    """For each name an engine in this process, from the same files."""
+    return {name: load_engine(replace(served.config, threads=1)) for name, served in guarded.options.served.items()}
+
+
 def test_all_are_listed_the_models_own_name_first(guarded: Guarded) -> None:
     listed = httpx.get(f"{guarded.url}/v1/models", headers=guarded.headers).json()["data"]
-    assert [model["id"] for model in listed] == ["tiny", Guarded.plain]
-    assert [model["tidar"]["block_length"] for model in listed] == [4, 0]
-    shown = httpx.get(f"{guarded.url}/v1/models/{Guarded.plain}", headers=guarded.headers).json()
-    assert shown == listed[1]
+    assert [model["id"] for model in listed] == NAMES
+    assert [model["tidar"]["block_length"] for model in listed] == [4, 0, 3]
+    assert [model["max_model_len"] for model in listed] == [2048, 2048, 512]
+    assert [Path(model["root"]).name for model in listed] == ["tiny", "tiny", "qwen"]
+    for model in listed:
+        shown = httpx.get(f"{guarded.url}/v1/models/{model['id']}", headers=guarded.headers).json()
+        assert shown == model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_what_an_engine_of_its_base_says(guarded: Guarded, alone: dict[str, Engine], name: str) -> None:
+    before = metric(guarded, "vllm:generation_tokens_total")
+    greedy = complete(guarded, model=name, max_tokens=48)
+    drawn = complete(guarded, model=name, max_tokens=48, temperature=1.0, seed=7, tidar={"drafts": "full"})
+    engine = alone[name]
+    params = [
+        SamplingParams(48, temperature=0.0, ignore_eos=True),
+        SamplingParams(48, temperature=1.0, seed=7, ignore_eos=True),
+    ]
+    answers = answer_all(engine, [tuple(PROMPT)] * 2, params)
+    texts = [engine.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
+    assert [answer["choices"][0]["text"] for answer in (greedy, drawn)] == texts
+    after = metric(guarded, "vllm:generation_tokens_total")
+    assert {one: after[one] - before[one] for one in NAMES} == {one: 96.0 if one == name else 0.0 for one in NAMES}
+
+
+def test_each_has_its_own_tokens_template_and_limit(guarded: Guarded, alone: dict[str, Engine]) -> None:
+    def ask(path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{guarded.url}{path}", json=body, headers=guarded.headers, timeout=60)
+
+    text = "The quick brown fox asks what the answer is."
+    found = {name: ask("/tokenize", model=name, prompt=text).json()["tokens"] for name in NAMES}
+    assert found == {name: engine.tokenizer.encode(text) for name, engine in alone.items()}
+    assert found["tiny"] != found[Guarded.beside]
+    for name, tokens in found.items():
+        assert ask("/detokenize", model=name, tokens=tokens).json() == {"prompt": text}
+    # Beyond one vocabulary, within the other.
+    assert [ask("/v1/completions", model=name, prompt=[450], max_tokens=1).status_code for name in NAMES] == [
+        200, 200, 400,
+    ]  # fmt: skip
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 4}
+    assert [ask("/v1/chat/completions", model=name, **chat).status_code for name in NAMES] == [200, 200, 400]
+    long = {"prompt": "a", "max_tokens": 600, "temperature": 0}
+    refused = ask("/v1/completions", model=Guarded.beside, **long)
+    assert (refused.status_code, "512" in refused.text) == (400, True)
+
+
+def test_none_reads_what_another_has_cached(guarded: Guarded) -> None:
+    def cached(name: str) -> int:
+        answer = complete(guarded, model=name, prompt=list(range(300, 365)), max_tokens=1)
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(name) for name in NAMES] == [0, 0, 0]
+    assert [cached(name) for name in NAMES] == [64, 64, 64]
+
+
+def test_what_runs_is_told_for_each_name(guarded: Guarded) -> None:
+    told = guarded.server.log.read_text()
+    for name in NAMES:
+        _, said = told.split(f"{name} is served in float32 on cpu", 1)
+        assert said.splitlines()[2].split() == ["replicas", "1"]
 
 
 def test_a_request_gets_the_adapter_it_asks_for_and_the_same_text(guarded: Guarded) -> None:
@@ -44,25 +131,17 @@ def test_a_request_gets_the_adapter_it_asks_for_and_the_same_text(guarded: Guard
     plain = complete(guarded, model=Guarded.plain)
     assert [answer["model"] for answer in (drafting, named, plain)] == ["tiny", "tiny", Guarded.plain]
     assert drafting["choices"][0]["text"] == named["choices"][0]["text"] == plain["choices"][0]["text"]
-    page = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {Guarded.metrics_key}"}).text
-    rows = {
-        line.split('model_name="')[1].split('"')[0]: float(line.split()[-1])
-        for line in page.splitlines()
-        if line.startswith("tidar:rows_total") and 'kind="mask"' in line
-    }
-    assert rows["tiny"] > 0
-    assert rows[Guarded.plain] == 0
+    drafted = metric(guarded, "vllm:spec_decode_num_draft_tokens_total")
+    assert drafted["tiny"] > 0
+    assert drafted[Guarded.plain] == 0
 
 
-def test_streams_and_tokens_of_the_other_one(guarded: Guarded) -> None:
-    body = {"model": Guarded.plain, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "stream": True}
+@pytest.mark.parametrize("name", [Guarded.plain, Guarded.beside])
+def test_streams_of_the_others(guarded: Guarded, name: str) -> None:
+    body = {"model": name, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=guarded.headers) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
-    assert {json.loads(line.removeprefix("data: "))["model"] for line in lines} == {Guarded.plain}
-    counted = httpx.post(
-        f"{guarded.url}/tokenize", json={"model": Guarded.plain, "prompt": "one two"}, headers=guarded.headers
-    )
-    assert counted.json()["count"] > 0
+    assert {json.loads(line.removeprefix("data: "))["model"] for line in lines} == {name}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
@@ -70,7 +149,7 @@ def test_an_unknown_name_is_told_all_that_there_are(guarded: Guarded, path: str)
     body = {"model": "other", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     answer = httpx.post(f"{guarded.url}{path}", json=body, headers=guarded.headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert f"tiny, {Guarded.plain}" in answer.json()["error"]["message"]
+    assert ", ".join(NAMES) in answer.json()["error"]["message"]
 
 
 def two(**first: Any) -> Models:
@@ -100,20 +179,123 @@ def test_what_names_no_model_is_for_the_first(raw: bytes) -> None:
     assert asyncio.run(made.wanted(raw)) is made.named("one")
 
 
+OTHER = {"model": "org/other"}
+
+
 @pytest.mark.parametrize(
-    ("adapters", "said"),
+    ("given", "said"),
     [
-        ({"base": "none"}, "base is the name of the model itself"),
-        ({"a b": "none"}, "'a b' is no name for a model"),
-        ({"a/b": "none", "a-b": "none"}, "differ by / and - alone"),
+        ({"adapters": {"base": "none"}}, "base is the name of the model itself"),
+        ({"models": {"base": OTHER}}, "base is the name of the model itself"),
+        ({"adapters": {"a b": "none"}}, "'a b' is no name for a model"),
+        ({"models": {"/a": OTHER}}, "'/a' is no name for a model"),
+        ({"adapters": {"a": "none"}, "models": {"a": OTHER}}, "a is in adapters and in models"),
+        ({"adapters": {"a/b": "none", "a-b": "none"}}, "two names differ by / and - alone"),
+        ({"adapters": {"a/b": "none"}, "models": {"a-b": OTHER}}, "two names differ by / and - alone"),
+        ({"models": {"a": {"modle": "x"}}}, "unknown key 'models.a.modle': did you mean 'model'?"),
+        ({"models": {"a": OTHER | {"device": "cpu"}}}, "unknown key 'models.a.device': there are model, adapter"),
+        ({"models": {"a": {"adapter": "none"}}}, "models.a.model is missing"),
+        ({"models": {"a": OTHER | {"replicas": 0}}}, "models.a.replicas is 0: input should be greater"),
+        ({"models": {"a": OTHER | {"replicas": 2}}, "max_replicas": 2}, "models.a.replicas and max_replicas both say"),
+        ({"models": {"a": OTHER | {"dtype": "int4"}}, "device": "cuda"}, "models.a: dtype int4 is for CPUs"),
+        ({"models": {"a": OTHER | {"dtype": "int8"}}, "accelerator": "H100"}, "models.a: dtype int8 is for CPUs"),
     ],
-)
-def test_names_that_cannot_be_are_refused(adapters: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_options(ServeOptions, {"name": "base", "adapters": adapters})
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(ServeOptions, {"name": "base", **given})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
-def test_every_adapter_has_a_deployment_of_its_own() -> None:
-    options = ServeOptions(name="org/base", adapters={"org/code": "none", "chat": "none"}, replicas=2)
-    assert engine_names(options) == {"org/base": "Engine", "org/code": "Engine-org-code", "chat": "Engine-chat"}
+def test_every_name_has_a_deployment_of_its_own() -> None:
+    options = read_options(
+        ServeOptions, {"name": "org/base", "adapters": {"org/code": "none"}, "models": {"org/q": OTHER}, "replicas": 2}
+    )
+    assert engine_names(options) == {"org/base": "Engine", "org/code": "Engine-org-code", "org/q": "Engine-org-q"}
     assert options.most_engines == 6
+
+
+def test_what_is_left_out_is_as_with_the_first() -> None:
+    common = {"name": "one", "dtype": "float32", "drafts": "full", "max_model_len": 300, "exact": False, "replicas": 3}
+    own = {"dtype": "bfloat16", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none"}
+    options = read_options(
+        ServeOptions, {**common, "adapter": "a", "adapters": {"two": "b"}, "models": {"x": OTHER, "y": OTHER | own}}
+    )
+    served = options.served
+    assert {name: (one.config.model, one.config.adapter, one.engines) for name, one in served.items()} == {
+        "one": (options.model, "a", 3),
+        "two": (options.model, "b", 3),
+        "x": ("org/other", "default", 3),
+        "y": ("org/other", "none", 1),
+    }
+    first, x, y = (served[name].config for name in ("one", "x", "y"))
+    assert replace(x, model=first.model, adapter="a") == first
+    assert replace(y, dtype="float32", drafts="full", max_model_len=300, adapter="default") == x
+    assert [replica_count(options, one)["num_replicas"] for one in served.values()] == [3, 3, 3, 1]
+    assert options.most_engines == 10
+
+
+def test_engines_that_follow_the_load_do_so_for_each_name() -> None:
+    options = read_options(
+        ServeOptions, {"name": "one", "min_replicas": 0, "max_replicas": 4, "models": {"other": OTHER}}
+    )
+    for served in options.served.values():
+        scaling = replica_count(options, served)["autoscaling_config"]
+        assert (scaling.min_replicas, scaling.max_replicas) == (0, 4)
+    assert options.most_engines == 8
+
+
+def test_all_engines_of_a_node_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 12.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    models = {"x": {**OTHER, "replicas": 3}, "y": OTHER}
+    options = read_options(ServeOptions, {"name": "one", "replicas": 2, "models": models})
+    assert placement(options) == ("cpu", 12 // (2 + 3 + 2))
+    assert placement(options.model_copy(update={"models": {}})) == ("cpu", 6)
+    check_resources(options)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
+    with pytest.raises(ConfigError, match="7 engines need as many CPUs, Ray sees 6: lower --replicas or serve fewer"):
+        check_resources(options)
+
+
+def test_paths_of_all_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("base", "drafter", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    models = {"x": {"model": "other", "adapter": "drafter", "replicas": 2}, "y": OTHER}
+    chosen = absolute(read_options(ServeOptions, {"model": "base", "models": models}))
+    assert {name: (one.config.model, one.config.adapter) for name, one in chosen.served.items()} == {
+        "base": (str(tmp_path / "base"), "default"),
+        "x": (str(tmp_path / "other"), str(tmp_path / "drafter")),
+        "y": ("org/other", "default"),
+    }
+    assert chosen.models["x"].replicas == 2
+
+
+def test_each_adapter_is_checked_against_its_own_base(tmp_path: Path) -> None:
+    model, adapter = tiny_model(tmp_path)
+    narrow = tiny_checkpoint(tmp_path / "narrow", "qwen3", hidden=48)
+    fits = tiny_adapter(tmp_path / "fits", narrow)
+
+    def options(path: Path, base: Path = narrow) -> ServeOptions:
+        further = {"model": str(base), "adapter": str(path)}
+        return read_options(ServeOptions, {"model": str(model), "adapter": str(adapter), "models": {"x": further}})
+
+    for check in (check_options, check_visible):
+        check(options(fits))
+        with pytest.raises(ConfigError, match=r"adapter tiny-adapter does not fit: made for tiny with .* x has"):
+            check(options(adapter))
+    check_visible(options(fits, tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="elsewhere"):
+        check_options(options(fits, tmp_path / "elsewhere"))
+
+
+def test_names_on_the_command_line() -> None:
+    assert named(["a=x", "b=c:/d=e"], "--beside", "model") == {"a": "x", "b": "c:/d=e"}
+    with pytest.raises(ConfigError, match=r"^--beside a names no model: write NAME=MODEL$"):
+        named(["a"], "--beside", "model")
+    with pytest.raises(ConfigError, match=r"^--also a= names no adapter: write NAME=ADAPTER$"):
+        named(["a="], "--also", "adapter")
+    with pytest.raises(ConfigError, match=r"^--beside names a twice$"):
+        named(["a=x", "a=y"], "--beside", "model")
