@@ -37,11 +37,17 @@ class Ingress:
 
     def __init__(self, engines: dict[str, DeploymentHandle], options: ServeOptions):
         wake = Wake(options.wake_seconds, options.max_ongoing) if options.sleeps else None
-        self._directories = {name: Directory(engine, wake) for name, engine in engines.items()}
+        self._directories = {name: Directory(as_made_here(engine), wake) for name, engine in engines.items()}
         self._options = options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_api(self._directories, self._options)
+
+
+def as_made_here(handle: DeploymentHandle) -> DeploymentHandle:
+    """The same deployment's handle, by the settings of this process: one that was made elsewhere keeps to those of the
+    process where it was made, and would not go by gRPC where that one was not told to."""
+    return serve.get_deployment_handle(handle.deployment_name, handle.app_name)
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from cluster.affinity import PROMPT_MARKS
 from cluster.card import ModelCard
 from cluster.errors import full, not_ready
 from cluster.prompts import prepare
-from cluster.replica import Accepted, Batch, EngineKind
+from cluster.replica import Accepted, Address, Batch, EngineKind
 from cluster.routing import Way, ask, listen
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
@@ -46,6 +47,7 @@ class Directory:
 
     def __init__(self, engine: DeploymentHandle, wake: Wake | None = None):
         self.engine = engine
+        self._name = secrets.token_hex(8)  # under which the replicas know this ingress
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None
         self._held = 0
@@ -118,7 +120,7 @@ class Directory:
     async def _call_for_one(self) -> None:
         """A call that waits for a replica is what Serve starts one for."""
         try:
-            await ask(self.engine, "alive")
+            await ask(self.engine, "alive", self._name)
             await self._look()
         except Exception as error:
             log.warning("the model could not be woken yet: %s", error)
@@ -138,29 +140,37 @@ class Directory:
         self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
     ) -> DeploymentResponseGenerator[Accepted | Batch]:
         """Send a request to a replica (`EngineReplica.generate`)."""
-        return listen(self.engine, "generate", request, mailbox, kind, way=way)
+        return listen(self.engine, "generate", request, Address(self._name, mailbox), kind, way=way)
 
     def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | Batch]:
         """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
-        return listen(self.engine, "listen", mailbox, way=Way(only=replica))
+        return listen(self.engine, "listen", Address(self._name, mailbox), way=Way(only=replica))
 
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
         the model only sleeps."""
-        try:
-            # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a model.
-            answers = await self.engine.broadcast("metrics").results_async(
-                timeout_s=METRICS_SECONDS, return_exceptions=True
-            )
-        except TimeoutError:  # one that hangs holds up the answers of all
-            answers = list((await self._ask_each(self.replicas, "metrics", METRICS_SECONDS)).values())
-        except Exception as error:  # no replica yet, or none any more
-            log.debug("no replica tells: %s", error)
-            answers = []
+        answers = await self._all_tell()
         told = [answer for answer in answers if not isinstance(answer, BaseException)]
         if not told and (self.replicas or not self.serves):
             raise not_ready()
         return told
+
+    async def _all_tell(self) -> list[Any]:
+        """What the replicas that run answer to `metrics`, or fail of."""
+        if not self.silent:
+            try:
+                # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a
+                # model.
+                return await self.engine.broadcast("metrics").results_async(
+                    timeout_s=METRICS_SECONDS, return_exceptions=True
+                )
+            except TimeoutError:  # one that hangs holds up the answers of all
+                pass
+            except Exception as error:  # no replica yet, or none any more
+                log.debug("no replica tells: %s", error)
+                return []
+        there = [name for name in self.replicas if name not in self.silent]
+        return list((await self._ask_each(there, METRICS_SECONDS, "metrics")).values())
 
     async def _watch(self) -> None:
         while True:
@@ -173,12 +183,12 @@ class Directory:
 
     async def _look(self) -> None:
         try:
-            answers = await self.engine.broadcast("alive").results_async(
+            answers = await self.engine.broadcast("alive", self._name).results_async(
                 timeout_s=REPLY_SECONDS, return_exceptions=True
             )
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
-            alive = set(await self._ask_each(known, "alive", REPLY_SECONDS))
+            alive = set(await self._ask_each(known, REPLY_SECONDS, "alive", self._name))
             self.silent = (self.silent | known) - alive
         else:
             alive = {answer for answer in answers if isinstance(answer, str)}
@@ -192,11 +202,11 @@ class Directory:
         if alive and alive != self._described:
             await self._read_card(alive)
 
-    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers; those that do not answer in time are left out."""
 
         async def one(name: str) -> Any:
-            response = ask(self.engine, method, way=Way(only=name))
+            response = ask(self.engine, method, *args, way=Way(only=name))
             try:
                 async with asyncio.timeout(seconds):
                     return await response
@@ -216,6 +226,6 @@ class Directory:
         Where it does not answer, the card that is known stays until the next look.
         """
         name = min(alive - self._described or alive)
-        for card in (await self._ask_each([name], "describe", METRICS_SECONDS)).values():
+        for card in (await self._ask_each([name], METRICS_SECONDS, "describe")).values():
             self._backend = prepare(card)
             self._card, self._described = card, alive

@@ -32,6 +32,7 @@ IDLE_SECONDS = (
     1.0  # without any request, and a call for events ends: Serve waits for calls before it takes a replica away
 )
 UNHEARD_SECONDS = 60.0
+TICK_SECONDS, GONE_TICKS = 1.0, 10  # an ingress that shows no sign of life for so many ticks is gone
 STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
 
 
@@ -62,9 +63,18 @@ class Batch:
     events: tuple[Event, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where events are fetched: an ingress, by the name that its signs of life bear, and one of its mailboxes."""
+
+    ingress: str
+    mailbox: str
+
+
 @dataclass(slots=True)
 class Mailbox:
-    """The events of all requests that were sent under one name. requests: those in flight. heard: somebody listens."""
+    """The events of all requests that were sent under one address. requests: those in flight. heard: somebody
+    listens."""
 
     heard: bool = False
     requests: dict[str, "Subscriber"] = field(default_factory=dict)
@@ -74,6 +84,11 @@ class Mailbox:
     def push(self, event: Event) -> None:
         self.events.append(event)
         self.news.set()
+
+    def close(self) -> None:
+        """Nobody will fetch what comes: the requests end."""
+        for subscriber in self.requests.values():
+            subscriber.over.set()
 
     async def take(self) -> tuple[Event, ...]:
         """All events since the last call, waiting for one; none where nothing happens for a heartbeat."""
@@ -103,7 +118,8 @@ class EngineReplica:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self._subscribers: dict[str, Subscriber] = {}
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._mailboxes: dict[Address, Mailbox] = {}
+        self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
         progress = ProgressLine(self._replica)
         # Ray sets it to the CPUs that were asked for; libgomp reads it once, when torch is first imported.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
@@ -146,22 +162,26 @@ class EngineReplica:
         )
         self._full_batch = info.cost.full_batch(info.max_running)
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
+        self._loop.call_later(TICK_SECONDS, self._tick)
 
     async def generate(
-        self, request: Request, mailbox: str, kind: EngineKind | None = None, way: Way = ANYWHERE
+        self, request: Request, address: Address, kind: EngineKind | None = None, way: Way = ANYWHERE
     ) -> AsyncGenerator[Accepted, None]:
         """Take a request on: says so, and ends when the request has ended, by its finish, a `Refusal` or a `Failure`.
-        Its events are for `listen` to fetch, under the mailbox's name.
+        Its events are for `listen` to fetch, at the address.
 
         A request that began at an engine of another `kind` is not gone on with. Closing or cancelling this ends the
-        request in the engine before the next step. Raises LookupError for a request that is here already.
+        request in the engine before the next step, and so does the silence of the ingress: cut off by the network, or
+        dead where Serve's calls do not go by gRPC, it cancels nothing. Raises LookupError for a request that is here
+        already.
         """
         if request.request_id in self._subscribers:  # Serve sends a call again whose line was cut
             raise LookupError(f"{request.request_id} is under way already")
         if kind not in (None, self._kind):
             yield Accepted(self._replica, self._kind)
             return
-        box = self._mailboxes.setdefault(mailbox, Mailbox())
+        self._silences[address.ingress] = 0
+        box = self._mailboxes.setdefault(address, Mailbox())
         subscriber = Subscriber(Timing(time.monotonic(), resumed=bool(request.emitted)), box)
         self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
         self._metrics.arrived(len(request.prompt), subscriber.timing)
@@ -172,21 +192,21 @@ class EngineReplica:
         finally:
             del self._subscribers[request.request_id], box.requests[request.request_id]
             if not box.heard:
-                self._loop.call_later(UNHEARD_SECONDS, self._sweep, mailbox)
+                self._loop.call_later(UNHEARD_SECONDS, self._sweep, address)
             if not subscriber.ended:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
 
-    async def listen(self, mailbox: str, way: Way = ANYWHERE) -> AsyncGenerator[Batch, None]:
-        """Everything that happens to the requests that were sent under a mailbox's name, an item a step; ends once
-        there have been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
+    async def listen(self, address: Address, way: Way = ANYWHERE) -> AsyncGenerator[Batch, None]:
+        """Everything that happens to the requests that were sent under an address, an item a step; ends once there have
+        been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
 
         Raises LookupError where the call was meant for another replica, as from a router that does not keep to ways,
         and where somebody listens already: Serve sends a call again whose line was cut, and two would share the events.
         """
         if way.only not in (None, self._replica):
             raise LookupError(f"{self._replica} is not {way.only}")
-        box = self._mailboxes.setdefault(mailbox, Mailbox())
+        box = self._mailboxes.setdefault(address, Mailbox())
         if box.heard:
             raise LookupError("this mailbox is listened to already")
         box.heard = True
@@ -200,17 +220,17 @@ class EngineReplica:
                     events = (Failure("the engine hangs"),)
                 yield Batch(self._replica, events)
         finally:
-            for subscriber in box.requests.values():
-                subscriber.over.set()
-            if self._mailboxes.get(mailbox) is box:
-                del self._mailboxes[mailbox]
+            box.close()
+            if self._mailboxes.get(address) is box:
+                del self._mailboxes[address]
 
     async def describe(self, way: Way = ANYWHERE) -> ModelCard:
         """What the ingress must know of the model."""
         return self._card
 
-    async def alive(self, way: Way = ANYWHERE) -> str:
-        """The replica's name; raises where its engine failed or hangs."""
+    async def alive(self, ingress: str, way: Way = ANYWHERE) -> str:
+        """The replica's name; raises where its engine failed or hangs. To ask is a sign of life of the ingress."""
+        self._silences[ingress] = 0
         self.check_health()
         return self._replica
 
@@ -250,11 +270,22 @@ class EngineReplica:
         if self._thread.step_seconds() > STEP_SECONDS:
             raise RuntimeError(f"the engine has been busy with one step for more than {STEP_SECONDS:g} s")
 
-    def _sweep(self, mailbox: str) -> None:
+    def _sweep(self, address: Address) -> None:
         """Throw a mailbox away that nobody came for: whose it was is gone."""
-        box = self._mailboxes.get(mailbox)
+        box = self._mailboxes.get(address)
         if box is not None and not box.heard and not box.requests:
-            del self._mailboxes[mailbox]
+            del self._mailboxes[address]
+
+    def _tick(self) -> None:
+        """End what an ingress asked for that has been silent for long. Ticks are counted, not time: while this event
+        loop is held up nobody can be heard."""
+        self._loop.call_later(TICK_SECONDS, self._tick)
+        self._silences = {ingress: ticks + 1 for ingress, ticks in self._silences.items() if ticks < GONE_TICKS}
+        for address, box in list(self._mailboxes.items()):
+            if address.ingress not in self._silences:
+                log.warning("an ingress is gone: %d requests of it end", len(box.requests))
+                del self._mailboxes[address]
+                box.close()
 
     def _deliver(self, events: Sequence[Event]) -> None:
         self._loop.call_soon_threadsafe(self._spread, events)

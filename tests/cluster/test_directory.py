@@ -18,7 +18,7 @@ class Stubborn:
         self.looks = 0
         self.second = asyncio.Event()
 
-    def broadcast(self, method: str) -> "Stubborn":
+    def broadcast(self, method: str, ingress: str) -> "Stubborn":
         return self
 
     async def results_async(self, **_: Any) -> list[str]:
@@ -50,7 +50,7 @@ class Living:
 
     name = "one"
 
-    def broadcast(self, method: str) -> "Living":
+    def broadcast(self, method: str, ingress: str) -> "Living":
         return self
 
     async def results_async(self, **_: Any) -> list[str]:
@@ -64,7 +64,7 @@ class Undescribed(Directory):
         super().__init__(Living())  # type: ignore[arg-type]
         self.asked = asyncio.Event()
 
-    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         self.asked.set()
         await asyncio.sleep(60)
         return {}
@@ -95,7 +95,7 @@ class Replaced(Directory):
         self.card = card
         self.asked = asyncio.Event()
 
-    async def _ask_each(self, names: Iterable[str], method: str, seconds: float) -> dict[str, Any]:
+    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         if list(names) == ["one"]:
             return {"one": self.card}
         self.asked.set()

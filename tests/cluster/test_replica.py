@@ -1,0 +1,149 @@
+"""The engine deployment itself, on one event loop, without Serve around it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray import serve
+
+from cluster import replica as room
+from cluster.replica import Accepted, Address, Batch, EngineReplica
+from tests.tiny import tiny_checkpoint
+from tidar_core.config import EngineConfig
+from tidar_core.request import Request, SamplingParams, StepOutput
+
+NAME = "one"
+LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+BOX = Address("an ingress", "box")
+Start = Callable[[], AbstractAsyncContextManager[EngineReplica]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("replica") / "model", max_positions=4096)
+
+
+@pytest.fixture
+def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=NAME))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(room, "ProgressLine", lambda _: SimpleNamespace(report=print, fail=print))  # no Ray to tell it
+    config = EngineConfig(model=str(model), adapter="none", dtype="float32", device="cpu", threads=1)
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[EngineReplica]:
+        made = EngineReplica.__new__(EngineReplica)
+        await made.__init__(config, "tiny")  # type: ignore[misc]  # as Serve does
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(made._thread.close)
+
+    return start
+
+
+async def running(replica: EngineReplica) -> int:
+    load = await replica.record_autoscaling_stats()
+    return int(load["answers"])
+
+
+async def accepted(replica: EngineReplica, request: Request, address: Address = BOX) -> "asyncio.Task[None]":
+    """Send a request, as an ingress does; the task is over when the request's own call is."""
+    begun = asyncio.Event()
+
+    async def call() -> None:
+        async for said in replica.generate(request, address):
+            assert isinstance(said, Accepted)
+            begun.set()
+
+    task = asyncio.create_task(call())
+    await asyncio.wait_for(begun.wait(), 10)
+    return task
+
+
+def test_an_answer_comes_by_the_mailbox_and_ends_both_calls(started: Start) -> None:
+    async def run() -> None:
+        async with started() as replica:
+            short = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+            task = await accepted(replica, Request("a", (5, 6, 7), short))
+            events = [event async for batch in replica.listen(BOX) for event in batch.events]
+            await asyncio.wait_for(task, 10)
+            assert all(isinstance(event, StepOutput) for event in events)
+            assert sum(len(event.tokens) for event in events) == 5
+            assert await running(replica) == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fetches", [False, True], ids=["cut off", "dead, its call goes on"])
+def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
+    started: Start, monkeypatch: pytest.MonkeyPatch, fetches: bool
+) -> None:
+    monkeypatch.setattr(room, "TICK_SECONDS", 0.05)
+
+    async def run() -> None:
+        async with started() as replica:
+            gone, there = Address("gone", "box"), Address("there", "box")
+            left = [await accepted(replica, Request(f"a{i}", (5, 6, 7), LONG), gone) for i in range(2)]
+            task = await accepted(replica, Request("b", (5, 6, 7), LONG), there)
+            calls = replica.listen(gone)
+            await anext(calls)
+            fetching = asyncio.create_task(exhaust(calls)) if fetches else None
+            tokens, when_they_ended = 0, 0
+            async for batch in replica.listen(there):
+                await replica.alive("there")
+                tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
+                if not all(one.done() for one in left):
+                    when_they_ended = tokens
+            assert when_they_ended < 2000  # they would have gone on as long as the other
+            assert tokens == 3000
+            await asyncio.wait_for(task, 10)
+            assert await running(replica) == 0
+            if fetching is not None:
+                await asyncio.wait_for(fetching, 10)
+
+    asyncio.run(run())
+
+
+async def exhaust(batches: AsyncIterator[Batch]) -> None:
+    async for _ in batches:
+        pass
+
+
+def test_the_end_of_listening_ends_the_requests(started: Start) -> None:
+    async def run() -> None:
+        async with started() as replica:
+            task = await accepted(replica, Request("a", (5, 6, 7), LONG))
+            async with aclosing(replica.listen(BOX)) as batches:
+                await anext(batches)
+            await asyncio.wait_for(task, 10)
+            assert await running(replica) == 0
+
+    asyncio.run(run())
+
+
+def test_a_second_listener_is_refused(started: Start) -> None:
+    async def run() -> None:
+        async with started() as replica:
+            task = await accepted(replica, Request("a", (5, 6, 7), LONG))
+            async with aclosing(replica.listen(BOX)) as batches:
+                await anext(batches)
+                with pytest.raises(LookupError, match="already"):
+                    await anext(replica.listen(BOX))
+            await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_a_stream_of_another_kind_of_engine_is_not_gone_on_with(started: Start) -> None:
+    async def run() -> None:
+        async with started() as replica:
+            other = room.EngineKind("another", "float32", "cpu", "", True)
+            said = [each async for each in replica.generate(Request("a", (5, 6, 7), LONG), BOX, other)]
+            assert [each.kind == other for each in said] == [False]
+            assert await running(replica) == 0
+
+    asyncio.run(run())
