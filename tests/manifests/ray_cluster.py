@@ -19,6 +19,7 @@ import httpx
 import psutil
 import yaml
 
+from tests.manifests.hosts import Host
 from tests.servers import MARK, REPOSITORY, free_port, marked_processes
 
 WAIT_SECONDS = 240
@@ -28,18 +29,19 @@ MANIFESTS = REPOSITORY / "manifests"
 @dataclass(frozen=True)
 class RayCluster:
     """One head node. `dashboard` is the address that `serve deploy` talks to, `environment` what a client needs,
-    `head_words` what `ray` started the head with."""
+    `head_words` what `ray` started the head with, `head_host` where, if not on this machine."""
 
     dashboard: str
     address: str
     environment: dict[str, str]
     directory: Path
     head_words: tuple[str, ...]
+    head_host: Host | None = None
 
     def start_head(self) -> psutil.Process:
         """Start the head, and wait until its dashboard answers requests about Serve."""
         log = self.directory / "head.log"
-        head = launch_ray(list(self.head_words), self.environment, log)
+        head = launch_ray(list(self.head_words), self.environment, log, self.head_host)
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             assert head.poll() is None, log.read_text()
@@ -49,13 +51,14 @@ class RayCluster:
                 return psutil.Process(head.pid)
             time.sleep(0.2)
 
-    def add_node(self, cpus: int, port: int | None = None) -> str:
-        """Join another Ray node to the cluster, on this machine; its id. port: its proxy's, by default the head's."""
+    def add_node(self, cpus: int, port: int | None = None, host: Host | None = None) -> str:
+        """Join another Ray node to the cluster, on this machine or a host; its id. port: its proxy's, by default the
+        head's."""
         known = self.nodes()
         words = ["start", f"--address={self.address}", "--block", f"--num-cpus={cpus}", "--num-gpus=0"]
         words += [f"--dashboard-agent-listen-port={free_port()}", f"--object-store-memory={128 * 1024**2}"]
         own = {} if port is None else {"RAY_SERVE_WORKER_PROXY_HTTP_PORT": str(port)}
-        launch_ray(words, {**self.environment, **own}, self.directory / "node.log")
+        launch_ray(words, {**self.environment, **own}, self.directory / "node.log", host)
         deadline = time.monotonic() + WAIT_SECONDS
         while not (new := self.nodes() - known):
             assert time.monotonic() < deadline, (self.directory / "node.log").read_text()
@@ -107,9 +110,11 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(cpus: int = 2, more: Mapping[str, str] = MappingProxyType({})) -> Iterator[RayCluster]:
-    """A cluster that is a head node with a token so far, `more` in its environment; however the test ends, none of its
-    processes is left."""
+def ray_cluster(
+    cpus: int = 2, more: Mapping[str, str] = MappingProxyType({}), host: Host | None = None
+) -> Iterator[RayCluster]:
+    """A cluster that is a head node with a token so far, on this machine or a host, `more` in its environment; however
+    the test ends, none of its processes is left."""
     directory = Path(tempfile.mkdtemp(prefix="tidar-", dir="/tmp"))  # Ray's sockets need a short path
     dashboard, mark = free_port(), uuid.uuid4().hex
     environment = {
@@ -133,8 +138,12 @@ def ray_cluster(cpus: int = 2, more: Mapping[str, str] = MappingProxyType({})) -
         "ray-client-server-port": free_port(),
     }
     words += [f"--{name}={port}" for name, port in ports.items()] + ["--include-dashboard=true"]
+    at = "127.0.0.1"
+    if host is not None:
+        at = host.address
+        words += ["--dashboard-host=0.0.0.0"]
     cluster = RayCluster(
-        f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{ports['port']}", environment, directory, tuple(words)
+        f"http://{at}:{dashboard}", f"{at}:{ports['port']}", environment, directory, tuple(words), host
     )
     try:
         cluster.start_head()
@@ -147,13 +156,17 @@ def ray_cluster(cpus: int = 2, more: Mapping[str, str] = MappingProxyType({})) -
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def launch_ray(words: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """`ray` with arguments, in a group of processes of its own."""
+def launch_ray(
+    words: list[str], environment: dict[str, str], log: Path, host: Host | None = None
+) -> subprocess.Popen[bytes]:
+    """`ray` with arguments, in a group of processes of its own, on this machine or a host."""
     # To Ray the other nodes' raylets on this machine are a head that runs: it would not start one again beside them.
     code = "import functools; from ray._private import services; "
     code += "services.find_gcs_addresses = functools.lru_cache(set); "
     code += "from ray.scripts.scripts import main; main()"
     command = [sys.executable, "-c", code, *words]
+    if host is not None:
+        command = [*host.words, *command, f"--node-ip-address={host.address}"]
     with log.open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, process_group=0)
 
