@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TITLE = "TiDAR playground"
 SANS = ["system-ui", "sans-serif"]  # the visitor's own fonts: none is loaded from anywhere
 MONO = ["ui-monospace", "monospace"]
+QUEUE_SECONDS = 1.0
 FOREVER = "public, max-age=31536000, immutable"
 
 # Runs in the browser as the page appears. Nothing but constants of this package enters it.
@@ -78,6 +79,8 @@ def application() -> FastAPI:
         max_file_size=1,  # the page takes no uploads, so a stranger shall not fill the disk with them
     )
     app.add_middleware(Shell, head=files.head + gradios.head)
+    # No event of the page ever gets into Gradio's queue, which looks a thousand times a second whether there is one.
+    blocks._queue.sleep_when_free = blocks._queue.progress_update_sleep_when_free = QUEUE_SECONDS
     return app
 
 

@@ -94,9 +94,13 @@ export class Cluster {
       card.root.remove();
       this.#cards.delete(name);
     }
+    const several = new Set([...replicas.values()].map(({ model }) => model)).size > 1;
     for (const [name, values] of replicas) {
-      if (!this.#cards.has(name)) this.#cards.set(name, this.#newCard(name));
+      if (!this.#cards.has(name)) this.#cards.set(name, this.#newCard());
       const card = this.#cards.get(name);
+      const title = several ? `${values.model}, replica ${name}` : `Replica ${name}`;
+      card.title.textContent = title;
+      card.root.setAttribute("aria-label", title);
       card.readings = [...card.readings, { now, values }].slice(-KEPT - WINDOW);
       this.#showCard(card);
     }
@@ -104,7 +108,7 @@ export class Cluster {
     this.#showTotals([...this.#cards.values()]);
   }
 
-  #newCard(name) {
+  #newCard() {
     const fields = new Map();
     const list = element("dl", "meters");
     for (const [field, label] of FIELDS) {
@@ -114,11 +118,10 @@ export class Cluster {
     }
     const chart = element("div", "spark");
     const since = element("p", "note");
-    const title = element("h3", "", `Replica ${name}`);
+    const title = element("h3", "");
     const root = element("section", "card replica", title, list, chart, since);
-    root.setAttribute("aria-label", `Replica ${name}`);
     this.#find(".replicas").append(root);
-    return { root, fields, since, plot: new Plot(chart, 96), readings: [] };
+    return { root, title, fields, since, plot: new Plot(chart, 96), readings: [] };
   }
 
   #showCard(card) {

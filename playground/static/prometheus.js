@@ -32,7 +32,7 @@ const SERIES = {
   rows: "tidar:rows_total",
 };
 
-/** Replicas by name, each with the sum of every series of `SERIES` (0 where it has none). */
+/** Replicas by name, each with its `model` and the sum of every series of `SERIES` (0 where it has none). */
 export function byReplica(samples) {
   const fields = new Map(Object.entries(SERIES).map(([field, name]) => [name, field]));
   const replicas = new Map();
@@ -40,7 +40,8 @@ export function byReplica(samples) {
     const field = fields.get(name);
     if (!field || labels.engine === undefined || !Number.isFinite(value)) continue;
     if (!replicas.has(labels.engine)) {
-      replicas.set(labels.engine, Object.fromEntries(Object.keys(SERIES).map((key) => [key, 0])));
+      const none = Object.fromEntries(Object.keys(SERIES).map((key) => [key, 0]));
+      replicas.set(labels.engine, { model: labels.model_name, ...none });
     }
     replicas.get(labels.engine)[field] += value;
   }

@@ -115,9 +115,10 @@ def burst(answers: int, steps: int, pause: float = 0.0) -> Recording:
     return Recording(events, pause)
 
 
-def metrics_pages(steps: int, names: tuple[str, ...] = ("one", HOSTILE_REPLICA)) -> list[str]:
-    """Metrics pages of a real `ReplicaMetrics`: each has `steps` steps more than the one before it."""
-    replicas = {name: ReplicaMetrics("m", name, 4) for name in names}
+def metrics_pages(steps: int, names: tuple[str, ...] = ("one", HOSTILE_REPLICA), other: str = "m") -> list[str]:
+    """Metrics pages of a real `ReplicaMetrics`: each has `steps` steps more than the one before it. other: the model of
+    all replicas but the first, which has m."""
+    replicas = {name: ReplicaMetrics(other if place else "m", name, 4) for place, name in enumerate(names)}
     made = []
     for _ in range(30):
         for metrics in replicas.values():

@@ -35,9 +35,12 @@ def test_replicas_live(opened: Visit, recorded: RecordedServer) -> None:
     assert page.locator(".replica b").count() == 0
     assert page.locator(".replica .spark path").count() == 2
     assert overflow(page) <= 0
+    # Where there are several models, each says which it has.
+    recorded.metrics[:] = metrics_pages(1, ("one", "two"), other="<b>code</b>")
+    expect(page.locator(".replica h3")).to_have_text(["m, replica one", "<b>code</b>, replica two"])
     # A replica that is gone leaves; nobody asks while nobody looks.
     recorded.metrics[:] = metrics_pages(1, ("one",))
-    expect(page.locator(".replica")).to_have_count(1)
+    expect(page.locator(".replica h3")).to_have_text(["Replica one"])
     page.click("#tab-chat")
     page.wait_for_timeout(300)
     before = len(opened.requests)

@@ -1,6 +1,8 @@
 """What the playground's ASGI application answers, mounted as Ray Serve mounts it: the prefix as the root path."""
 
+import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError
@@ -11,7 +13,7 @@ from starlette.testclient import TestClient
 
 from playground.files import SHEETS, one_script, read_files
 from playground.gradio_files import read_gradio_files
-from playground.page import application, page
+from playground.page import QUEUE_SECONDS, application, page
 
 HOST = re.compile(r"""(?:src|href|content)=["'](?:https?:)?//([^"'/]+)""")
 
@@ -40,6 +42,22 @@ def test_the_page_is_ours_and_names_no_other_host(client: TestClient) -> None:
         assert client.get(f"/playground/{name}").status_code == 200, name
     assert answer.headers["cache-control"] == "no-cache"
     assert "default-src 'self'" in answer.headers["content-security-policy"]
+
+
+def test_a_page_that_nobody_looks_at_leaves_the_processor_alone(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[float] = []
+    sleep = asyncio.sleep
+
+    def counted(seconds: float, *args: object) -> object:
+        sleeps.append(seconds)
+        return sleep(seconds, *args)
+
+    monkeypatch.setattr(asyncio, "sleep", counted)
+    time.sleep(2.5)
+    assert QUEUE_SECONDS in sleeps
+    assert min(sleeps) >= 0.1  # as a server beside it in this process sleeps
 
 
 def test_a_script_is_kept_for_good_under_an_address_of_its_own(client: TestClient) -> None:
