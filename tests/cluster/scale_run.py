@@ -78,15 +78,18 @@ async def stream_once(client: httpx.AsyncClient, prompt: str, tokens: int) -> St
     return Stream(asked, first, prompt, text, None if last == "[DONE]" else f"the stream ended with {last!r}")
 
 
-def replicas_there(server: Server) -> int:
-    """How many replicas the metrics page shows. Raises httpx.HTTPError where it cannot be had."""
+def replicas_there(server: Server, model: str = "") -> int:
+    """How many replicas of a model whose name begins so the metrics page shows. Raises httpx.HTTPError where it cannot
+    be had."""
     page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).raise_for_status().text
-    return len(re.findall(r"^vllm:num_requests_running\{", page, re.MULTILINE))
+    return len(re.findall(rf'^vllm:num_requests_running\{{.*model_name="{model}', page, re.MULTILINE))
 
 
-def follow(server: Server, phases: Sequence[tuple[int, Callable[[Course], bool], float]], tokens: int) -> Course:
+def follow(
+    server: Server, phases: Sequence[tuple[int, Callable[[Course], bool], float]], tokens: int, model: str = ""
+) -> Course:
     """Keep so many users busy, each asking again when its answer is there, until the phase's condition holds and its
-    seconds are over, whichever comes later."""
+    seconds are over, whichever comes later. model: whose replicas are counted."""
     course = Course()
 
     async def user(client: httpx.AsyncClient, number: int, stop: asyncio.Event) -> None:
@@ -96,7 +99,7 @@ def follow(server: Server, phases: Sequence[tuple[int, Callable[[Course], bool],
     async def watch() -> None:
         while True:
             with suppress(httpx.HTTPError):
-                count = await asyncio.to_thread(replicas_there, server)
+                count = await asyncio.to_thread(replicas_there, server, model)
                 course.replicas.append((time.time(), count))
             await asyncio.sleep(0.3)
 

@@ -12,7 +12,7 @@ from cluster.options import ServeOptions
 from tests.cluster.kills import slow_model
 from tests.servers import Server, running, start_with, words_of
 
-STREAMS, TOKENS = 12, 1200
+STREAMS, TOKENS = 12, 2000
 INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
 NOTICED_SECONDS = 5.0
 
@@ -23,7 +23,18 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     model, adapter = slow_model(directory)
     options = ServeOptions(model=str(model), adapter=str(adapter), dtype="bfloat16", device="cpu", ingresses=2)
     with running(start_with(directory, options, cpus=4)) as started:
+        wait_for_both(started)
         yield started
+
+
+def wait_for_both(server: Server) -> None:
+    """The server says that it is ready when one of them is; each finds the engine by itself."""
+    deadline = time.monotonic() + 30
+    in_a_row = 0
+    while in_a_row < 20:
+        assert time.monotonic() < deadline
+        in_a_row = in_a_row + 1 if httpx.get(f"{server.url}/health").status_code == 200 else 0
+        time.sleep(0.05)
 
 
 def ingresses(server: Server) -> list[psutil.Process]:
@@ -45,6 +56,7 @@ class Client(threading.Thread):
     def run(self) -> None:
         try:
             with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+                assert response.status_code == 200
                 for line in response.iter_lines():
                     if line.startswith("data: {") and (usage := json.loads(line.removeprefix("data: ")).get("usage")):
                         self.tokens = usage["completion_tokens"]
