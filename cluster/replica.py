@@ -32,7 +32,8 @@ IDLE_SECONDS = (
     1.0  # without any request, and a call for events ends: Serve waits for calls before it takes a replica away
 )
 UNHEARD_SECONDS = 60.0
-TICK_SECONDS, GONE_TICKS = 1.0, 10  # an ingress that shows no sign of life for so many ticks is gone
+# An ingress that shows no sign of life for so many ticks is gone; one that showed one a few ticks ago is there.
+TICK_SECONDS, GONE_TICKS, THERE_TICKS = 1.0, 10, 2
 STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
 
 
@@ -277,15 +278,21 @@ class EngineReplica:
             del self._mailboxes[address]
 
     def _tick(self) -> None:
-        """End what an ingress asked for that has been silent for long. Ticks are counted, not time: while this event
-        loop is held up nobody can be heard."""
+        """End what an ingress asked for that has been silent for long, while another is there. Where none is, this
+        replica is cut off, or shall go when its answers have ended and is looked at no more. Ticks are counted, not
+        time: while this event loop is held up nobody can be heard."""
         self._loop.call_later(TICK_SECONDS, self._tick)
-        self._silences = {ingress: ticks + 1 for ingress, ticks in self._silences.items() if ticks < GONE_TICKS}
+        self._silences = {ingress: ticks + 1 for ingress, ticks in self._silences.items()}
+        if min(self._silences.values(), default=0) > THERE_TICKS:
+            return
+        gone = {ingress for ingress, ticks in self._silences.items() if ticks > GONE_TICKS}
         for address, box in list(self._mailboxes.items()):
-            if address.ingress not in self._silences:
+            if address.ingress in gone:
                 log.warning("an ingress is gone: %d requests of it end", len(box.requests))
                 del self._mailboxes[address]
                 box.close()
+        for ingress in gone:
+            del self._silences[ingress]
 
     def _deliver(self, events: Sequence[Event]) -> None:
         self._loop.call_soon_threadsafe(self._spread, events)

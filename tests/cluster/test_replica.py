@@ -108,6 +108,24 @@ def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
     asyncio.run(run())
 
 
+def test_a_replica_that_nobody_looks_at_any_more_goes_on(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve has taken it away, and waits for its answers to end."""
+    monkeypatch.setattr(room, "TICK_SECONDS", 0.02)
+
+    async def run() -> None:
+        async with started() as replica:
+            tasks = [await accepted(replica, Request(name, (5, 6, 7), LONG), Address(name, "box")) for name in "ab"]
+            await replica.alive("a")
+            other = asyncio.create_task(exhaust(replica.listen(Address("b", "box"))))
+            tokens = 0
+            async for batch in replica.listen(Address("a", "box")):
+                tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
+            assert tokens == 3000
+            await asyncio.wait_for(asyncio.gather(other, *tasks), 10)
+
+    asyncio.run(run())
+
+
 async def exhaust(batches: AsyncIterator[Batch]) -> None:
     async for _ in batches:
         pass
