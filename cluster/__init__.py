@@ -17,9 +17,9 @@ Apart from all that, `train` has several workers (`train_worker`) train one draf
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
 What the ingress must know of a model, its tokenizer included, it asks of a replica whenever others are there
 (`ModelCard`); whether replicas live it asks every second (`directory`), by which they know that it lives: what it asked
-for they end when it falls silent. How much work it lets in is its own affair (`Admission`). How many replicas there are
-`autoscaling` decides, where the options leave it open; where there may be none, the ingress holds a request until one
-is up.
+for they end when it falls silent and another does not. How much work it lets in is its own affair (`Admission`). How
+many replicas there are `autoscaling` decides, where the options leave it open; where there may be none, the ingress
+holds a request until one is up.
 
 A stream outlives its replica, since a token depends on prefix, parameters and seed alone: the ingress knows the tokens
 that it passed on, and sends the request on as prompt + tokens. It does not outlive its ingress.

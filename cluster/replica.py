@@ -172,9 +172,9 @@ class EngineReplica:
         Its events are for `listen` to fetch, at the address.
 
         A request that began at an engine of another `kind` is not gone on with. Closing or cancelling this ends the
-        request in the engine before the next step, and so does the silence of the ingress: cut off by the network, or
-        dead where Serve's calls do not go by gRPC, it cancels nothing. Raises LookupError for a request that is here
-        already.
+        request in the engine before the next step, and so does the silence of the ingress while another is heard: cut
+        off by the network, or dead where Serve's calls do not go by gRPC, it cancels nothing. Raises LookupError for a
+        request that is here already.
         """
         if request.request_id in self._subscribers:  # Serve sends a call again whose line was cut
             raise LookupError(f"{request.request_id} is under way already")
