@@ -8,7 +8,7 @@ chooses replicas by `affinity`, the prefix that a replica has computed already, 
 answer down as OpenAI's objects. `openapi` describes it all.
 `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress shows all replicas on one
 page. `tracing` tells OpenTelemetry. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
-cluster together with the playground (`preflight` first, `haproxy` in front where asked for); `status` reads it back.
+cluster together with the playground (`preflight` first, `haproxy` in front); `status` reads it back.
 For clusters that others run, `check` reads a Serve config before it is deployed, `drain` empties a node before it goes,
 and `leaving` asks the clients of its proxy to go elsewhere.
 

