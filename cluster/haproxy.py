@@ -26,6 +26,8 @@ LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 # Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
 # many between the choice here and HAProxy's start.
 PORTS = range(20000, 30000)
+# HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
+LONGEST_DIRECTORY = 12
 # Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template.
 MENDS = """\
 s|^( *bind) [^ ]*:{metrics}$|\\1 {directory}/counters.sock mode 600|
@@ -54,8 +56,7 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
     if asked not in (None, "1"):
         yield {}
         return
-    # Not in TMPDIR: a socket's path may have a hundred characters, and Serve appends some seventy.
-    with tempfile.TemporaryDirectory(prefix="tidar-", dir=os.environ.get("RAY_TMPDIR", "/tmp")) as directory:
+    with tempfile.TemporaryDirectory(prefix="tidar-", dir=where_sockets_fit()) as directory:
         metrics, stats, fallback, fallback_grpc = free_ports(4)
         start = write_start(directory, metrics, stats)
         if start is None or host not in LOCAL_HOSTS:
@@ -79,6 +80,12 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             # An ingress that ends waits so long for balancers to notice: this one, on its own machine, is told.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
+
+
+def where_sockets_fit() -> str:
+    """Ray's own directory for what passes, unless its path is too long."""
+    chosen = os.environ.get("RAY_TMPDIR", "/tmp")
+    return chosen if len(chosen) <= LONGEST_DIRECTORY else "/tmp"
 
 
 def write_start(directory: str, metrics: int, stats: int) -> str | None:

@@ -15,6 +15,7 @@ from tests.cluster.kills import slow_model
 from tests.servers import Server, running, start, words_of
 from tidar_core.config import ConfigError
 
+LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
 
 
@@ -29,12 +30,15 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ASKED, raising=False)
 
 
-def test_each_has_files_and_ports_of_its_own_and_leaves_none() -> None:
+@pytest.mark.parametrize("place", ["/tmp", "/tmp/ray-of-mine", "/tmp/somewhere/where/sockets/do/not/fit"])
+def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", place)
     with haproxy_settings("127.0.0.1") as one, haproxy_settings("0.0.0.0") as other:
         assert one[ASKED] == other[ASKED] == "1"
         paths = [Path(settings[name]) for settings in (one, other) for name in one if settings[name].startswith("/")]
         assert len(set(paths)) == len(paths) == 12
-        assert all(len(str(path)) < 40 for path in paths), "Serve makes sockets some seventy characters longer"
+        in_serves = NODE_ID_CHARACTERS + len("/")
+        assert all(len(str(path)) + in_serves <= LONGEST_SOCKET for path in paths), "Serve puts them one folder deeper"
         directories = {path if path.is_dir() else path.parent for path in paths}
         assert len(directories) == 2
         assert all(directory.stat().st_mode & 0o077 == 0 for directory in directories), "nobody else gets at its socket"
