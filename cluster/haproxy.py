@@ -83,9 +83,9 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
 
 
 def where_sockets_fit() -> str:
-    """Ray's own directory for what passes, unless its path is too long."""
+    """Ray's own directory for what passes, unless its path is too long or Ray is still to make it."""
     chosen = os.environ.get("RAY_TMPDIR", "/tmp")
-    return chosen if len(chosen) <= LONGEST_DIRECTORY else "/tmp"
+    return chosen if len(chosen) <= LONGEST_DIRECTORY and os.path.isdir(chosen) else "/tmp"
 
 
 def write_start(directory: str, metrics: int, stats: int) -> str | None:

@@ -19,18 +19,24 @@ import httpx
 import psutil
 
 from cluster.options import ServeOptions
-from tests.servers import Server, tiny_model
+from tests.servers import Server, tiny_model, words_of
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
 
 REPLICA_TITLE = "ray::ServeReplica:api:Engine"
+INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
 REPLICA_LOG = re.compile(r"replica_api_Engine_(\w+)\.log")
 
 
 def slow_model(directory: Path) -> tuple[Path, Path]:
     """Two layers, but wide: an engine that outran its ingress would have said all before it is hit."""
     return tiny_model(directory, hidden=384, intermediate=1024)
+
+
+def ingresses(server: Server) -> list[psutil.Process]:
+    """Its ingresses that are alive."""
+    return [process for process in server.processes() if INGRESS_TITLE in " ".join(words_of(process))]
 
 
 @dataclass(frozen=True)

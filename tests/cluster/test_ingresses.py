@@ -5,15 +5,13 @@ import threading
 import time
 
 import httpx
-import psutil
 import pytest
 
 from cluster.options import ServeOptions
-from tests.cluster.kills import slow_model
-from tests.servers import Server, running, start_with, words_of
+from tests.cluster.kills import ingresses, slow_model
+from tests.servers import Server, running, start_with
 
 STREAMS, TOKENS = 12, 2000
-INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
 NOTICED_SECONDS = 5.0
 
 
@@ -35,10 +33,6 @@ def wait_for_both(server: Server) -> None:
         assert time.monotonic() < deadline
         in_a_row = in_a_row + 1 if httpx.get(f"{server.url}/health").status_code == 200 else 0
         time.sleep(0.05)
-
-
-def ingresses(server: Server) -> list[psutil.Process]:
-    return [process for process in server.processes() if INGRESS_TITLE in " ".join(words_of(process))]
 
 
 class Client(threading.Thread):
