@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
@@ -141,6 +142,38 @@ def test_config_is_what_the_checkpoint_says(tmp_path: Path) -> None:
 def test_older_config_with_rope_theta_at_top_level(copy: Path) -> None:
     edit_json(copy / "config.json", rope_parameters=None, rope_theta=250000.0)
     assert load_config(find_model(str(copy))).rope_theta == 250000.0
+
+
+@pytest.mark.parametrize("left_out", ["head_dim", "num_key_value_heads", "rope_parameters", None])
+def test_a_llama_config_is_read_as_transformers_reads_it(left_out: str | None, copy: Path) -> None:
+    """None: all that may be left out is."""
+    stated = json.loads((copy / "config.json").read_text())
+    kept = {"model_type": "llama"} if left_out is None else {k: v for k, v in stated.items() if k != left_out}
+    (copy / "config.json").write_text(json.dumps(kept))
+    (copy / "generation_config.json").unlink()
+    read, expected = load_config(find_model(str(copy))), AutoConfig.from_pretrained(copy)
+    assert (read.vocab_size, read.hidden_size) == (expected.vocab_size, expected.hidden_size)
+    assert (read.intermediate_size, read.layers) == (expected.intermediate_size, expected.num_hidden_layers)
+    assert (read.heads, read.kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+    assert (read.head_dim, read.norm_eps) == (expected.head_dim, expected.rms_norm_eps)
+    assert (read.rope_theta, read.rope_scaling) == (expected.rope_parameters["rope_theta"], None)
+    assert (read.max_positions, read.tied_head) == (expected.max_position_embeddings, expected.tie_word_embeddings)
+    assert (read.o_bias, read.mlp_bias) == (expected.attention_bias, expected.mlp_bias)
+    assert read.eos_ids == (expected.eos_token_id,)
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_a_start_does_not_pay_for_the_compiler_of_torch(kind: str, llama: Path, tmp_path: Path) -> None:
+    """Its import takes two seconds of processor time, and transformers' LlamaConfig brings it."""
+    model = llama if kind == "directory" else tiny_gguf(tmp_path / "model.gguf", llama)
+    code = (
+        "import sys; from tidar_core.config import EngineConfig; from tidar_core.engine import load_engine; "
+        f"load_engine(EngineConfig(model={str(model)!r}, device='cpu', threads=1)); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = set(done.stdout.split())
+    assert "torch" in imported
+    assert "torch._dynamo" not in imported
 
 
 def test_sharded_checkpoint(tmp_path: Path) -> None:
