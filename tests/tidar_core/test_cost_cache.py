@@ -16,21 +16,24 @@ COST = StepCost((1, 4, 16), (1.0, 1.1, 2.0), (0.1, 0.1, 0.2), (0.0, 0.1, 0.3), 1
 
 
 class Machine:
-    """A machine that is so many times slower than when COST was measured; it counts its measurements."""
+    """A machine that is so many times slower than when COST was measured; it counts its measurements. preempted: how
+    often other programs come between while costs are checked."""
 
-    def __init__(self, slower: float = 1.0):
+    def __init__(self, slower: float = 1.0, preempted: int = 0):
         self.slower = slower
-        self.measured = 0
+        self.preempted = preempted
+        self.taken = self.measured = 0
 
     def measure(self) -> StepCost:
         self.measured += 1
         return replace(COST, trunk=tuple(self.slower * seconds for seconds in COST.trunk))
 
     def check(self, cost: StepCost) -> list[tuple[float, float]]:
+        self.taken += self.preempted
         return [(cost.trunk_seconds(rows), self.slower * COST.trunk_seconds(rows)) for rows in (1, 4)]
 
     def known(self, path: Path) -> StepCost:
-        return known_cost(path, self.measure, self.check)
+        return known_cost(path, self.measure, self.check, lambda: self.taken)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path):
@@ -49,6 +52,19 @@ def test_a_machine_that_became_slower_is_measured_anew(tmp_path):
     assert slow.known(path).trunk == (2.0, 2.2, 4.0)
     assert slow.measured == 1
     assert Machine(2.0).known(path).trunk == (2.0, 2.2, 4.0)
+
+
+def test_a_busy_moment_is_not_measured(tmp_path):
+    path = cost_file(tmp_path, model="m")
+    Machine().known(path)
+    busy = Machine(2.0, preempted=100)
+    assert busy.known(path) == COST
+    assert busy.measured == 0
+    once = Machine(2.0, preempted=2)
+    assert once.known(path) != COST
+    faster = Machine(1.0, preempted=100)
+    assert faster.known(path) == COST
+    assert faster.measured == 1
 
 
 def test_what_a_busy_machine_was_measured_to_cost_is_measured_anew(tmp_path):

@@ -2,12 +2,15 @@
 
 What a step costs depends on the weights' shapes and dtype, the drafter, the kernels, the kind of processor and the
 number of threads; a file is named after all of them. A machine may be slower today than it was then, so a few points
-are measured anew, and where they do not fit all of it is.
+are measured anew, and where they do not fit all of it is; not in a moment when other programs take the processor away,
+as when replicas start beside those that answer: that would be measured, and cost time just then.
 """
 
 import hashlib
 import json
 import os
+import resource
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -19,6 +22,8 @@ from tidar_core.engine.step_cost import StepCost
 
 # Now may be a busy moment: that alone is no reason to measure anew. What is faster now was measured in one.
 SLOWER, FASTER = 1.25, 1.15
+SLACK_SECONDS = 1e-4  # less than a step does beside what is measured
+BUSY_PREEMPTIONS, BUSY_PREEMPTIONS_A_SECOND = 5, 50
 
 
 def cost_file(directory: Path, **depends_on: Any) -> Path:
@@ -30,24 +35,39 @@ def cost_file(directory: Path, **depends_on: Any) -> Path:
     return directory / f"step-cost-{digest.hexdigest()[:16]}.json"
 
 
+def own_preemptions() -> int:
+    """How often the kernel has taken the processor from this thread (from this process, where it does not tell)."""
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nivcsw
+
+
 def known_cost(
-    path: Path, measure: Callable[[], StepCost], check: Callable[[StepCost], Iterable[tuple[float, float]]]
+    path: Path,
+    measure: Callable[[], StepCost],
+    check: Callable[[StepCost], Iterable[tuple[float, float]]],
+    preemptions: Callable[[], int] = own_preemptions,
 ) -> StepCost:
     """The cost in `path` where it still holds, else what `measure` finds, which is kept there.
 
-    check(cost) gives seconds as the cost has them and as they are now, of a few things. A file that cannot be read or
-    written is no matter.
+    check(cost) gives seconds as the cost has them and as they are now, of a few things; preemptions() counts how often
+    other programs were let run instead. A file that cannot be read or written is no matter.
     """
     cost = _read(path)
-    if cost is not None and all(_alike(before, now) for before, now in check(cost)):
-        return cost
+    if cost is not None:
+        began, before_check = time.perf_counter(), preemptions()
+        seconds = list(check(cost))
+        most = BUSY_PREEMPTIONS + BUSY_PREEMPTIONS_A_SECOND * (time.perf_counter() - began)
+        busy = preemptions() - before_check > most
+        if all(_holds(before, now, busy) for before, now in seconds):
+            return cost
     cost = measure()
     _write(path, cost)
     return cost
 
 
-def _alike(before: float, now: float) -> bool:
-    return before > 0 and now > 0 and now <= SLOWER * before and before <= FASTER * now
+def _holds(before: float, now: float, busy: bool) -> bool:
+    if before <= 0 or now <= 0 or before > FASTER * now + SLACK_SECONDS:
+        return False
+    return busy or now <= SLOWER * before + SLACK_SECONDS
 
 
 def _read(path: Path) -> StepCost | None:
