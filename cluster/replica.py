@@ -126,9 +126,13 @@ class EngineReplica:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
 
         def load() -> "Engine":
-            from tidar_core.engine import load_engine
+            gc.disable()  # it would walk through all that is imported again and again: a third of the imports' time
+            try:
+                from tidar_core.engine import load_engine
 
-            engine = load_engine(config, progress.report)
+                engine = load_engine(config, progress.report)
+            finally:
+                gc.enable()
             gc.collect()
             gc.freeze()  # all this stays: else the collector walks through it between steps
             return engine
