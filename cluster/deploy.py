@@ -16,6 +16,7 @@ from typing import Any, Never
 import httpx
 import ray
 from ray import serve
+from ray._private import auto_init_hook
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
@@ -133,6 +134,9 @@ def ray_cluster(
         yield
     finally:
         interrupts.ignore()
+        # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any look
+        # starts a Ray that has ended anew: a second cluster, for its last moments.
+        auto_init_hook.enable_auto_connect = False
         ray.shutdown()
 
 

@@ -1,5 +1,6 @@
 """How many replicas the load wants, and a server that follows it: up, down, to sleep and awake."""
 
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -138,7 +139,8 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         downscale_to_zero_delay_s=2,
     )
     with (
-        running(start_with(tmp_path, options, cpus=options.most_engines)) as server,
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as ray_files,  # Ray's sockets need a short path
+        running(start_with(tmp_path, options, cpus=options.most_engines, more={"RAY_TMPDIR": ray_files})) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,
     ):
         course = follow(
@@ -172,3 +174,7 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         assert replicas_there(server) == 1, "who asks for one wakes no other"
         other = client.post("/v1/completions", json=body | {"model": "beside"})
         assert (other.status_code, other.json().get("model")) == (200, "beside"), other.text
+
+        server.process.terminate()
+        server.process.wait(60)
+        assert len(list(Path(ray_files).glob("ray/session_2*"))) == 1, "no second cluster for its last moments"
