@@ -22,7 +22,8 @@ from tidar_core.engine.step_cost import StepCost
 
 # Now may be a busy moment: that alone is no reason to measure anew. What is faster now was measured in one.
 SLOWER, FASTER = 1.25, 1.15
-SLACK_SECONDS = 1e-4  # less than a step does beside what is measured
+# While costs are checked. Seen: up to 5 in a short check and 20 a second in a long one where nothing else ran, over 100
+# a second beside four busy programs.
 BUSY_PREEMPTIONS, BUSY_PREEMPTIONS_A_SECOND = 5, 50
 
 
@@ -65,9 +66,9 @@ def known_cost(
 
 
 def _holds(before: float, now: float, busy: bool) -> bool:
-    if before <= 0 or now <= 0 or before > FASTER * now + SLACK_SECONDS:
+    if before <= 0 or now <= 0 or before > FASTER * now:
         return False
-    return busy or now <= SLOWER * before + SLACK_SECONDS
+    return busy or now <= SLOWER * before
 
 
 def _read(path: Path) -> StepCost | None:
