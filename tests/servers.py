@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -128,6 +128,13 @@ def wait_for_text(server: Server, text: str, seconds: float = START_SECONDS) -> 
         time.sleep(0.1)
 
 
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill each that has not ended by itself meanwhile, as a worker does without its raylet."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
+
+
 def words_of(process: psutil.Process) -> list[str]:
     """Its command line; nothing of one that is gone."""
     try:
@@ -146,11 +153,11 @@ def running(server: Server) -> Iterator[Server]:
         if server.process.poll() is None:
             server.interrupt()
         left = server.processes()
-        helpers = [process for process in left if any(name in " ".join(words_of(process)) for name in HELPERS)]
+        said = {process: " ".join(words_of(process)) for process in left}
+        helpers = [process for process in left if not said[process] or any(name in said[process] for name in HELPERS)]
         ended, _ = psutil.wait_procs(helpers, timeout=ENDING_SECONDS)
         left = [process for process in left if process not in ended]
-        for process in left:
-            process.kill()
+        kill_all(left)
     assert not left, f"left behind: {[words_of(process) for process in left]}"
 
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -165,13 +166,12 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
 def engine_processes(server: Server) -> dict[str, psutil.Process]:
     """The replicas' processes that are not stopped, by name, the one that has lived longest first."""
     found: dict[str, psutil.Process] = {}
-    for process in sorted(server.processes(), key=lambda process: process.create_time()):
-        try:
+    for process in server.processes():
+        with suppress(psutil.Error):
+            process.create_time()  # which it remembers: the order below asks nothing of a process that is gone
             if REPLICA_TITLE in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED:
                 found |= {name[1]: process for file in process.open_files() if (name := REPLICA_LOG.search(file.path))}
-        except psutil.Error:
-            continue
-    return found
+    return dict(sorted(found.items(), key=lambda named: named[1].create_time()))
 
 
 def requests_by_replica(server: Server) -> dict[str, float]:

@@ -19,7 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from cluster import app
 from cluster.deploy import API, answers
 from cluster.options import ServeOptions
-from tests.servers import Server, free_port, launch
+from tests.servers import Server, free_port, kill_all, launch
 
 
 def start_nodes(directory: Path, ray_directory: Path, options: ServeOptions) -> Server:
@@ -34,8 +34,7 @@ def lose_node(engine: psutil.Process) -> None:
     raylet = engine.parent()
     assert raylet is not None
     assert "raylet" in raylet.name()
-    for process in (raylet, *raylet.children(recursive=True)):
-        process.kill()
+    kill_all((raylet, *raylet.children(recursive=True)))
 
 
 def main() -> None:

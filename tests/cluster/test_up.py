@@ -25,7 +25,18 @@ from cluster.deploy import running_cluster
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
-from tests.servers import REPOSITORY, Server, command, free_port, running, start, start_with, tiny_model, wait_for_text
+from tests.servers import (
+    REPOSITORY,
+    Server,
+    command,
+    free_port,
+    kill_all,
+    running,
+    start,
+    start_with,
+    tiny_model,
+    wait_for_text,
+)
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
@@ -156,8 +167,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> N
         assert server.processes() == []
         assert server.log.read_text().splitlines()[-1] == "stopped"
     finally:
-        for process in server.processes():
-            process.kill()
+        kill_all(server.processes())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

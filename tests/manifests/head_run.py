@@ -21,7 +21,7 @@ import yaml
 
 from tests.cluster.kills import REPLICA_TITLE
 from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
-from tests.servers import free_port, marked_processes, tiny_model
+from tests.servers import free_port, kill_all, marked_processes, tiny_model, words_of
 
 STREAMS = 24
 ASK = {"prompt": "a", "temperature": 0, "ignore_eos": True}
@@ -110,7 +110,7 @@ async def answered(port: int, seconds: float) -> tuple[int, int]:
 
 
 def proxy_of(head: psutil.Process) -> psutil.Process:
-    return next(child for child in head.children(recursive=True) if "ProxyActor" in " ".join(child.cmdline()))
+    return next(child for child in head.children(recursive=True) if "ProxyActor" in " ".join(words_of(child)))
 
 
 async def run(cluster: RayCluster, head: psutil.Process, port: int, tokens: int, away: float) -> dict[str, Any]:
@@ -122,8 +122,7 @@ async def run(cluster: RayCluster, head: psutil.Process, port: int, tokens: int,
     while watch.under_way < STREAMS:
         await asyncio.sleep(0.1)
     began = time.monotonic()
-    for process in (*head.children(recursive=True), head):
-        process.kill()
+    kill_all((*head.children(recursive=True), head))
     asked, right = await answered(port, away)
     under_way = sum(not task.done() for task in streams)
     back = time.monotonic()
@@ -132,10 +131,10 @@ async def run(cluster: RayCluster, head: psutil.Process, port: int, tokens: int,
     running = time.monotonic() - back
     await asyncio.gather(*streams)
     mark = cluster.environment["TIDAR_TEST_MARK"]
-    engines = {each for each in marked_processes(mark) if REPLICA_TITLE in " ".join(each.cmdline())}
+    engines = {each for each in marked_processes(mark) if REPLICA_TITLE in " ".join(words_of(each))}
     next(iter(engines)).kill()
     died = time.monotonic()
-    while len({each for each in marked_processes(mark) if REPLICA_TITLE in " ".join(each.cmdline())} - engines) < 1:
+    while len({each for each in marked_processes(mark) if REPLICA_TITLE in " ".join(words_of(each))} - engines) < 1:
         assert time.monotonic() < died + 120, "the new head does not replace an engine"
         await asyncio.sleep(0.5)
     replaced = time.monotonic() - died
@@ -167,7 +166,7 @@ def main() -> None:
             cluster.wait_for("api", "RUNNING")
             port = config["http_options"]["port"]
             head = next(
-                each for each in marked_processes(cluster.environment["TIDAR_TEST_MARK"]) if "--head" in each.cmdline()
+                each for each in marked_processes(cluster.environment["TIDAR_TEST_MARK"]) if "--head" in words_of(each)
             )
             print(json.dumps(asyncio.run(run(cluster, head, port, chosen.tokens, chosen.away)), indent=2))
 

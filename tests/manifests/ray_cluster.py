@@ -20,7 +20,7 @@ import psutil
 import yaml
 
 from tests.manifests.hosts import Host
-from tests.servers import MARK, REPOSITORY, free_port, marked_processes
+from tests.servers import MARK, REPOSITORY, free_port, kill_all, marked_processes
 
 WAIT_SECONDS = 240
 MANIFESTS = REPOSITORY / "manifests"
@@ -150,9 +150,7 @@ def ray_cluster(
         yield cluster
     finally:
         while left := marked_processes(mark):
-            for process in left:
-                with suppress(psutil.Error):
-                    process.kill()
+            kill_all(left)
         shutil.rmtree(directory, ignore_errors=True)
 
 
