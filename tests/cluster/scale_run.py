@@ -1,11 +1,15 @@
 """Users come and go, and replicas with them: how soon, and what became of the streams.
 
 For example: python -m tests.cluster.scale_run --users 64 --max-replicas 3
+
+Up to one replica a processor, which is what `tidar up` allows where there is no GPU; more show what happens where they
+have to share.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import re
 import tempfile
 import time
@@ -174,7 +178,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--seconds", type=float, default=30, help="of each number of users, at least")
-    parser.add_argument("--max-replicas", type=int, default=3)
+    parser.add_argument("--max-replicas", type=int, default=max(2, os.cpu_count() or 2))
     parser.add_argument("--each", type=float, help="answers that a replica shall have; default: its batch and pages")
     chosen = parser.parse_args()
     with (

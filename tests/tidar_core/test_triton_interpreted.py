@@ -1,8 +1,13 @@
-"""Runs the interpreted kernel tests, each file in a process of its own: triton must be told before it is imported."""
+"""Runs the interpreted kernel tests, each file in a process of its own: triton must be told before it is imported.
+
+Each computes in one thread, so that as many as there are processors run at once.
+"""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,16 +15,29 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 HERE = Path(__file__).parent
+FILES = ("interpreted_bench.py", "interpreted_engine.py", "interpreted_kernels.py")
+# The library's own threads cost more than they bring on matrices this small.
+SETTINGS = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+Done = subprocess.CompletedProcess[str]
 
 
-@pytest.mark.parametrize("name", ["interpreted_kernels.py", "interpreted_engine.py", "interpreted_bench.py"])
-def test_interpreted(name):
+def run(name: str) -> Done:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--durations=5", str(HERE / name)]
-    # One thread: the library's own threads cost more than they bring on matrices this small.
-    settings = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, cwd=HERE.parents[1], capture_output=True, text=True, timeout=540
+    return subprocess.run(
+        command, env={**os.environ, **SETTINGS}, cwd=HERE.parents[1], capture_output=True, text=True, timeout=540
     )
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[Done]]]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(run, name) for name in FILES}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_interpreted(runs: dict[str, Future[Done]], name: str) -> None:
+    done = runs[name].result()
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
