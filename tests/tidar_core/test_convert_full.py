@@ -6,6 +6,8 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ from tidar_core.bench.exact import (
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
-from tidar_core.convert.full import FullConfig, FullTraining, doubled, joint_loss
+from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
 from tidar_core.convert.trainer import Budget
 from tidar_core.engine import load_engine
@@ -101,6 +103,9 @@ def test_tokens_per_step_rise_and_a_run_goes_on(trained):
     assert contract is not None
     assert contract.block_length == 4
     assert contract.training["tokens_per_step"] > 1.5
+    assert len(contract.holds) == 3
+    expected = 1 + sum(accumulate(contract.holds, mul))
+    assert contract.training["tokens_per_step"] == pytest.approx(expected, abs=0.005), "both are of the same drafts"
     assert "Measured: " in (directory / "out" / "README.md").read_text()
 
 
@@ -109,6 +114,7 @@ def test_it_serves_itself_and_equals_its_own_plain_decoding(trained):
     engine = load_engine(EngineConfig(str(directory / "out"), dtype="float32", device="cpu"))
     assert engine.info.adapter == "of its own"
     assert engine.info.block_length == 4
+    assert engine.info.expected_holds == read_own_drafter(directory / "out").holds
     prompts = [tuple(engine.tokenizer.encode(f"{i} the quick brown")) for i in (7, 30, 411)]
     ways = decode_ways(engine, prompts, lambda mode: greedy_params(40, mode), 3)
     assert [comparison.different for comparison in compare_ways(ways)] == [0] * 6
@@ -275,7 +281,7 @@ def test_starts_alone_do_not_end_a_training(tiny):
 
 
 def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
-    values = iter(found)
+    values = iter(FullDrafts(one, (0.5, 0.5, 0.5)) for one in found)
     monkeypatch.setattr(full_run, "measure_full", lambda *_: next(values))
 
 

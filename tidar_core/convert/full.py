@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,11 +90,19 @@ def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted:
     return (alpha * autoregressive + diffusion) / (1 + alpha)
 
 
+@dataclass(frozen=True, slots=True)
+class FullDrafts:
+    """tokens_per_step: one, and the masks behind a block's first that say in a row what the model's own next-token half
+    says there. holds: how often slot s does where those before it do, for s = 1, 2, …; 0 where these never did."""
+
+    tokens_per_step: float
+    holds: tuple[float, ...]
+
+
 @torch.no_grad()
-def measure_full(model: Any, documents: Sequence[np.ndarray], mask: int, config: FullConfig) -> float:
-    """Tokens a step on given documents: one, and the masks behind a block's first that say in a row what the model's
-    own next-token half says there."""
-    emitted = blocks = 0
+def measure_full(model: Any, documents: Sequence[np.ndarray], mask: int, config: FullConfig) -> FullDrafts:
+    """What the model's drafts are worth on given documents."""
+    lengths: list[int] = []  # of the runs of drafts that hold
     for tokens in documents:
         document = doubled(tokens, mask, config.block, 1, config.within_block)
         following, masked = (scores.argmax(-1).cpu() for scores in document_logits(model, document))
@@ -101,8 +110,10 @@ def measure_full(model: Any, documents: Sequence[np.ndarray], mask: int, config:
         for start in document.starts:
             if 0 < start <= len(tokens) - config.block:
                 held = agrees[start : start + config.block - 1].long().cumprod(0)
-                emitted, blocks = emitted + 1 + int(held.sum()), blocks + 1
-    return emitted / blocks if blocks else 1.0
+                lengths.append(int(held.sum()))
+    reached = [sum(length >= slot for length in lengths) for slot in range(config.block)]
+    holds = tuple(held / before if before else 0.0 for before, held in pairwise(reached))
+    return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), holds)
 
 
 @dataclass(frozen=True, slots=True)

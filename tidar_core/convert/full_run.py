@@ -22,7 +22,7 @@ from tidar_core.convert.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from tidar_core.convert.full import FullConfig, FullTraining, measure_full
+from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
 from tidar_core.convert.shards import Corpus, cannot_write, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
@@ -116,11 +116,11 @@ def measure(
     training.model.eval()
     found = measure_full(training.model, documents, training.mask, training.config)
     training.model.train()
-    best = found > progress.best
-    progress.stale = 0 if found > progress.best * (1 + LEAST_GAIN) else progress.stale + counts
-    progress.best = max(progress.best, found)
+    best = found.tokens_per_step > progress.best
+    progress.stale = 0 if found.tokens_per_step > progress.best * (1 + LEAST_GAIN) else progress.stale + counts
+    progress.best = max(progress.best, found.tokens_per_step)
     screen.line(
-        f"step {progress.step:,}: {found:.3f} tokens per step on {len(documents)} held-out documents"
+        f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(documents)} held-out documents"
         f"{', kept' if best else ''}"
     )
     if best or not (out / CONTRACT_FILE).exists():
@@ -133,7 +133,7 @@ def write_model(
     out: Path,
     tokenizer: PreTrainedTokenizerFast,
     source: ModelSource,
-    tokens_per_step: float,
+    drafts: FullDrafts,
     documents: int,
 ) -> None:
     """The checkpoint in bf16, its contract and a card; the folder is replaced as a whole (`full_folder`).
@@ -144,12 +144,16 @@ def write_model(
     record = {
         "base": source.name,
         "steps": progress.step,
-        "tokens_per_step": round(tokens_per_step, 4),
+        "tokens_per_step": round(drafts.tokens_per_step, 4),
         "held_out_documents": documents,
         **config.settings(),
     }
     contract = OwnDrafter(
-        mask_token_id=training.mask, block_length=config.block, within_block=config.within_block, training=record
+        mask_token_id=training.mask,
+        block_length=config.block,
+        within_block=config.within_block,
+        holds=tuple(round(share, 3) for share in drafts.holds),
+        training=record,
     )
     part = part_of(out)
     try:

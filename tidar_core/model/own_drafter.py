@@ -7,7 +7,7 @@ no word: it is never emitted. Weights that others trained can be brought in by w
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
@@ -25,7 +25,8 @@ class OwnDrafter(BaseModel):
 
     mask_token_id: the token that stands in all slots of a proposal; its row of the embedding is their input.
     block_length: slots a proposal was trained with. within_block: whether slots see each other both ways or only the
-    earlier ones. labels: slot s guesses its own position. training: how the weights came about, free of form.
+    earlier ones. labels: slot s guesses its own position. holds: as in `AdapterConfig`, what the draft policy expects
+    until it has seen some. training: how the weights came about, free of form.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -35,6 +36,7 @@ class OwnDrafter(BaseModel):
     block_length: int = Field(ge=2)
     within_block: WithinBlock = "bidirectional"
     labels: Literal["aligned"] = "aligned"
+    holds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     training: dict[str, Any] = {}
 
 
@@ -65,7 +67,12 @@ def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> 
         )
     slots = embedding[contract.mask_token_id].expand(contract.block_length, -1).clone()
     config = AdapterConfig(  # no projection is adapted, so the rank is that of nothing
-        base=base, rank=1, projections=(), block_length=contract.block_length, within_block=contract.within_block
+        base=base,
+        rank=1,
+        projections=(),
+        block_length=contract.block_length,
+        within_block=contract.within_block,
+        holds=contract.holds,
     )
     layers = (LayerAdapter(None, None, None, None),) * base.layers
     return Adapter(config, AdapterWeights(slots, layers), "of its own", contract.mask_token_id)
