@@ -165,13 +165,13 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
 
 def engine_processes(server: Server) -> dict[str, psutil.Process]:
     """The replicas' processes that are not stopped, by name, the one that has lived longest first."""
-    found: dict[str, psutil.Process] = {}
+    found: list[tuple[float, str, psutil.Process]] = []
     for process in server.processes():
         with suppress(psutil.Error):
-            process.create_time()  # which it remembers: the order below asks nothing of a process that is gone
             if REPLICA_TITLE in " ".join(process.cmdline()) and process.status() != psutil.STATUS_STOPPED:
-                found |= {name[1]: process for file in process.open_files() if (name := REPLICA_LOG.search(file.path))}
-    return dict(sorted(found.items(), key=lambda named: named[1].create_time()))
+                names = [name[1] for file in process.open_files() if (name := REPLICA_LOG.search(file.path))]
+                found += [(process.create_time(), name, process) for name in names]
+    return {name: process for _, name, process in sorted(found, key=lambda one: one[0])}
 
 
 def requests_by_replica(server: Server) -> dict[str, float]:

