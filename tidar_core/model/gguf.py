@@ -102,8 +102,10 @@ class _Cursor:
             return struct.unpack_from(f"<{length}{layout[1]}", self.buffer, start)
         if kind != _STRING:
             raise ValueError(f"array of unknown type {kind}")
-        for _ in range(length):
-            self.take(self.count())
+        size_of, position = struct.Struct("<Q").unpack_from, self.position
+        for _ in range(length):  # a hundred thousand of them, at every start
+            position += 8 + size_of(self.buffer, position)[0]
+        self.take(position - self.position)
         return None
 
     def value(self) -> GgufValue | None:
@@ -122,7 +124,7 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
             return _parse_header(path, buffer)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError, struct.error) as error:
         raise ConfigError(f"{path} is not a readable GGUF file ({error}): download it again") from None
 
 
