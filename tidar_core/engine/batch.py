@@ -4,7 +4,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import StepRows
-from tidar_core.layout import WithinBlock, mask_rows
+from tidar_core.layout import Shape, WithinBlock, mask_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,31 @@ class Inputs:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass, in the host's memory. numbers: int32, all of `Inputs` in one array, so that one copy brings it
-    to a device. emit_rows[i]: the verify rows of plan i whose answers are wanted. draft_rows[i]: for each outcome of
-    plan i, the rows of slots 1 … b-1 of its proposal."""
+    to a device. emit_rows[i]: the verify rows of plan i whose answers are wanted. first_mask_rows[i]: where its mask
+    rows begin."""
 
     size: BatchSize
     numbers: Tensor
     emit_rows: tuple[range, ...]
-    draft_rows: tuple[dict[int, range], ...]
+    first_mask_rows: tuple[int, ...]
+
+
+def draft_rows(shape: Shape, first_mask_row: int, place: int) -> range:
+    """The rows of slots 1 … b-1 of the proposal for the outcome `shape.proposals[place]`."""
+    start = first_mask_row + place * shape.block
+    return range(start + 1, start + shape.block)
+
+
+def _lengths(size: BatchSize) -> tuple[int, ...]:
+    """Of the parts of a batch's numbers: the columns positions, sequence, context_end, tail_start and tail_end of all
+    rows, page table, write slots and tokens of the verify rows, slots of the mask rows."""
+    return 5 * (size.verify + size.mask), size.sequences * size.pages, size.verify, size.verify, size.mask
 
 
 def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
     """The parts of a batch's numbers, without a copy, on whichever device they are."""
-    total = size.verify + size.mask
-    lengths = [5 * total, size.sequences * size.pages, size.verify, size.verify, size.mask]
-    columns, table, write_slots, tokens, slots = numbers.split(lengths)
-    positions, sequence, context_end, tail_start, tail_end = columns.view(5, total)
+    columns, table, write_slots, tokens, slots = numbers.split(_lengths(size))
+    positions, sequence, context_end, tail_start, tail_end = columns.view(5, -1)
     table = table.view(size.sequences, size.pages)
     rows = StepRows(size.verify, positions, sequence, context_end, tail_start, tail_end, table, write_slots)
     return Inputs(rows, tokens, slots)
@@ -78,55 +88,66 @@ def build_batch(
         pages=max(len(plan.sequence.pages) for plan in plans),
     )
     size = padded(needed)
-    verify = size.verify
-    length = 5 * (verify + size.mask) + size.sequences * size.pages + 2 * verify + size.mask
-    numbers = torch.zeros(length, dtype=torch.int32)
-    inputs = inputs_of(numbers, size)
-    columns = numbers[: 5 * (verify + size.mask)].view(5, -1).numpy()  # positions, sequence, context, tail start, end
-    slots = inputs.slots.numpy()
+    verify, lengths = size.verify, _lengths(size)
+    numbers = np.zeros(sum(lengths), dtype=np.int32)
+    columns, table, write_slots, tokens, slots = np.split(numbers, list(accumulate(lengths[:-1])))
+    columns, table = columns.reshape(5, -1), table.reshape(size.sequences, size.pages)
     columns[1], columns[2] = size.sequences - 1, 1
-    _fill_verify_rows(plans, inputs, columns, page_size)
-    emit_rows: list[range] = []
-    draft_rows: list[dict[int, range]] = []
-    row, mask_row = 0, verify
-    for index, plan in enumerate(plans):
-        row += plan.verify_rows
-        emit_rows.append(range(row - plan.shape.drafts - 1, row) if plan.emits else range(0))
-        if not plan.shape.proposals:
-            draft_rows.append({})
-            continue
-        draft_rows.append(
-            {
-                outcome: range(mask_row + k * plan.shape.block + 1, mask_row + (k + 1) * plan.shape.block)
-                for k, outcome in enumerate(plan.shape.proposals)
-            }
-        )
-        slot, offset, context_offset, tail_start, tail_end = _mask_columns(
-            plan.shape.proposals, plan.shape.block, within_block
-        )
-        span, first = slice(mask_row, mask_row + plan.shape.mask_rows), mask_row - verify
-        slots[span.start - verify : span.stop - verify] = slot
-        columns[0, span], columns[1, span] = plan.position + offset, index
-        columns[2, span] = plan.position + context_offset
-        columns[3, span], columns[4, span] = first + tail_start, first + tail_end
-        mask_row += plan.shape.mask_rows
-    return Batch(size, numbers, tuple(emit_rows), tuple(draft_rows))
+    _fill_page_table(plans, table)
+    _fill_verify_rows(plans, columns, table, page_size, write_slots, tokens)
+    _fill_mask_rows(plans, columns[:, verify:], slots, within_block)
+    ends = list(accumulate(plan.verify_rows for plan in plans))
+    emit_rows = tuple(
+        range(end - plan.shape.drafts - 1, end) if plan.emits else range(0)
+        for plan, end in zip(plans, ends, strict=True)
+    )
+    first_mask_rows = tuple(accumulate((plan.shape.mask_rows for plan in plans[:-1]), initial=verify))
+    return Batch(size, torch.from_numpy(numbers), emit_rows, first_mask_rows)
 
 
-def _fill_verify_rows(plans: Items[SequencePlan], inputs: Inputs, columns: np.ndarray, page_size: int) -> None:
-    """Page table, and the columns of the verify rows, of all plans at once: a large batch has no time for a few calls
-    of numpy each."""
-    table = inputs.rows.page_table.numpy()
+# Each for all plans at once: a large batch has no time for a few calls of numpy each.
+
+
+def _fill_page_table(plans: Items[SequencePlan], table: np.ndarray) -> None:
     owner, place = _numbered([len(plan.sequence.pages) for plan in plans])
     table[owner, place] = np.fromiter(chain.from_iterable(plan.sequence.pages for plan in plans), np.int32, len(owner))
+
+
+def _fill_verify_rows(
+    plans: Items[SequencePlan],
+    columns: np.ndarray,
+    table: np.ndarray,
+    page_size: int,
+    write_slots: np.ndarray,
+    tokens: np.ndarray,
+) -> None:
     owner, place = _numbered([plan.verify_rows for plan in plans])
     count = len(owner)
     positions = np.array([plan.start for plan in plans], dtype=np.int32)[owner] + place
     columns[0, :count], columns[1, :count], columns[2, :count] = positions, owner, positions + 1
     page, at = np.divmod(positions, page_size)
-    inputs.rows.write_slots.numpy()[:count] = table[owner, page] * page_size + at
+    write_slots[:count] = table[owner, page] * page_size + at
     words = chain.from_iterable(chain(plan.known, plan.drafts) for plan in plans)
-    inputs.tokens.numpy()[:count] = np.fromiter(words, np.int32, count)
+    tokens[:count] = np.fromiter(words, np.int32, count)
+
+
+def _fill_mask_rows(
+    plans: Items[SequencePlan], columns: np.ndarray, slots: np.ndarray, within_block: WithinBlock
+) -> None:
+    drafting = [index for index, plan in enumerate(plans) if plan.shape.proposals]
+    if not drafting:
+        return
+    shapes = [plans[index].shape for index in drafting]
+    made = [_mask_columns(shape.proposals, shape.block, within_block) for shape in shapes]
+    slot, offset, context_offset, tail_start, tail_end = np.concatenate(made, axis=1)
+    owner, place = _numbered([shape.mask_rows for shape in shapes])
+    count = len(owner)
+    positions = np.array([plans[index].position for index in drafting], dtype=np.int32)[owner]
+    first = np.arange(count, dtype=np.int32) - place
+    slots[:count] = slot
+    columns[0, :count], columns[1, :count] = positions + offset, np.array(drafting, dtype=np.int32)[owner]
+    columns[2, :count] = positions + context_offset
+    columns[3, :count], columns[4, :count] = first + tail_start, first + tail_end
 
 
 def _numbered(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:

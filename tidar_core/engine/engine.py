@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.batch import Batch, build_batch, draft_rows
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.drafting import pick_drafts, with_drafts_say
 from tidar_core.engine.grammars import GrammarQueue, Grammars
@@ -16,7 +16,7 @@ from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import WithinBlock
-from tidar_core.penalties import History
+from tidar_core.penalties import NOTHING_SAID, History
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
@@ -137,7 +137,7 @@ class Engine:
         size, captured = _size(plans, batch), self._runner.captured
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
-        scores = self._score(size, batch, hidden)
+        scores = self._score(size, plans, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, hidden, scores, outputs)
         if self._runner.captured == captured:  # capturing takes many times what the step does
@@ -158,11 +158,17 @@ class Engine:
                     sequence.prompt_logprobs += ranked_logprobs(logits, sequence.tokens[start + 1 : end + 1], wanted)
             row += plan.verify_rows
 
-    def _score(self, size: StepSize, batch: Batch, hidden: Tensor) -> "Scores":
+    def _score(self, size: StepSize, plans: Items[SequencePlan], batch: Batch, hidden: Tensor) -> "Scores":
         """The scores of the verify rows; those of all slots with them where one pass over the head costs less."""
         rows = [row for rows in batch.emit_rows for row in rows]
         if size.slots and self._scheduler.policy.cost.at_once(size.verify, size.picked, size.slots):
-            rows += [row for outcomes in batch.draft_rows for rows in outcomes.values() for row in rows]
+            drafting = zip(plans, batch.first_mask_rows, strict=True)
+            rows += [
+                row
+                for plan, first in drafting
+                for place in range(len(plan.shape.proposals))
+                for row in draft_rows(plan.shape, first, place)
+            ]
         return Scores(self._runner, hidden, rows)
 
     def _verify(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores") -> list[StepOutput]:
@@ -189,17 +195,18 @@ class Engine:
         """Picks the drafts of the proposals that came true; the others are never looked at."""
         by_request = {output.request_id: output for output in outputs}
         chosen: list[tuple[SequencePlan, range, int]] = []
-        for plan, outcomes in zip(plans, batch.draft_rows, strict=True):
+        for plan, first in zip(plans, batch.first_mask_rows, strict=True):
             output = by_request.get(plan.sequence.request.request_id)
             if output is None or output.finish is not None or output.trace is None or output.trace.used is None:
                 continue
-            chosen.append((plan, outcomes[output.trace.used], output.trace.used))
+            used = output.trace.used
+            chosen.append((plan, draft_rows(plan.shape, first, plan.shape.proposals.index(used)), used))
         if not chosen:
             return
         rules = [
-            self._rule(plan.sequence, plan.position + used + slot, (), slot - 1)
+            rule
             for plan, rows, used in chosen
-            for slot in range(1, len(rows) + 1)
+            for rule in self._rules(plan.sequence, plan.position + used + 1, len(rows))
         ]
         slots = [row for _, rows, _ in chosen for row in rows]
         logits = scores.of(slots)
@@ -220,37 +227,44 @@ class Engine:
             self._scheduler.take_drafts(plan.sequence, tokens, own)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
-        rules = [
-            self._rule(plan.sequence, plan.position + i + 1, plan.drafts[:i], i) for i in range(len(plan.drafts) + 1)
-        ]
+        rules = self._rules(plan.sequence, plan.position + 1, len(plan.drafts) + 1, plan.drafts)
         if plan.sequence.constraint is None:
             return rules
         masks = plan.sequence.constraint.masks(plan.drafts)
         return [constrained(rule, mask) for rule, mask in zip(rules, masks, strict=True)]
 
-    def _rule(self, sequence: Sequence, position: int, ahead: tuple[int, ...], count: int) -> TokenRule:
-        """The rule for the token at `position`, which has `count` undecided tokens before it, `ahead` if known."""
+    def _rules(self, sequence: Sequence, first: int, count: int, ahead: tuple[int, ...] = ()) -> list[TokenRule]:
+        """The rules for `count` undecided tokens in a row, from the position `first` on; the i-th follows the first i
+        of those `ahead`, as far as they are known."""
         params = sequence.request.params
-        banned: tuple[int, ...] = ()
-        if sequence.generated + count < params.min_tokens:
-            # (under a grammar the end of sequence ends an answer that else ignores it)
-            ignored = params.ignore_eos and sequence.constraint is None
-            ends = params.stop_token_ids if ignored else params.stop_token_ids | set(self.info.eos_ids)
-            banned = tuple(sorted(ends))
-        if not params.penalises:
-            return TokenRule(params, position, banned)
-        answer = (*sequence.tokens[sequence.prompt_length :], *ahead)
-        return TokenRule(params, position, banned, History(sequence.request.prompt, answer))
+        still_banned = min(count, max(0, params.min_tokens - sequence.generated))
+        if params.temperature == 0 and not still_banned and not params.penalises:
+            return [TokenRule(params, first)] * count  # the best is the best wherever it stands
+        banned = self._ends(sequence) if still_banned else ()
+        rules = []
+        for place in range(count):
+            history = NOTHING_SAID
+            if params.penalises:
+                answer = (*sequence.tokens[sequence.prompt_length :], *ahead[:place])
+                history = History(sequence.request.prompt, answer)
+            rules.append(TokenRule(params, first + place, banned if place < still_banned else (), history))
+        return rules
+
+    def _ends(self, sequence: Sequence) -> tuple[int, ...]:
+        """The tokens that would end the answer. Under a grammar the end of sequence ends one that else ignores it."""
+        params = sequence.request.params
+        ignored = params.ignore_eos and sequence.constraint is None
+        return tuple(sorted(params.stop_token_ids if ignored else params.stop_token_ids | set(self.info.eos_ids)))
 
 
 def _size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
     verify = sum(len(rows) for rows in batch.emit_rows)
-    slots = [len(rows) for outcomes in batch.draft_rows for rows in outcomes.values()]
+    slots = sum(len(plan.shape.proposals) * (plan.shape.block - 1) for plan in plans if plan.shape.proposals)
     return StepSize(
         known=sum(plan.verify_rows for plan in plans) - verify,
         verify=verify,
         mask=sum(plan.shape.mask_rows for plan in plans),
-        slots=sum(slots),
+        slots=slots,
         picked=sum(plan.shape.block - 1 for plan in plans if plan.shape.proposals),
         sequences=len(plans),
         context=sum(plan.position for plan in plans) / len(plans),
