@@ -50,6 +50,7 @@ class Directory:
         self._name = secrets.token_hex(8)  # under which the replicas know this ingress
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._held = 0
         self.silent: frozenset[str] = frozenset()
         self._heard: dict[str, float] = {}
@@ -72,7 +73,7 @@ class Directory:
 
     async def stop(self) -> None:
         """End the asking. Without this an ingress that is shut down would stay until its time of grace is over."""
-        for task in (self._task, self._waking):
+        for task in (self._task, self._waking, self._looking):
             while task is not None and not task.done():
                 # More than once: `asyncio.wait_for`, by which Serve awaits, may swallow it (Python before 3.12).
                 task.cancel()
@@ -98,8 +99,10 @@ class Directory:
         return bool(self.replicas) or self._wake is not None
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
-        """As `model`, once there is a replica: a model that sleeps is woken. Raises ApiError: 503 where none comes in
-        time, 429 where as many requests as may wait for it already."""
+        """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
+        Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
+        if not self.replicas and self._wake is None:
+            await self._look_at_once()
         if self._wake is None or self.replicas:
             return self.model
         if self._held >= self._wake.most:
@@ -116,6 +119,14 @@ class Directory:
         finally:
             self._held -= 1
         return self.model
+
+    async def _look_at_once(self) -> None:
+        """One look for all who come meanwhile, lest another ingress serve what this one says is not there."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.wait({self._looking}, timeout=REPLY_SECONDS)
+        if self._looking.done() and not self._looking.cancelled() and self._looking.exception() is not None:
+            log.debug("no replica answers: %s", self._looking.exception())
 
     async def _call_for_one(self) -> None:
         """A call that waits for a replica is what Serve starts one for."""

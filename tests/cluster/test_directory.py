@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 from cluster.card import ModelCard
 from cluster.directory import Directory
+from cluster.errors import ApiError
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 
@@ -115,6 +118,53 @@ def test_who_takes_the_place_of_another_is_there_at_once() -> None:
             await directory.asked.wait()
         assert directory.replicas == ("two",)
         assert directory.model[0] == directory.card
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+class Coming:
+    """Stands for the engine's handle: at first there is no replica; every look takes a moment."""
+
+    def __init__(self) -> None:
+        self.there = False
+        self.looks = 0
+
+    def broadcast(self, method: str, ingress: str) -> "Coming":
+        return self
+
+    async def results_async(self, **_: Any) -> list[str]:
+        self.looks += 1
+        await asyncio.sleep(0.01)
+        if not self.there:
+            raise RuntimeError("no replica yet")
+        return ["one"]
+
+
+class Described(Directory):
+    """Whoever is there describes the model at once."""
+
+    def __init__(self, handle: Coming, card: ModelCard) -> None:
+        super().__init__(handle)  # type: ignore[arg-type]
+        self.card = card
+
+    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+        return dict.fromkeys(names, self.card)
+
+
+def test_who_came_since_the_last_look_is_found_by_the_first_requests() -> None:
+    """Of two ingresses the other may have met the replica already, and the server said that it is ready."""
+
+    async def run() -> None:
+        handle = Coming()
+        directory = Described(handle, card_for(tool_tokenizer(HERMES_TEMPLATE)))
+        with pytest.raises(ApiError) as refused:
+            await directory.awake()
+        assert refused.value.status == 503
+        handle.there, handle.looks = True, 0
+        answers = await asyncio.gather(*(directory.awake() for _ in range(20)))
+        assert all(card == directory.card for card, _ in answers)
+        assert handle.looks == 1
         await directory.stop()
 
     asyncio.run(run())
