@@ -22,8 +22,8 @@ def run(directory: Path, options: ServeOptions, streams: int, seconds: float, to
         for name in ("tidar:stream_handovers_total", "tidar:stream_handover_seconds_sum"):
             print(name, server.metric(name))
         log = server.log.read_text()
-    verdict = judge(told, options)
-    print(verdict.line(blows))
+    verdict = judge(told, options, blows)
+    print(verdict.line())
     assert "Traceback" not in log
     return verdict
 

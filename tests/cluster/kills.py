@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from tidar_core.request import SamplingParams
 
 REPLICA_TITLE = "ray::ServeReplica:api:Engine"
 INGRESS_TITLE = "ray::ServeReplica:api:Ingress"
+ON_THE_WAY_SECONDS = 0.5  # for what a replica has said to reach the client
 REPLICA_LOG = re.compile(r"replica_api_Engine_(\w+)\.log")
 
 
@@ -90,9 +91,9 @@ class Told:
     error: str | None = None
 
     @property
-    def gap(self) -> float:
-        """The longest wait between two chunks."""
-        return max((late - early for early, late in zip(self.moments, self.moments[1:], strict=False)), default=0.0)
+    def waits(self) -> list[tuple[float, float]]:
+        """When each wait for the next chunk began and ended."""
+        return list(zip(self.moments, self.moments[1:], strict=False))
 
     def hear(self, chunk: dict[str, Any], moment: float) -> None:
         if "error" in chunk:
@@ -213,27 +214,39 @@ def stop_for(seconds: float) -> Blow:
     return stop
 
 
-def busiest(server: Server, spared: int) -> psutil.Process | None:
+def busiest(server: Server, spared: int, requests: dict[str, float]) -> tuple[str, psutil.Process] | None:
     """The replica with most requests, but for the `spared` that have lived longest; None where fewer than two replicas
     are ready, or that one has none: a blow would hit nobody."""
-    requests = requests_by_replica(server)
     there = {name: process for name, process in list(engine_processes(server).items())[spared:] if requests.get(name)}
-    return there[max(there, key=requests.__getitem__)] if there and len(requests) > 1 else None
+    name = max(there, key=requests.__getitem__, default=None)
+    return None if name is None or len(requests) < 2 else (name, there[name])
 
 
-def strike(server: Server, every: float, blow: Blow, spared: int, over: threading.Event, blows: list[float]) -> None:
+@dataclass(frozen=True)
+class Struck:
+    """A blow. warm: it left a replica that was there at the blow before; else all that were left had just started."""
+
+    moment: float
+    warm: bool
+
+
+def strike(server: Server, every: float, blow: Blow, spared: int, over: threading.Event, blows: list[Struck]) -> None:
     """Every so many seconds, while two replicas are ready at least, the busiest is hit."""
+    known = set(requests_by_replica(server))
     while not over.wait(every):
-        while (process := busiest(server, spared)) is None:
+        while (target := busiest(server, spared, requests := requests_by_replica(server))) is None:
             if over.wait(0.1):
                 return
-        blows.append(time.monotonic())
+        name, process = target
+        left = set(requests) - {name}
+        blows.append(Struck(time.monotonic(), warm=bool(left & known)))
         blow(process)
+        known = left
 
 
 def streams_under_blows(
     server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow, spared: int = 0
-) -> tuple[list[Told], int]:
+) -> tuple[list[Told], list[Struck]]:
     """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile (see
     `busiest`)."""
     address = httpx.URL(server.url)
@@ -250,7 +263,7 @@ def streams_under_blows(
     async def all_places() -> list[list[Recording]]:
         return await asyncio.gather(*(place(worker) for worker in range(streams)))
 
-    blows: list[float] = []
+    blows: list[Struck] = []
     over = threading.Event()
     striker = threading.Thread(target=strike, args=(server, every, blow, spared, over, blows))
     striker.start()
@@ -259,13 +272,14 @@ def streams_under_blows(
     finally:
         over.set()
         striker.join()
-    return [recording.told() for place in recordings for recording in place], len(blows)
+    return [recording.told() for place in recordings for recording in place], blows
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Streams against what one undisturbed engine says. moved: of the traced ones. lost, repeated: tokens by index.
-    gap: the longest, in seconds."""
+    gap: the longest wait for a chunk, in seconds; warm_gap: where no blow fell into it but such as are `Struck.warm`,
+    `warm_blows` of all `blows`."""
 
     streams: int
     moved: int
@@ -275,16 +289,32 @@ class Verdict:
     lost: int
     repeated: int
     gap: float
+    warm_gap: float
+    blows: int
+    warm_blows: int
 
-    def line(self, blows: int) -> str:
+    def line(self) -> str:
         return (
-            f"{self.streams} streams, {self.tokens} tokens compared, {blows} blows, {self.moved} streams moved: "
+            f"{self.streams} streams, {self.tokens} tokens compared, {self.blows} blows, {self.moved} streams moved: "
             f"{len(self.errors)} errors, {self.different} texts differ, {self.lost} tokens lost, "
-            f"{self.repeated} repeated, longest gap {self.gap:.2f} s" + "".join(f"\n  {error}" for error in self.errors)
+            f"{self.repeated} repeated, longest gap {self.gap:.2f} s, "
+            f"{self.warm_gap:.2f} s where a warm replica was left ({self.warm_blows} blows)"
+            + "".join(f"\n  {error}" for error in self.errors)
         )
 
 
-def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
+def longest_gaps(told: Iterable[Told], blows: Sequence[Struck]) -> tuple[float, float]:
+    """The longest wait for a chunk; the longest that no blow fell into after which all that were left had just
+    started."""
+    longest = warmest = 0.0
+    for began, ended in (wait for one in told for wait in one.waits):
+        longest = max(longest, ended - began)
+        if all(blow.warm for blow in blows if began - ON_THE_WAY_SECONDS <= blow.moment <= ended):
+            warmest = max(warmest, ended - began)
+    return longest, warmest
+
+
+def judge(told: Sequence[Told], options: ServeOptions, blows: Sequence[Struck]) -> Verdict:
     """Compare every stream as text and by its count, the traced ones token by token, with an engine in this process."""
     engine = load_engine(replace(options.served[options.served_name].config, device="cpu", threads=1))
     answers = answer_all(engine, [one.ask.prompt for one in told], [one.ask.params() for one in told])
@@ -297,6 +327,7 @@ def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
         missing = len(answer.tokens) - (len(one.tokens) if one.ask.traced else one.counted)
         lost += max(0, missing)
         repeated += max(0, -missing)
+    gap, warm_gap = longest_gaps(told, blows)
     return Verdict(
         streams=len(told),
         moved=sum(len(one.replicas) > 1 for one in told),
@@ -305,5 +336,8 @@ def judge(told: Sequence[Told], options: ServeOptions) -> Verdict:
         different=different,
         lost=lost,
         repeated=repeated,
-        gap=max(one.gap for one in told),
+        gap=gap,
+        warm_gap=warm_gap,
+        blows=len(blows),
+        warm_blows=sum(blow.warm for blow in blows),
     )
