@@ -53,7 +53,7 @@ class ServeOptions(BaseModel):
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
     models: further bases by such names, each with its adapter and engines (`FurtherModel`). What is not said there, and
-    device, threads, exact, graphs, accelerator and how engines follow the load, is common to all.
+    device, threads, exact, graphs, overlap, accelerator and how engines follow the load, is common to all.
     name: what clients call the model; by default the last part of its path, or its hub id.
     replicas: engines, always so many. min_replicas, max_replicas: instead of it, as many between these as the load
     wants (`cluster.autoscaling`); 0 lets the model sleep while nobody asks, and the first request wakes it.
@@ -61,7 +61,7 @@ class ServeOptions(BaseModel):
     its K/V pages. upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s: how long the load must want it.
     wake_seconds: how long a request may wait for a model that sleeps.
     accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
-    exact, graphs: as in `EngineConfig`, for GPUs.
+    exact, graphs, overlap: as in `EngineConfig`, for GPUs.
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
@@ -96,6 +96,7 @@ class ServeOptions(BaseModel):
     accelerator: str | None = None
     exact: bool = True
     graphs: bool = True
+    overlap: bool | None = None
     threads: Count = 0
     max_model_len: Count = 0
     max_ongoing: Annotated[int, Field(ge=1)] = 256
@@ -205,6 +206,7 @@ class ServeOptions(BaseModel):
             max_model_len=self.max_model_len,
             exact=self.exact,
             graphs=self.graphs,
+            overlap=self.overlap,
         )
         first = ServedModel(config, self.max_replicas or self.replicas)
         found = {self.served_name: first}

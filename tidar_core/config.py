@@ -80,6 +80,7 @@ class EngineConfig:
     max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
+    overlap: plan the next step while one runs; None where there is a GPU that runs it.
     """
 
     model: str = DEFAULT_MODEL
@@ -95,3 +96,4 @@ class EngineConfig:
     step_rows: int = 512
     exact: bool = True
     graphs: bool = True
+    overlap: bool | None = None

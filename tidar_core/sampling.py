@@ -17,7 +17,7 @@ descending score, it can be found among a few best candidates, whose number chan
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -66,12 +66,17 @@ class TokenRule:
         """The token is the best of the scores as they are."""
         return self.params.temperature == 0 and not self.banned and not self.adjusts
 
+    def keeps_all(self, vocab: int) -> bool:
+        """The scores are taken as they are: argmax, or a sample of the whole vocabulary."""
+        return not self.banned and not self.adjusts and _way(self.params, vocab).kind in (_Kind.GREEDY, _Kind.WHOLE)
 
-def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+
+def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
     """Pick the token of each row.
 
     logits: [rows, vocab], bf16, fp16 or fp32 (computed in fp32), left as they are; -inf excludes a token.
-    rules: one a row. Returns int64 [rows], on the device of the logits.
+    rules: one a row. shift: int64 [rows], what the rules' positions lack, where only the device knows that yet.
+    Returns int64 [rows], on the device of the logits.
 
     A row that has NaN or +inf in it, or nothing finite, gets `NO_TOKEN` (-1) and disturbs no other.
     """
@@ -84,9 +89,9 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
         if way.kind is _Kind.GREEDY:
             picks[index] = _pick_greedy(logits, own, index)
         elif way.kind is _Kind.WHOLE:
-            picks[index] = _pick_whole(_scaled(logits, own, index), _noise_key(own, logits.device))
+            picks[index] = _pick_whole(_scaled(logits, own, index), _noise_key(own, index, shift))
         else:
-            key = _noise_key(own, logits.device)
+            key = _noise_key(own, index, shift)
             for found in _candidates(_scaled(logits, own, index), own, way):
                 picks[index[found.rows]] = _pick_among(found, key.rows(found.rows), logits.shape[-1])
     return picks
@@ -339,10 +344,11 @@ def _ban(scores: Tensor, rules: Sequence[TokenRule], shared: Tensor) -> Tensor:
     return scores
 
 
-def _noise_key(rules: Sequence[TokenRule], device: torch.device) -> NoiseKey:
+def _noise_key(rules: Sequence[TokenRule], index: Tensor, shift: Tensor | None) -> NoiseKey:
     params = [rule.params for rule in rules]
     positions = [rule.position for rule in rules]
-    return NoiseKey.build([one.seed for one in params], positions, [one.choice for one in params], device)
+    key = NoiseKey.build([one.seed for one in params], positions, [one.choice for one in params], index.device)
+    return key if shift is None else replace(key, position=key.position + shift[index].unsqueeze(-1))
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

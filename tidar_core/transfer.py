@@ -13,5 +13,9 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
     On a GPU the copy takes its turn behind what runs there while the host goes on: from ordinary memory, a copy would
     begin by waiting for all of that.
     """
-    made = torch.tensor(values, dtype=dtype)
+    return sent(torch.tensor(values, dtype=dtype), device)
+
+
+def sent(made: Tensor, device: torch.device) -> Tensor:
+    """`on_device` of a tensor in the host's memory."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

@@ -13,7 +13,10 @@ import torch
 from tidar_core.bench.launches import Variant, compile_variant, noted_launches, step_launches
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
+from tidar_core.engine.batch import BatchSize, inputs_of
+from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_sampling import pick_whole
+from tidar_core.kernels.triton_succession import carry, decide, renew
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
@@ -44,8 +47,22 @@ def variants_in_use() -> list[Variant]:
     logits = torch.empty(8, 49152, dtype=FP32, device="meta")
     heat, words = torch.empty(8, device="meta"), torch.empty(4, 8, dtype=torch.int32, device="meta")
     launches += noted_launches(lambda: pick_whole(logits, heat, words))
+    launches += noted_launches(hand_on)
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
     return list(dict.fromkeys(launch.variant for launch in launches))
+
+
+def hand_on() -> None:
+    """From one step of four sequences to the next, two of which draft, in blocks of eight."""
+    size = BatchSize(8, 16, 9, 16)
+    numbers = torch.empty(5 * 24 + 9 * 16 + 8 + 8 + 16, dtype=torch.int32, device="meta")
+    inputs = inputs_of(numbers, size)
+    state, source, nearest, table = (
+        torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((5, 9), (9,), (16,), (4, 8))
+    )
+    carry(inputs.rows, inputs.tokens, Carried(state, source, nearest), 16)
+    truths, picks = (torch.empty(count, dtype=torch.int64, device="meta") for count in (8, 14))
+    renew(decide(truths, table, state, source, 14, 2), table, picks)
 
 
 VARIANTS = variants_in_use()

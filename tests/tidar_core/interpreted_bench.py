@@ -36,6 +36,7 @@ def test_every_check_passes(dtype, dots_row_by_row):  # noqa: F811
     assert [check for check in checks if not check.passed] == []
     assert {check.kernel for check in checks} == {
         "add_norm", "silu_mul", "rotate_and_store", "attend", "linear", "head", "pick",
+        "succession",
     }  # fmt: skip
 
 

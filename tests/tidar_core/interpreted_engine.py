@@ -15,22 +15,22 @@ from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.request import SamplingParams
 
 
-def engine_on(monkeypatch, directory, architecture: str, make_ops):
+def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool = False):
     """A tiny engine on other operations, its warm-up (hundreds of probes) left out."""
     monkeypatch.setattr(start, "_ops", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
     monkeypatch.setattr(start, "rows_are_exact", lambda *given: True)
     monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
-    return tiny_engine(directory, architecture, rank=4)
+    return tiny_engine(directory, architecture, rank=4, overlap=overlap)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_the_engines_tokens_are_the_references(architecture, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("architecture", "overlap"), [("qwen2", False), ("qwen3", True)])
+def test_the_engines_tokens_are_the_references(architecture, overlap, tmp_path, monkeypatch):
     """Prefill, verification, drafts that hold and drafts that fall, with and without a drafter, greedy and sampled."""
     torch.set_num_threads(1)
     draw = random.Random(1)
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, drafts="full", block=3)
     sampled = SamplingParams(max_tokens=4, temperature=1.0, seed=7, ignore_eos=True, drafts="off")
-    reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: REFERENCE_OPS)
+    reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: REFERENCE_OPS, overlap)
     candidates = [tuple(draw.randrange(3, 512) for _ in range(19)) for _ in range(32)]
     liveliest = max(
         zip(candidates, answer_all(reference, candidates, [greedy] * 32), strict=True),
@@ -38,7 +38,8 @@ def test_the_engines_tokens_are_the_references(architecture, tmp_path, monkeypat
     )[0]
     prompts, params = [liveliest, candidates[0][:3]], [greedy, sampled]
     expected = answer_all(reference, prompts, params)
-    answers = answer_all(engine_on(monkeypatch, tmp_path / "triton", architecture, triton_ops), prompts, params)
+    engine = engine_on(monkeypatch, tmp_path / "triton", architecture, triton_ops, overlap)
+    answers = answer_all(engine, prompts, params)
     for ours, theirs in zip(answers, expected, strict=True):
         assert ours.tokens == theirs.tokens
         assert [(step.drafted, step.accepted) for step in ours.steps] == [

@@ -10,6 +10,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
+from tests.tidar_core.test_succession import carried_rows_match, decisions_match
 from tidar_core import sampling
 from tidar_core.kernels import triton_attention, triton_sampling
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
@@ -292,3 +293,15 @@ def test_picks_are_those_of_the_token_rule(vocab):
     assert triton_sampling.pick_tokens(logits[1:2].half(), rules[1:2]).tolist() == [
         sampling.pick_tokens(logits[1:2].half(), rules[1:2]).item()
     ]
+    shift = torch.arange(len(rules)) % 4
+    moved = [
+        replace(rule, position=rule.position + further) for rule, further in zip(rules, shift.tolist(), strict=True)
+    ]
+    assert triton_sampling.pick_tokens(logits, rules, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_step_leaves_to_the_next_is_what_the_host_would(seed):
+    ops = triton_ops(model_config(), torch.float32, CPU)
+    carried_rows_match(ops, seed)
+    decisions_match(ops, seed)

@@ -1,11 +1,13 @@
-"""Random traffic over one small engine: requests come, go, share prefixes, take each other's pages, and end."""
+"""Random traffic over one small engine: requests come, go, share prefixes, take each other's pages, and end. Once one
+step at a time, once with the next step planned while one runs."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -32,6 +34,7 @@ class Traffic:
     preempted: int = 0
     reused: int = 0
     finished: int = 0
+    ahead: int = 0
     expected: dict[Asked, list[int]] = field(default_factory=dict)
 
     def answer(self, asked: Asked) -> list[int]:
@@ -42,10 +45,10 @@ class Traffic:
         return self.expected[asked]
 
 
-@lru_cache(maxsize=1)
-def traffic() -> Traffic:
-    folder = Path(mkdtemp())
-    busy = tiny_engine(folder / "busy", cache_tokens=PAGES * 16, max_model_len=112, max_running=5, step_rows=24)
+@lru_cache(maxsize=2)
+def traffic(overlap: bool) -> Traffic:
+    folder, limits = Path(mkdtemp()), {"max_model_len": 112, "max_running": 5, "step_rows": 24}
+    busy = tiny_engine(folder / "busy", cache_tokens=PAGES * 16, overlap=overlap, **limits)
     return Traffic(busy, tiny_engine(folder / "alone", adapter="none"))
 
 
@@ -63,6 +66,8 @@ def questions() -> tuple[tuple[int, ...], ...]:
 class Visitors(RuleBasedStateMachine):
     """Whatever happens, every request says what it would say alone, and every page is accounted for."""
 
+    overlap = False
+
     def __init__(self) -> None:
         super().__init__()
         self.here: dict[str, Asked] = {}
@@ -75,28 +80,36 @@ class Visitors(RuleBasedStateMachine):
         temperature=st.sampled_from((0.0, 0.9)),
         most=st.sampled_from((1, 2, 17, 40)),
         seed=st.integers(0, 2),
+        top_k=st.sampled_from((0, 0, 0, 5)),
         salt=st.sampled_from(("", "tenant")),
         priority=st.sampled_from((0, 0, 0, -1, 2)),
     )
     def ask(
-        self, question: int, mode: DraftMode, temperature: float, most: int, seed: int, salt: str, priority: int
+        self,
+        question: int,
+        mode: DraftMode,
+        temperature: float,
+        most: int,
+        seed: int,
+        top_k: int,
+        salt: str,
+        priority: int,
     ) -> None:
-        params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True)
+        params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, top_k=top_k, ignore_eos=True)
         name = f"{id(self)}-{self.number}"
         self.number += 1
         self.here[name] = questions()[question], params
         self.said[name] = []
-        drafting = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, ignore_eos=True, drafts=mode)
-        asked = Request(name, questions()[question], drafting, cache_salt=salt, priority=priority)
-        traffic().engine.submit(asked)
+        asked = Request(name, questions()[question], replace(params, drafts=mode), cache_salt=salt, priority=priority)
+        traffic(self.overlap).engine.submit(asked)
 
     @rule(which=st.integers(0, 99))
     def leave(self, which: int) -> None:
         if not self.here:  # no precondition: how long a request stays depends on the policy, and that on the clock
             return
         name = sorted(self.here)[which % len(self.here)]
-        traffic().engine.abort(name)
-        traffic().engine.abort(name)
+        traffic(self.overlap).engine.abort(name)
+        traffic(self.overlap).engine.abort(name)
         (output,) = [output for output in self.step() if output.request_id == name]
         assert output.finish is not None
         assert output.finish.reason is FinishReason.ABORT
@@ -107,9 +120,10 @@ class Visitors(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> list:
-        shared = traffic()
+        shared = traffic(self.overlap)
         outputs = shared.engine.step()
         shared.steps += 1
+        shared.ahead += shared.engine._flight is not None
         shared.preempted += any(s.generated for s in shared.engine._scheduler.waiting)
         for output in outputs:
             said = self.said[output.request_id]
@@ -126,31 +140,40 @@ class Visitors(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self) -> None:
-        scheduler = traffic().engine._scheduler
+        scheduler = traffic(self.overlap).engine._scheduler
         pool = scheduler.pool
         owned = {page for sequence in [*scheduler.running, *scheduler.waiting] for page in sequence.pages}
         assert len(owned) == pool.owned
         assert pool.free + pool.owned + pool.cached == pool.total == PAGES
 
     def teardown(self) -> None:
-        while traffic().engine.has_work:
+        while traffic(self.overlap).engine.has_work:
             self.step()
             self.pages_are_accounted_for()
         assert not self.here
-        assert traffic().engine._scheduler.pool.owned == 0
+        assert traffic(self.overlap).engine._scheduler.pool.owned == 0
 
 
-def test_whatever_happens_every_request_says_what_it_would_alone():
+class VisitorsAhead(Visitors):
+    """The same where the next step is under way before the host knows the last."""
+
+    overlap = True
+
+
+@pytest.mark.parametrize("visitors", [Visitors, VisitorsAhead])
+def test_whatever_happens_every_request_says_what_it_would_alone(visitors: type[Visitors]) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     rounds = settings(
         max_examples=ROUNDS, stateful_step_count=MOVES, deadline=None, suppress_health_check=checks, database=None
     )
-    while traffic().steps < STEPS:
-        run_state_machine_as_test(Visitors, settings=rounds)
-    seen = traffic()
+    seen = traffic(visitors.overlap)
+    while seen.steps < STEPS:
+        run_state_machine_as_test(visitors, settings=rounds)
     print(
-        f"{seen.steps} steps, {seen.finished} answers, {seen.preempted} steps with a preempted one, {seen.reused} hits"
+        f"{seen.steps} steps, {seen.ahead} with the next under way, {seen.finished} answers, "
+        f"{seen.preempted} steps with a preempted one, {seen.reused} hits"
     )
     assert seen.finished > 100
     assert seen.preempted > 10
     assert seen.reused > 10
+    assert seen.ahead > 1000 if visitors.overlap else seen.ahead == 0

@@ -94,22 +94,24 @@ def test_drafts_follow_from_one_another(
 ) -> None:
     vocab, draw = tiny.base.config.vocab_size, torch.Generator().manual_seed(seed)
     hidden = torch.randn(sum(counts), tiny.base.config.hidden_size, generator=draw)
-    anchors = torch.randint(vocab, (len(counts),), generator=draw).tolist()
+    anchors = torch.randint(vocab, (len(counts),), generator=draw)
     rules = [TokenRule(SamplingParams(1, temperature=heat, seed=seed), 7 * row) for row in range(sum(counts))]
-    head, weights, expected, row = tiny.adapter.slot_head, tiny.base.weights, [], 0
+    head, weights, row = tiny.adapter.slot_head, tiny.base.weights, 0
+    expected: list[int] = []
     assert head is not None
-    for anchor, count in zip(anchors, counts, strict=True):
+    for anchor, count in zip(anchors.tolist(), counts, strict=True):
         before, drafts = [weights.embedding[anchor]], []
         for slot in range(count):
             says = told(head, hidden[row : row + count], before)[slot]
             drafts.append(int(pick_tokens((weights.head @ says)[None], [rules[row + slot]])))
             before.append(weights.embedding[drafts[-1]])
-        expected.append(drafts)
+        expected += drafts
         row += count
     with pytest.MonkeyPatch.context() as patch:  # all tokens are candidates: then the choice is that of the definition
         patch.setattr("tidar_core.engine.drafting.CANDIDATES", vocab)
         patch.setattr("tidar_core.kernels.cpu_slots.CANDIDATES", vocab)
-        assert pick_drafts(runner, hidden, hidden @ weights.head.t(), rules, anchors, counts) == expected
+        drafted = pick_drafts(runner, hidden, hidden @ weights.head.t(), rules, anchors, counts)
+        assert drafted.tolist() == expected
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,7 +131,7 @@ def test_the_best_candidate_of_a_few_is_taken(
         patch.setattr("tidar_core.engine.drafting.CANDIDATES", wanted)
         patch.setattr("tidar_core.kernels.cpu_slots.CANDIDATES", wanted)
         some = replace(runner, vocabulary=vocabulary)
-        ((first,),) = pick_drafts(some, hidden, logits.clone(), [TokenRule(GREEDY, 1)], [5], [1])
+        first = int(pick_drafts(some, hidden, logits.clone(), [TokenRule(GREEDY, 1)], torch.tensor([5]), [1]))
     least = logits[0].topk(min(wanted, vocab)).values[-1]
     says = logits[0] + vocabulary @ (told(head, hidden, [words[5]])[0] - hidden[0])
     sure = logits[0] > least  # which of equals is a candidate is left open

@@ -138,6 +138,9 @@ def decode(
     full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
     exact: Exact = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")
+    ] = None,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
@@ -149,7 +152,7 @@ def decode(
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
 
         most = max(batch or [0], default=0)
-        config = EngineConfig(model, adapter, dtype, device, threads, exact=exact, graphs=graphs)
+        config = EngineConfig(model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap)
         engine = load(replace(config, max_running=max(config.max_running, most)))
         chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]

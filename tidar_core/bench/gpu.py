@@ -45,6 +45,7 @@ def phases(model: str) -> list[Phase]:
     found += [Phase(f"steps {name}", ("steps", "--shape", name), 110) for name in reversed(large)]
     found += [
         Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 90),
+        Phase("decode, one step at a time", (*decode, *batches, "--no-overlap"), 90),
         Phase("decode without graphs", (*decode, "--batch", "1", "--no-graphs"), 50),
         Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),

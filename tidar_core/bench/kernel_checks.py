@@ -14,15 +14,18 @@ from tidar_core import sampling
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
+from tidar_core.engine.flight import nearest_outcomes, plan_table
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels import reference
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_sampling import pick_tokens
 from tidar_core.layout import Shape, full_shape
 from tidar_core.model.weights import LowRank
 from tidar_core.request import Request, SamplingParams
 from tidar_core.request import Sequence as EngineSequence
 from tidar_core.sampling import TokenRule
+from tidar_core.transfer import on_device
 
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
@@ -94,6 +97,7 @@ def check_kernels(
     yield from _check_attention(ops, config, dtype, device, chosen)
     yield from _check_products(ops, config, dtype, device, chosen)
     yield from _check_picks(config, device)
+    yield from _check_succession(ops, config, device, chosen)
 
 
 def _check_rows(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
@@ -198,3 +202,40 @@ def _check_picks(config: ModelConfig, device: torch.device) -> Iterator[Check]:
     ]
     same = torch.equal(pick_tokens(logits, rules), sampling.pick_tokens(logits, rules))
     yield Check("pick", "argmax and Gumbel, 8 rows", "float32", float(not same), 0.0)
+
+
+def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """From one step to the next against torch on the same device: equal numbers, with drafts in hand and proposals of
+    all lengths."""
+    block, count = sizes.block, 2 * sizes.block
+    hands = [torch.randint(config.vocab_size, (number % block,)).tolist() for number in range(count)]
+    states = [[1 + len(hand), 5, *hand, *[-1] * (block - 1 - len(hand))] for hand in hands]
+    state = on_device([*states, [0] * (block + 1)], device, torch.int32)
+    sources = torch.randperm(count).tolist()
+    plans, truths = [], []
+    for number, source in enumerate(sources):
+        shape, pages = full_shape(block, 3 * number % block), [2 * number + 1, 2 * number + 2]
+        sequence = EngineSequence(Request("bench", (1,), SamplingParams(max_tokens=1)), 0.0, [], pages=pages)
+        drafts = tuple(range(1, shape.drafts + 1))
+        plans.append(SequencePlan(sequence, number % sizes.page_size, (0,), drafts, shape, emits=True))
+        kept = torch.rand(block) < 0.8
+        truths += (
+            torch.tensor([*hands[source], *[7] * block][: len(drafts) + 1]).where(kept[: len(drafts) + 1], 7).tolist()
+        )
+    batch = build_batch(plans, sizes.page_size, lambda size: size, "bidirectional")
+    source = on_device([*sources, count], device, torch.int32)
+    carried = Carried(state, source, nearest_outcomes(plans, batch).to(device))
+    table, said = plan_table(plans, batch, len(truths)).to(device), on_device(truths, device)
+    picks = torch.randint(-1, config.vocab_size, (count * (block - 1),), device=device)
+    found = []
+    for some in (reference.REFERENCE_OPS, ops):
+        numbers = batch.numbers.to(device, copy=True)
+        inputs = inputs_of(numbers, batch.size)
+        some.carry(inputs.rows, inputs.tokens, carried, sizes.page_size)
+        decided = some.decide(said, table, state, source[:count], len(picks), count)
+        left = decided.state.clone()
+        some.renew(decided, table, picks)
+        tensors = decided.state, decided.came, decided.rows, decided.scores, decided.anchors
+        found.append((numbers, left, *tensors))
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    yield Check("succession", f"{count} sequences", "int32", float(not same), 0.0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.engine.step_cost import StepSize
 from tidar_core.kernels.ops import StepRows
 from tidar_core.layout import Shape, WithinBlock, mask_rows
 
@@ -67,6 +68,21 @@ def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
     table = table.view(size.sequences, size.pages)
     rows = StepRows(size.verify, positions, sequence, context_end, tail_start, tail_end, table, write_slots)
     return Inputs(rows, tokens, slots)
+
+
+def step_size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
+    """What a step is as large as, for those who price it."""
+    verify = sum(len(rows) for rows in batch.emit_rows)
+    slots = sum(len(plan.shape.proposals) * (plan.shape.block - 1) for plan in plans if plan.shape.proposals)
+    return StepSize(
+        known=sum(plan.verify_rows for plan in plans) - verify,
+        verify=verify,
+        mask=sum(plan.shape.mask_rows for plan in plans),
+        slots=slots,
+        picked=sum(plan.shape.block - 1 for plan in plans if plan.shape.proposals),
+        sequences=len(plans),
+        context=sum(plan.position for plan in plans) / len(plans),
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -24,29 +24,26 @@ def pick_drafts(
     hidden: Tensor,
     logits: Tensor,
     rules: Items[TokenRule],
-    anchors: Items[int],
+    anchors: Tensor,
     counts: Items[int],
+    *,
     alone: bool = False,
-) -> list[list[int]]:
-    """The drafts of some proposals, `counts[i]` in proposal i, which follows `anchors[i]`.
+    shift: Tensor | None = None,
+) -> Tensor:
+    """The drafts of some proposals, `counts[i]` in proposal i, which follows `anchors[i]`: int64 [slots].
 
     hidden: [slots, hidden] and logits: [slots, vocab] of slots 1 … b-1 of the proposals, one behind the other, with
-    a rule each. The logits of tokens that the slot head scores anew may be changed in place. alone: leave it out.
+    a rule each, and perhaps the `shift` of its position (`tidar_core.sampling.pick_tokens`). The logits of tokens that
+    the slot head scores anew may be changed in place. alone: leave it out.
     """
     head = None if runner.adapter is None else runner.adapter.slot_head
     if head is None or runner.vocabulary is None or alone:
-        return _split(runner.ops.pick(logits, rules), counts)
-    picks = None
+        return runner.ops.pick(logits, rules, shift)
     if all(rule.takes_best for rule in rules):
         picks = _at_once(runner, head, runner.vocabulary, hidden, logits, anchors, counts)
-    if picks is None:
-        picks = _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts)
-    return _split(picks, counts)
-
-
-def _split(picks: Tensor, counts: Items[int]) -> list[list[int]]:
-    tokens = picks.tolist()
-    return [tokens[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
+        if picks is not None:
+            return picks
+    return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
 
 
 def _at_once(
@@ -55,7 +52,7 @@ def _at_once(
     vocabulary: Tensor,
     hidden: Tensor,
     logits: Tensor,
-    anchors: Items[int],
+    anchors: Tensor,
     counts: Items[int],
 ) -> Tensor | None:
     """Greedy drafts in one call or one graph; None where there is no such thing."""
@@ -78,7 +75,7 @@ def _at_once(
     ]
     index = on_device(rows, runner.device)
     shaped = [each[index].view(size, longest, -1) for each in (hidden, best.values, best.indices)]
-    first = on_device([*anchors, *[anchors[0]] * (size - len(counts))], runner.device)
+    first = torch.cat((anchors, anchors[:1].expand(size - len(counts))))
     drafted = runner.graphs.run(("slots", size, longest), runner.device, drafts, *shaped, first)
     return torch.cat([proposal[:count] for proposal, count in zip(drafted, counts, strict=False)])
 
@@ -90,14 +87,15 @@ def _slot_by_slot(
     hidden: Tensor,
     logits: Tensor,
     rules: Items[TokenRule],
-    anchors: Items[int],
+    anchors: Tensor,
     counts: Items[int],
+    shift: Tensor | None,
 ) -> Tensor:
     device = logits.device
     starts = list(accumulate(counts, initial=0))
     scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
     picks = torch.empty(len(rules), dtype=torch.int64, device=device)
-    before = on_device(anchors, device)
+    before = anchors
     state: Tensor | None = None
     going = list(range(len(counts)))
     for slot in range(max(counts)):
@@ -113,7 +111,7 @@ def _slot_by_slot(
         anew = rescored(scores[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)
         logits[rows[:, None], chosen] = anew
         alone = torch.full_like(logits[: len(at)], -torch.inf).scatter_(-1, chosen, anew)
-        picks[rows] = runner.ops.pick(alone, [rules[row] for row in at])
+        picks[rows] = runner.ops.pick(alone, [rules[row] for row in at], None if shift is None else shift[rows])
         before = picks[rows].clamp(min=0)  # a row without a finite score drafts nothing that could hold
     return picks
 

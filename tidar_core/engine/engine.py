@@ -8,9 +8,10 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.engine.batch import Batch, build_batch, draft_rows
+from tidar_core.engine.batch import Batch, build_batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.drafting import pick_drafts, with_drafts_say
+from tidar_core.engine.flight import Flight, launch, may_fly, settled
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
@@ -66,11 +67,21 @@ class EngineStats:
 class Engine:
     """One model on one device. Not thread-safe: one thread submits, aborts and steps."""
 
-    def __init__(self, info: EngineInfo, tokenizer: PreTrainedTokenizerFast, runner: Runner, scheduler: Scheduler):
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: PreTrainedTokenizerFast,
+        runner: Runner,
+        scheduler: Scheduler,
+        overlap: bool,
+    ):
         self.info = info
         self.tokenizer = tokenizer
         self._runner = runner
         self._scheduler = scheduler
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._landed = 0.0
         self._ended: list[StepOutput] = []
         grammars = Grammars(tokenizer, info.vocab_size, info.eos_ids)
         self._compiling = GrammarQueue(grammars, info.eos_ids, info.vocab_size)
@@ -125,24 +136,58 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One forward pass over everything that can run; at most one output a request."""
-        began = time.monotonic()
         ended, self._ended = self._ended, []
         ended += self._compiling.admit(self._scheduler.add)
+        flight, self._flight = self._flight, None
+        if flight is not None and any(plan.sequence in self._scheduler.running for plan in flight.plans):
+            return ended + self._land(flight)
         plans = self._scheduler.plan()
         if not plans:
             if not ended:
                 self._compiling.pause()
             return ended
+        if self._overlap and all(plan.emits and may_fly(plan.sequence, self.info.vocab_size) for plan in plans):
+            return ended + self._land(self._launch(plans))
+        return ended + self._step_alone(plans)
+
+    def _step_alone(self, plans: Items[SequencePlan]) -> list[StepOutput]:
+        """A step from its plans to its answers, with the host deciding on the way."""
+        began = time.monotonic()
         batch = build_batch(plans, self.info.page_size, self._runner.padded, self.info.within_block)
-        size, captured = _size(plans, batch), self._runner.captured
+        size, captured = step_size(plans, batch), self._runner.captured
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
         scores = self._score(size, plans, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, hidden, scores, outputs)
+        self._took(size, captured, began)
+        return outputs
+
+    def _took(self, size: StepSize, captured: int, began: float) -> None:
         if self._runner.captured == captured:  # capturing takes many times what the step does
             self._scheduler.policy.took(size, time.monotonic() - began)
-        return ended + outputs
+
+    def _launch(self, plans: Items[SequencePlan], behind: tuple[Tensor, Items[int]] | None = None) -> Flight:
+        cost = self._scheduler.policy.cost
+        return launch(self._runner, plans, cost, self.info.within_block, self.info.block_length, behind)
+
+    def _land(self, flight: Flight) -> list[StepOutput]:
+        """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""
+        scheduler = self._scheduler
+        ahead = scheduler.plan_ahead(flight.plans)
+        following = None if ahead is None else self._launch(ahead[0], (flight.state, ahead[1]))
+        found = zip(flight.plans, *flight.land(), strict=True)
+        here = [entry for entry in found if entry[0].sequence in scheduler.running]
+        outputs = scheduler.commit([plan for plan, _, _ in here], [truths for _, truths, _ in here])
+        for plan, _, drafts in here:
+            if plan.sequence in scheduler.running:
+                scheduler.take_drafts(plan.sequence, drafts)
+        if following is not None:
+            plans = [settled(plan) if plan.sequence in scheduler.running else plan for plan in following.plans]
+            self._flight = replace(following, plans=tuple(plans))
+        self._took(flight.size, flight.captured, max(flight.launched, self._landed))
+        self._landed = time.monotonic()
+        return outputs
 
     def _read_prompts(self, plans: Items[SequencePlan], hidden: Tensor) -> None:
         """Notes the log-probabilities of prompt tokens, for the requests that ask for them."""
@@ -210,16 +255,17 @@ class Engine:
         ]
         slots = [row for _, rows, _ in chosen for row in rows]
         logits = scores.of(slots)
-        anchors = [plan.sequence.tokens[-1] for plan, _, _ in chosen]
+        anchors = on_device([plan.sequence.tokens[-1] for plan, _, _ in chosen], hidden.device)
         counts = [len(rows) for _, rows, _ in chosen]
         said = [
             own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
         alone = any(scores is not None for scores in said)
-        drafts = pick_drafts(
-            self._runner, hidden[on_device(slots, hidden.device)], logits, rules, anchors, counts, alone
+        picks = pick_drafts(
+            self._runner, hidden[on_device(slots, hidden.device)], logits, rules, anchors, counts, alone=alone
         )
+        drafts = _split(picks.tolist(), [rows for _, rows, _ in chosen])
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):
             drafts = guess_within(followed, logits, rules)
@@ -255,20 +301,6 @@ class Engine:
         params = sequence.request.params
         ignored = params.ignore_eos and sequence.constraint is None
         return tuple(sorted(params.stop_token_ids if ignored else params.stop_token_ids | set(self.info.eos_ids)))
-
-
-def _size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
-    verify = sum(len(rows) for rows in batch.emit_rows)
-    slots = sum(len(plan.shape.proposals) * (plan.shape.block - 1) for plan in plans if plan.shape.proposals)
-    return StepSize(
-        known=sum(plan.verify_rows for plan in plans) - verify,
-        verify=verify,
-        mask=sum(plan.shape.mask_rows for plan in plans),
-        slots=slots,
-        picked=sum(plan.shape.block - 1 for plan in plans if plan.shape.proposals),
-        sequences=len(plans),
-        context=sum(plan.position for plan in plans) / len(plans),
-    )
 
 
 class Scores:

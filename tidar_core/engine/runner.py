@@ -11,10 +11,11 @@ from tidar_core.config import ModelConfig
 from tidar_core.engine.batch import Batch, BatchSize, inputs_of
 from tidar_core.engine.graphs import Graphs, bucket
 from tidar_core.kernels.ops import KVCache, Layers, Ops
+from tidar_core.kernels.succession import Carried
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
 from tidar_core.sampling import TokenRule
-from tidar_core.transfer import on_device
+from tidar_core.transfer import on_device, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,19 @@ class Runner:
         return found or replace(size, verify=size.verify + -(size.verify + size.mask) % self.ops.row_multiple)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Runs all rows of a step and writes the verify rows' K/V pages. -> hidden states [rows, hidden]."""
-        work = partial(self._run, batch.size)
+    def forward(self, batch: Batch, carried: Carried | None = None) -> Tensor:
+        """Runs all rows of a step and writes the verify rows' K/V pages. -> hidden states [rows, hidden].
+
+        carried: what the batch's numbers lack, where the step before it is not over.
+        """
+        work, numbers = partial(self._run, batch.size), batch.numbers
+        if carried is not None:
+            numbers = sent(numbers, self.device)
+            inputs = inputs_of(numbers, batch.size)
+            self.ops.carry(inputs.rows, inputs.tokens, carried, self.cache.page_size)
         if self.graphs is None or bucket(batch.size) != batch.size:
-            return work(batch.numbers.to(self.device))
-        return self.graphs.run(batch.size, self.device, work, batch.numbers)
+            return work(numbers.to(self.device))
+        return self.graphs.run(batch.size, self.device, work, numbers)
 
     def _run(self, size: BatchSize, numbers: Tensor) -> Tensor:
         inputs = inputs_of(numbers, size)
@@ -64,10 +72,11 @@ class Runner:
         return self.layers(x, inputs.rows, self.cache)
 
     @torch.inference_mode()
-    def scores(self, hidden: Tensor, rows: Items[int]) -> Tensor:
-        """The logits [rows, vocab] of some rows of `hidden`."""
-        padded = [*rows, *[rows[-1]] * (-len(rows) % self.ops.row_multiple)]
-        scores = self.ops.head(hidden[on_device(padded, self.device)], self.weights.head)[: len(rows)]
+    def scores(self, hidden: Tensor, rows: Items[int] | Tensor) -> Tensor:
+        """The logits [rows, vocab] of some rows of `hidden`, which may be known to the device alone (int64)."""
+        index = rows if isinstance(rows, Tensor) else on_device(rows, self.device)
+        filling = index[-1:].expand(-len(index) % self.ops.row_multiple)
+        scores = self.ops.head(hidden[torch.cat((index, filling))], self.weights.head)[: len(index)]
         if self.mask_token is not None:
             scores[:, self.mask_token] = -torch.inf
         return scores

@@ -4,7 +4,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -133,6 +133,46 @@ class Scheduler:
             self.running[sequence] = None
             self._reserve(sequence, count, chosen)
             chosen.put(sequence, count)
+
+    def plan_ahead(self, under_way: Items[SequencePlan]) -> tuple[list[SequencePlan], list[int]] | None:
+        """The rows of the step behind one that is not over, and which of its plans each goes on from. None where that
+        has to be waited for.
+
+        Counted from where the plans under way stand: how far they get the device will know, as it will the tokens,
+        which are named by their place (the anchor, then the drafts in hand). As many rows, and pages, as there may be.
+        """
+        places = {plan.sequence: place for place, plan in enumerate(under_way)}
+        if not all(sequence in places for sequence in self.running):
+            return None
+        if self.waiting and not (self._full() and not self._yielding(self.waiting[0])):
+            return None
+        going = [sequence for sequence in self.running if sequence.remaining > 1]
+        if not going:
+            return None
+        before = [under_way[places[sequence]] for sequence in going]
+        in_hand = [_drafts_to_come(plan) for plan in before]
+        views = [
+            replace(self._view(plan.sequence), drafts_in_hand=most) for plan, most in zip(before, in_hand, strict=True)
+        ]
+        plans = []
+        for plan, most, wanted in zip(before, in_hand, self.policy.choose(views, prompt_rows=0), strict=True):
+            sequence, committed = plan.sequence, len(plan.drafts) + 1
+            shape = fit_shape(
+                wanted,
+                drafts_in_hand=most,
+                remaining=max(1, sequence.remaining - committed),
+                position=plan.position + committed,
+                max_positions=self.limits.max_positions,
+            )
+            end = plan.position + committed + 1 + shape.drafts
+            missing = -(-end // self.limits.page_size) - len(sequence.pages)
+            if missing > self.pool.available:
+                return None
+            if missing > 0:
+                sequence.pages += self.pool.take(missing)
+            drafts = tuple(range(1, shape.drafts + 1))
+            plans.append(SequencePlan(sequence, plan.position, (0,), drafts, shape, emits=True))
+        return plans, [places[sequence] for sequence in going]
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
         """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
@@ -324,6 +364,11 @@ class Scheduler:
             if shown.stop is not None:
                 return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
         return emitted, finish
+
+
+def _drafts_to_come(plan: SequencePlan) -> int:
+    """The most drafts that a sequence may have in hand behind a step."""
+    return plan.shape.block - 1 if plan.shape.proposals else max(0, len(plan.sequence.drafts) - len(plan.drafts) - 1)
 
 
 def _priority(sequence: Sequence) -> int:

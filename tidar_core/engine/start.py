@@ -108,7 +108,8 @@ def load_engine(
         capture_graphs(runner, block_length, within_block, config.max_running, progress)
     report(_ready_line(info, ops))
     policy = DraftPolicy(block_length, cost, info.expected_holds)
-    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits))
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
 
 def _device(wanted: str) -> torch.device:

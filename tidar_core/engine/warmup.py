@@ -21,6 +21,7 @@ from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import Shape, WithinBlock, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
+from tidar_core.transfer import on_device
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -228,7 +229,7 @@ def _drafting(runner: Runner, proposals: int, slots: int) -> object:
     rows = proposals * slots
     hidden = torch.zeros(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     logits, rules = runner.scores(hidden, range(rows)), [TokenRule(GREEDY, 1)] * rows
-    return pick_drafts(runner, hidden, logits, rules, [0] * proposals, [slots] * proposals)
+    return pick_drafts(runner, hidden, logits, rules, on_device([0] * proposals, runner.device), [slots] * proposals)
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:

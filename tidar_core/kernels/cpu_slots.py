@@ -29,7 +29,7 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
         vocabulary: Tensor,
         hidden: Tensor,
         logits: Tensor,
-        anchors: Items[int],
+        anchors: Tensor,
         counts: Items[int],
     ) -> Tensor | None:
         size, width = head.out.shape
@@ -38,7 +38,7 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
             return None
         logits, hidden = logits.contiguous(), hidden.contiguous()
         drafts = torch.empty(len(hidden), dtype=torch.int64)
-        each, first = torch.tensor(counts, dtype=torch.int32), torch.tensor(anchors, dtype=torch.int64)
+        each, first = torch.tensor(counts, dtype=torch.int32), anchors.contiguous()
         function(
             head.hidden.data_ptr(), head.token.data_ptr(), head.state.data_ptr(), head.out.data_ptr(), size, width,
             words.data_ptr(), vocabulary.data_ptr(), logits.shape[1], hidden.data_ptr(), logits.data_ptr(),

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
+from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
 from tidar_core.model.rope import inverse_frequencies
 from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights, SlotHead
 from tidar_core.sampling import TokenRule, pick_tokens
@@ -81,7 +83,14 @@ class QKNorm:
     eps: float
 
 
-DraftSlots = Callable[[SlotHead, Tensor, Tensor, Tensor, Tensor, Items[int], Items[int]], Tensor | None]
+DraftSlots = Callable[[SlotHead, Tensor, Tensor, Tensor, Tensor, Tensor, Items[int]], Tensor | None]
+
+
+class Pick(Protocol):
+    """`tidar_core.sampling.pick_tokens`, or what gives the same."""
+
+    def __call__(self, logits: Tensor, rules: Items[TokenRule], shift: Tensor | None = None, /) -> Tensor: ...
+
 
 Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
 """All layers of a model: x [rows, hidden], what its rows see, and the pages -> hidden states [rows, hidden]."""
@@ -110,8 +119,9 @@ class Ops:
         None where these weights cannot be had so; None where a device has no such thing.
     draft_slots(head, words, vocabulary, hidden, logits, anchors, counts): the greedy drafts of proposals as
         `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors cannot be had so; words:
-        [vocab, hidden], the embedding. None where a device has no such thing.
-    pick(logits, rules): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
+        [vocab, hidden], the embedding; anchors: int64 [proposals]. None where a device has no such thing.
+    pick(logits, rules, shift): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
+    carry, decide, renew: as in `tidar_core.kernels.succession`.
     """
 
     name: str
@@ -127,4 +137,7 @@ class Ops:
     head: Callable[[Tensor, Tensor], Tensor]
     bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None
     draft_slots: DraftSlots | None = None
-    pick: Callable[[Tensor, Items[TokenRule]], Tensor] = pick_tokens
+    pick: Pick = pick_tokens
+    carry: Callable[[StepRows, Tensor, Carried, int], None] = carry
+    decide: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Decided] = decide
+    renew: Callable[[Decided, Tensor, Tensor], None] = renew

@@ -13,6 +13,7 @@ from tidar_core.kernels.triton_attention import paged_attend
 from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, measured_tiles
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
 from tidar_core.kernels.triton_sampling import pick_tokens
+from tidar_core.kernels.triton_succession import carry, decide, renew
 
 PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,4 +70,7 @@ def triton_ops(
         silu_mul=silu_mul,
         head=head if exact else REFERENCE_OPS.head,
         pick=pick_tokens,
+        carry=carry,
+        decide=decide,
+        renew=renew,
     )

@@ -141,8 +141,10 @@ def pick_whole(logits: Tensor, temperature: Tensor, words: Tensor) -> Tensor:
     return picks
 
 
-def rule_tensors(rules: Sequence[TokenRule], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Temperatures and noise words of `pick_whole` for some rules."""
+def rule_tensors(
+    rules: Sequence[TokenRule], device: torch.device, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Temperatures and noise words of `pick_whole` for some rules; shift as in `tidar_core.sampling.pick_tokens`."""
     params = [rule.params for rule in rules]
     heats = [0.0 if one.temperature == 0 else max(one.temperature, COLDEST) for one in params]
     words = [
@@ -152,27 +154,22 @@ def rule_tensors(rules: Sequence[TokenRule], device: torch.device) -> tuple[Tens
         [one.choice & WORD for one in params],
     ]
     bits = on_device(words, device, torch.int64).to(torch.int32)
+    if shift is not None:
+        bits[2] += shift
     return on_device(heats, device, torch.float32), bits
 
 
-def keeps_all(rule: TokenRule, vocab: int) -> bool:
-    """Whether the rule takes scores as they are: argmax, or a sample of the whole vocabulary."""
-    params = rule.params
-    if rule.banned or rule.adjusts:
-        return False
-    return params.temperature == 0 or (not 0 < params.top_k < vocab and params.top_p >= 1 and params.min_p <= 0)
-
-
-def pick_tokens(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
     """`tidar_core.sampling.pick_tokens`, with rows that keep every token picked here."""
-    whole = [row for row, rule in enumerate(rules) if keeps_all(rule, logits.shape[-1])]
+    whole = [row for row, rule in enumerate(rules) if rule.keeps_all(logits.shape[-1])]
     if not whole:
-        return sampling.pick_tokens(logits, rules)
+        return sampling.pick_tokens(logits, rules, shift)
     if len(whole) == len(rules):
-        return pick_whole(logits.contiguous(), *rule_tensors(rules, logits.device))
+        return pick_whole(logits.contiguous(), *rule_tensors(rules, logits.device, shift))
     cut = [row for row in range(len(rules)) if row not in set(whole)]
     picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     for chosen, pick in ((whole, pick_tokens), (cut, sampling.pick_tokens)):
         index = on_device(chosen, logits.device)
-        picks[index] = pick(logits[index], [rules[row] for row in chosen])
+        own = None if shift is None else shift[index]
+        picks[index] = pick(logits[index], [rules[row] for row in chosen], own)
     return picks

@@ -1,0 +1,148 @@
+"""Steps planned while one runs: the same tokens and the same drafts as one step at a time."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.tidar_core.engines import tiny_engine
+from tests.tiny import tiny_checkpoint
+from tidar_core.bench.drive import Answer
+from tidar_core.config import EngineConfig
+from tidar_core.engine import Engine, load_engine
+from tidar_core.grammar import Grammar
+from tidar_core.layout import WithinBlock
+from tidar_core.request import FinishReason, Request, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9, seed=4)
+
+
+def prompts(count: int) -> list[tuple[int, ...]]:
+    draw = random.Random(count)
+    return [tuple(draw.randrange(3, 512) for _ in range(draw.choice((1, 9, 33)))) for _ in range(count)]
+
+
+def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tuple[list[Answer], int]:
+    """Answers to a prompt each, and behind how many steps the next was under way; while the request `alone` runs there
+    must be none."""
+    found = {str(index): Answer() for index in range(len(params))}
+    for (name, prompt), chosen in zip(zip(found, prompts(len(params)), strict=True), params, strict=True):
+        engine.submit(Request(name, prompt, chosen))
+    ahead = 0
+    while engine.has_work:
+        for output in engine.step():
+            answer = found[output.request_id]
+            answer.tokens += output.tokens
+            answer.finish = output.finish
+            if output.trace is not None:
+                answer.steps.append(output.trace)
+        ahead += engine._flight is not None
+        assert engine._flight is None or all(s.request.request_id != alone for s in engine._scheduler.running)
+    return list(found.values()), ahead
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock, params: SamplingParams) -> None:
+    """With everything drafted a step is what came before it alone; only where an answer is about to end may a step that
+    was planned for the most that might have come draft less."""
+    asked = [replace(params, max_tokens=60, drafts="full", block=block) for block in (None, 3, None, 2, None)]
+    asked.append(replace(params, max_tokens=60, drafts="off"))
+    one, none = answers(tiny_engine(tmp_path / "one", within_block=within_block), asked)
+    two, ahead = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap=True), asked)
+    assert none == 0
+    assert ahead > 20
+    for ours, theirs in zip(two, one, strict=True):
+        assert ours.tokens == theirs.tokens
+        sure = [step for step in theirs.steps if step.step <= theirs.decode_steps - 8]
+        for mine, other in zip(ours.steps, sure, strict=False):
+            assert replace(mine, seconds=0.0) == replace(other, seconds=0.0)
+    assert sum(step.accepted for answer in two for step in answer.steps) > 0
+
+
+@pytest.mark.parametrize("adapter", ["none", "own"])
+def test_plain_decoding_is_planned_ahead_too(tmp_path: Path, adapter: str) -> None:
+    drafting = {} if adapter == "own" else {"adapter": adapter}
+    asked = [replace(params, drafts="off") for params in (GREEDY, SAMPLED, GREEDY)]
+    one, _ = answers(tiny_engine(tmp_path / "one", **drafting), asked)
+    two, ahead = answers(tiny_engine(tmp_path / "two", overlap=True, **drafting), asked)
+    assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+    assert ahead == 39  # nothing is planned behind a last token
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        replace(SAMPLED, top_k=9),
+        replace(GREEDY, repetition_penalty=1.2),
+        replace(GREEDY, logprobs=2),
+        replace(GREEDY, logit_bias=((7, 3.0),)),
+        replace(GREEDY, grammar=Grammar("regex", "[a-z]{4,40}"), ignore_eos=False),
+        replace(GREEDY, draft_trust=0.5),
+    ],
+    ids=["top-k", "penalty", "logprobs", "bias", "grammar", "trust"],
+)
+def test_what_the_host_decides_is_waited_for(tmp_path: Path, waiting: SamplingParams) -> None:
+    """While such a request is there each step is over before the next; afterwards they overlap again."""
+    asked = [replace(waiting, max_tokens=9), replace(GREEDY, drafts="full")]
+    one, _ = answers(tiny_engine(tmp_path / "one"), asked)
+    two, ahead = answers(tiny_engine(tmp_path / "two", overlap=True), asked, alone="0")
+    assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+    assert ahead > 0
+
+
+def test_an_answer_that_stops_has_its_extra_step_dropped(tmp_path: Path) -> None:
+    """Ends of sequence and stop strings come as a surprise, with the next step under way."""
+    plain, engine = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap=True)
+    (whole,), _ = answers(plain, [SAMPLED])
+    text = plain.tokenizer.decode(whole.tokens)
+    asked = [
+        replace(SAMPLED, stop_token_ids=frozenset(whole.tokens[12:13]), drafts="full"),
+        replace(SAMPLED, stop=(text[20:23],), drafts="full"),
+        replace(SAMPLED, drafts="full"),
+    ]
+    for chosen in asked:
+        (expected,), _ = answers(plain, [chosen])
+        (found,), _ = answers(engine, [chosen])
+        assert found.tokens == expected.tokens
+        assert found.finish == expected.finish
+    assert engine.stats().pages_used == 0
+
+
+def test_who_goes_away_leaves_nothing(tmp_path: Path) -> None:
+    engine = tiny_engine(tmp_path, overlap=True)
+    for name in "ab":
+        engine.submit(Request(name, (5, 6, 7), replace(GREEDY, drafts="full")))
+    engine.step()
+    assert engine._flight is not None
+    engine.abort("a")
+    (gone, other) = engine.step()
+    assert (gone.request_id, other.request_id) == ("a", "b")
+    engine.abort("b")
+    (gone,) = engine.step()
+    assert gone.finish is not None
+    assert gone.finish.reason is FinishReason.ABORT
+    assert not engine.has_work
+    assert engine._flight is None
+    assert engine.stats().pages_used == 0
+
+
+def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path: Path) -> None:
+    """A token that poisons what comes behind it is picked while the next step is planned already."""
+    model = tiny_checkpoint(tmp_path / "poisoned", tied=False)
+    plain = load_engine(EngineConfig(str(model), "none", "float32", "cpu"))
+    (whole, other), _ = answers(plain, [GREEDY, GREEDY])
+    token = next(token for token in whole.tokens[9:] if token not in other.tokens)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][token] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    engine = load_engine(EngineConfig(str(model), "none", "float32", "cpu", overlap=True))
+    (broken, fine), ahead = answers(engine, [GREEDY, GREEDY])
+    assert ahead > 0
+    assert broken.tokens == whole.tokens[: whole.tokens.index(token) + 1]
+    assert broken.finish is not None
+    assert broken.finish.reason is FinishReason.ERROR
+    assert fine.tokens == other.tokens
