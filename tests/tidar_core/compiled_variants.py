@@ -6,6 +6,7 @@ Run by `test_triton_compiled.py`, in a process of its own: the interpreter must 
 import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
@@ -47,22 +48,23 @@ def variants_in_use() -> list[Variant]:
     logits = torch.empty(8, 49152, dtype=FP32, device="meta")
     heat, words = torch.empty(8, device="meta"), torch.empty(4, 8, dtype=torch.int32, device="meta")
     launches += noted_launches(lambda: pick_whole(logits, heat, words))
-    launches += noted_launches(hand_on)
+    for width in (0, 3, 7, 15):
+        launches += noted_launches(partial(hand_on, width))
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
     return list(dict.fromkeys(launch.variant for launch in launches))
 
 
-def hand_on() -> None:
-    """From one step of four sequences to the next, two of which draft, in blocks of eight."""
+def hand_on(width: int) -> None:
+    """From one step of four sequences to the next; two of them draft, if `width` drafts there may be."""
     size = BatchSize(8, 16, 9, 16)
     numbers = torch.empty(5 * 24 + 9 * 16 + 8 + 8 + 16, dtype=torch.int32, device="meta")
     inputs = inputs_of(numbers, size)
     state, source, nearest, table = (
-        torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((5, 9), (9,), (16,), (4, 8))
+        torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((5, 2 + width), (9,), (16,), (4, 8))
     )
     carry(inputs.rows, inputs.tokens, Carried(state, source, nearest), 16)
-    truths, picks = (torch.empty(count, dtype=torch.int64, device="meta") for count in (8, 14))
-    renew(decide(truths, table, state, source, 14, 2), table, picks)
+    truths, picks = (torch.empty(count, dtype=torch.int64, device="meta") for count in (8, 2 * width))
+    renew(decide(truths, table, state, source, 2 * width, 2), table, picks)
 
 
 VARIANTS = variants_in_use()

@@ -59,7 +59,11 @@ def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock,
         assert ours.tokens == theirs.tokens
         sure = [step for step in theirs.steps if step.step <= theirs.decode_steps - 8]
         for mine, other in zip(ours.steps, sure, strict=False):
-            assert replace(mine, seconds=0.0) == replace(other, seconds=0.0)
+            assert replace(mine, verify_rows=0, mask_rows=0, seconds=0.0) == replace(
+                other, verify_rows=0, mask_rows=0, seconds=0.0
+            )
+            assert mine.verify_rows >= other.verify_rows
+            assert mine.mask_rows >= other.mask_rows
     assert sum(step.accepted for answer in two for step in answer.steps) > 0
 
 
@@ -110,6 +114,23 @@ def test_an_answer_that_stops_has_its_extra_step_dropped(tmp_path: Path) -> None
         assert found.tokens == expected.tokens
         assert found.finish == expected.finish
     assert engine.stats().pages_used == 0
+
+
+def test_who_waits_for_pages_stops_nobody(tmp_path: Path) -> None:
+    """Steps overlap while a prompt that does not fit waits; it comes in as soon as there is room."""
+    engine = tiny_engine(tmp_path, overlap=True, max_model_len=128, max_running=4, cache_tokens=128)
+    engine.submit(Request("runs", (5,), replace(GREEDY, max_tokens=60, drafts="off")))
+    engine.step()
+    engine.submit(Request("waits", tuple(range(3, 125)), replace(GREEDY, max_tokens=2, drafts="off")))
+    ahead = steps = 0
+    while engine._scheduler.waiting:
+        engine.step()
+        steps += 1
+        ahead += engine._flight is not None
+    assert steps == 60  # one behind the last token of the other
+    assert ahead >= 56
+    while engine.has_work:
+        engine.step()
 
 
 def test_who_goes_away_leaves_nothing(tmp_path: Path) -> None:

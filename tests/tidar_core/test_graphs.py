@@ -45,6 +45,25 @@ def repeat(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
     return replay, result
 
 
+class Spoiling:
+    """A capture whose every replay spoils what all other keys gave before."""
+
+    def __init__(self) -> None:
+        self.results: list[Tensor] = []
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        result = work().clone()
+        self.results.append(result)
+
+        def replay() -> None:
+            anew = work()
+            for each in self.results:
+                each.fill_(torch.nan if each.is_floating_point() else 1 << 30)
+            result.copy_(anew)
+
+        return replay, result
+
+
 def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams]) -> list[Answer]:
     """Answers to prompts of all lengths. Without the CPU's one call for a proposal, a graph drafts it."""
     plain = engine._runner
@@ -57,11 +76,11 @@ def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams])
         engine._runner = plain
 
 
-@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-def test_captured_steps_give_the_same_answers(tmp_path, within_block):
-    """Mixed traffic, all kinds of drafts, greedy and sampled."""
-    engine = tiny_engine(tmp_path, within_block=within_block)
-    graphs = Graphs(repeat)
+@pytest.mark.parametrize(("within_block", "overlap"), [("bidirectional", False), ("causal", False), ("causal", True)])
+def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap):
+    """Mixed traffic, all kinds of drafts, greedy and sampled; results are used before the next replay."""
+    engine = tiny_engine(tmp_path, within_block=within_block, overlap=overlap)
+    graphs = Graphs(Spoiling())
     params = [
         SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
         for index, mode in enumerate(("off", "auto", "full") * 3)

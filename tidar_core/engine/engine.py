@@ -182,7 +182,7 @@ class Engine:
         for plan, _, drafts in here:
             if plan.sequence in scheduler.running:
                 scheduler.take_drafts(plan.sequence, drafts)
-        if following is not None:
+        if following is not None and scheduler.running:
             plans = [settled(plan) if plan.sequence in scheduler.running else plan for plan in following.plans]
             self._flight = replace(following, plans=tuple(plans))
         self._took(flight.size, flight.captured, max(flight.launched, self._landed))

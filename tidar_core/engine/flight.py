@@ -62,7 +62,7 @@ def may_fly(sequence: Sequence, vocab: int) -> bool:
     return (
         sequence.constraint is None
         and params.logprobs is None
-        and params.prompt_logprobs is None
+        and not sequence.reads_prompt
         and params.draft_trust == 1.0
         and sequence.generated >= params.min_tokens
         and TokenRule(params, 0).keeps_all(vocab)
@@ -83,7 +83,8 @@ def settled(plan: SequencePlan) -> SequencePlan:
         shape = Shape(len(drafts), proposals, shape.block)
     else:
         shape = Shape(len(drafts))
-    return replace(plan, start=sequence.computed, known=(sequence.tokens[-1],), drafts=drafts, shape=shape)
+    idle = plan.shape.drafts - shape.drafts, plan.shape.mask_rows - shape.mask_rows
+    return replace(plan, start=sequence.computed, known=(sequence.tokens[-1],), drafts=drafts, shape=shape, idle=idle)
 
 
 @torch.inference_mode()

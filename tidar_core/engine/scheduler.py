@@ -25,6 +25,7 @@ class SequencePlan:
     start: the cursor. known: tokens from there on whose place is settled: a prefill chunk, or the anchor alone.
     drafts: those verified behind them. shape: how many, and the proposals, counted from p = the position of the
     last known token. emits: the chunk reaches the last token of the sequence, so that the step decides new ones.
+    idle: rows of both kinds that ran beside these for drafts that did not come.
     """
 
     sequence: Sequence
@@ -33,6 +34,7 @@ class SequencePlan:
     drafts: tuple[int, ...]
     shape: Shape
     emits: bool
+    idle: tuple[int, int] = (0, 0)
 
     @property
     def position(self) -> int:
@@ -84,6 +86,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
         """In the order in which they were admitted."""
+        self._refused: tuple[Sequence | None, int] = None, 0
+        """Who was the last to find too few pages, and how many there were for it."""
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
@@ -127,6 +131,7 @@ class Scheduler:
             if not self._make_way(sequence, chosen):
                 self._release(sequence)
                 sequence.cached = None
+                self._refused = sequence, self._room(sequence)
                 return
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self.waiting.remove(sequence)
@@ -144,7 +149,7 @@ class Scheduler:
         places = {plan.sequence: place for place, plan in enumerate(under_way)}
         if not all(sequence in places for sequence in self.running):
             return None
-        if self.waiting and not (self._full() and not self._yielding(self.waiting[0])):
+        if self._may_admit():
             return None
         going = [sequence for sequence in self.running if sequence.remaining > 1]
         if not going:
@@ -154,7 +159,7 @@ class Scheduler:
         views = [
             replace(self._view(plan.sequence), drafts_in_hand=most) for plan, most in zip(before, in_hand, strict=True)
         ]
-        plans = []
+        plans, missing = [], []
         for plan, most, wanted in zip(before, in_hand, self.policy.choose(views, prompt_rows=0), strict=True):
             sequence, committed = plan.sequence, len(plan.drafts) + 1
             shape = fit_shape(
@@ -165,13 +170,13 @@ class Scheduler:
                 max_positions=self.limits.max_positions,
             )
             end = plan.position + committed + 1 + shape.drafts
-            missing = -(-end // self.limits.page_size) - len(sequence.pages)
-            if missing > self.pool.available:
-                return None
-            if missing > 0:
-                sequence.pages += self.pool.take(missing)
+            missing.append(max(0, -(-end // self.limits.page_size) - len(sequence.pages)))
             drafts = tuple(range(1, shape.drafts + 1))
             plans.append(SequencePlan(sequence, plan.position, (0,), drafts, shape, emits=True))
+        if sum(missing) > self.pool.available:
+            return None
+        for sequence, count in zip(going, missing, strict=True):
+            sequence.pages += self.pool.take(count)
         return plans, [places[sequence] for sequence in going]
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
@@ -258,13 +263,26 @@ class Scheduler:
         """Whether there is room for all of a waiting sequence, after less urgent ones were preempted where that is what
         it takes and is enough."""
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
-        if missing > self.pool.available + sum(len(other.pages) for other in self._yielding(sequence)):
+        if missing > self._room(sequence):
             return False
         while self._full() or missing > self.pool.available:
             if not self._yielding(sequence):
                 return False  # pages that several own came free for none
             self._preempt(self._least_urgent(), chosen)
         return True
+
+    def _room(self, sequence: Sequence) -> int:
+        """Pages that a waiting sequence may have, those of less urgent ones included."""
+        return self.pool.available + sum(len(other.pages) for other in self._yielding(sequence))
+
+    def _may_admit(self) -> bool:
+        """Whether somebody who waits may come in with the next step."""
+        if not self.waiting:
+            return False
+        first, (refused, room) = self.waiting[0], self._refused
+        if self._full() and not self._yielding(first):
+            return False
+        return first is not refused or self._room(first) > room
 
     def _full(self) -> bool:
         return len(self.running) >= self.limits.max_running
@@ -334,8 +352,8 @@ class Scheduler:
             block=shape.block,
             proposals=shape.proposals,
             used=committed if committed in shape.proposals else None,
-            verify_rows=plan.verify_rows,
-            mask_rows=shape.mask_rows,
+            verify_rows=plan.verify_rows + plan.idle[0],
+            mask_rows=shape.mask_rows + plan.idle[1],
             cached=min(sequence.cached or 0, sequence.prompt_length) if first else 0,
         )
         read = tuple(sequence.prompt_logprobs) if first else ()

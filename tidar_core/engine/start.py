@@ -15,7 +15,7 @@ from tidar_core.engine.graphs import Graphs, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
-from tidar_core.engine.warmup import capture_graphs, check_cost, measure_cost, rows_are_exact, with_own_pages
+from tidar_core.engine.warmup import capture_graphs, check_cost, fly_once, measure_cost, rows_are_exact, with_own_pages
 from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, supports
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -106,9 +106,11 @@ def load_engine(
     if graphs is not None:
         report("capturing CUDA graphs")
         capture_graphs(runner, block_length, within_block, config.max_running, progress)
+    overlap = device.type == "cuda" if config.overlap is None else config.overlap
+    if overlap:
+        fly_once(runner, cost, block_length, within_block)
     report(_ready_line(info, ops))
     policy = DraftPolicy(block_length, cost, info.expected_holds)
-    overlap = device.type == "cuda" if config.overlap is None else config.overlap
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
+from tidar_core.engine.flight import launch
 from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
@@ -222,6 +223,15 @@ def capture_graphs(
     for done, work in enumerate(todo):
         work()
         progress(done + 1, len(todo))
+
+
+def fly_once(runner: Runner, cost: StepCost, block_length: int, within_block: WithinBlock) -> None:
+    """A step and the one behind it, on the trash page: what they are launched with is compiled then."""
+    shape = Shape(0, (1,), block_length) if runner.adapter is not None else Shape()
+    plan = _plan([1], 0, 1, 0, shape, [0])
+    first = launch(runner, [plan], cost, within_block, block_length, None)
+    behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
+    launch(runner, [behind], cost, within_block, block_length, (first.state, [0])).land()
 
 
 def _drafting(runner: Runner, proposals: int, slots: int) -> object:
