@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
@@ -161,10 +161,8 @@ def refuse_running_serve(address: str) -> None:
 
 @contextmanager
 def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
-    """Both applications, from ready to deleted, streams under way ended first; on a cluster that goes on, Serve ends
-    too, as it began here. Where nothing was served yet on a Ray of our own, there is nothing to wait for."""
-    from playground.app import build as build_playground
-
+    """The API, and the page where it is wanted, from ready to deleted, streams under way ended first; on a cluster that
+    goes on, Serve ends too, as it began here. A Ray of our own that served nothing yet is not waited for."""
     chosen = absolute(options.serve)
     check_resources(chosen)
     ready = False
@@ -173,14 +171,15 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         serve.start(
             proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=options.host, port=options.port)
         )
-        targets = [
-            serve.RunTarget(app.application(chosen), name=API, route_prefix="/"),
-            serve.RunTarget(build_playground({}), name=PLAYGROUND, route_prefix="/playground"),
-        ]
+        targets = [serve.RunTarget(app.application(chosen), name=API, route_prefix="/")]
+        if options.playground:
+            from playground.app import build as build_playground
+
+            targets.append(serve.RunTarget(build_playground({}), name=PLAYGROUND, route_prefix="/playground"))
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         base = f"http://{reachable(options.host)}:{options.port}"
-        wait_until_ready(board, base, say, interrupts)
-        announce(base, chosen, say)
+        wait_until_ready([target.name for target in targets], board, base, say, interrupts)
+        announce(base, options.playground, chosen, say)
         ready = True
         yield
     finally:
@@ -188,7 +187,8 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         say("stopping")
         try:
             if ready or joined:
-                serve.delete(PLAYGROUND, _blocking=False)
+                if options.playground:
+                    serve.delete(PLAYGROUND, _blocking=False)
                 serve.delete(API)
             if joined:
                 with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
@@ -212,8 +212,8 @@ def check_resources(options: ServeOptions) -> None:
         raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: {mend}")
 
 
-def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
-    """Until both applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
+def wait_until_ready(names: Sequence[str], board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
+    """Until these applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
     seen = 0
     while True:
         interrupts.check()
@@ -223,12 +223,11 @@ def wait_until_ready(board: Any, base: str, say: Say, interrupts: Interrupts) ->
             if line.fatal:
                 raise ConfigError(line.text)
         states = serve.status().applications
-        for name in (API, PLAYGROUND):
+        for name in names:
             if name in states and states[name].status is ApplicationStatus.DEPLOY_FAILED:
                 raise ConfigError(f"the {name} application could not be started: {last_line(states[name].message)}")
-        if all(name in states and states[name].status is ApplicationStatus.RUNNING for name in (API, PLAYGROUND)) and (
-            answers(f"{base}/health")
-        ):
+        running = all(name in states and states[name].status is ApplicationStatus.RUNNING for name in names)
+        if running and answers(f"{base}/health"):
             return
         time.sleep(LOOK_SECONDS)
 
@@ -240,7 +239,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def announce(base: str, options: ServeOptions, say: Say) -> None:
+def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
     served = options.served
@@ -252,7 +251,8 @@ def announce(base: str, options: ServeOptions, say: Say) -> None:
         say(f"  drafter     {drafter}; drafts {card.drafts}")
         wanted = f"{options.min_replicas} to {served[name].engines}, as the load wants"
         say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
-    say(f"  playground  {base}/playground/")
+    if playground:
+        say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
     say("  stop        Ctrl-C")
 

@@ -242,10 +242,11 @@ def deployment_part(name: str) -> str:
 
 
 class UpOptions(BaseModel):
-    """What `tidar up` takes: what to serve, and where."""
+    """What `tidar up` takes: what to serve, where, and whether with the page."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     serve: ServeOptions = ServeOptions()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    playground: bool = True

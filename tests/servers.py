@@ -88,11 +88,15 @@ def start(directory: Path, *arguments: str, port: int | None = None) -> Server:
 
 
 def start_with(
-    directory: Path, options: ServeOptions, cpus: int = 0, more: Mapping[str, str] = MappingProxyType({})
+    directory: Path,
+    options: ServeOptions,
+    cpus: int = 0,
+    more: Mapping[str, str] = MappingProxyType({}),
+    playground: bool = False,
 ) -> Server:
     """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
     goes into its environment."""
-    chosen = UpOptions(serve=options, port=free_port())
+    chosen = UpOptions(serve=options, port=free_port(), playground=playground)
     code = "import sys; from cluster.deploy import up; from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"
     counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}

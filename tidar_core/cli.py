@@ -42,6 +42,7 @@ def up(
     ),
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="One port for the API and the playground.")] = 8000,
+    playground: Annotated[bool, typer.Option(help="The page, beside the API.")] = True,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
@@ -79,7 +80,7 @@ def up(
             "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
-        deploy.up(UpOptions(serve=serve, host=host, port=port))
+        deploy.up(UpOptions(serve=serve, host=host, port=port, playground=playground))
 
 
 def named(pairs: list[str], option: str, kind: str) -> dict[str, str]:

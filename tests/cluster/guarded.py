@@ -58,5 +58,5 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
         traces=traces,
     )
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds
-    with running(start_with(directory, options, cpus=options.most_engines, more=soon)) as server:
+    with running(start_with(directory, options, cpus=options.most_engines, more=soon, playground=True)) as server:
         yield Guarded(server, options)

@@ -78,6 +78,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("front")
     model, adapter = slow_model(directory)
     words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "bfloat16", "--device", "cpu")
+    words += ("--no-playground",)
     with running(start(directory, *words)) as started:
         yield started
 

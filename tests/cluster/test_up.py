@@ -196,7 +196,7 @@ def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two replicas, and place for two answers with each."""
+    """Two replicas, and place for two answers with each; no page."""
     directory = tmp_path_factory.mktemp("small")
     model, adapter = tiny_model(directory)
     options = ServeOptions(
@@ -215,7 +215,8 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_options_reach_the_replicas(small_server: Server) -> None:
     said = small_server.log.read_text()
-    assert f"{small_server.url}/playground/" in said
+    assert "playground" not in said
+    assert httpx.get(f"{small_server.url}/playground/").status_code == 404
     assert "org/two is served in float32 on cpu" in said
     (model,) = httpx.get(f"{small_server.url}/v1/models").json()["data"]
     assert (model["id"], model["tidar"]["drafts"]) == ("org/two", "off")
