@@ -7,6 +7,8 @@ the replica's one call for this ingress (`EngineReplica.listen`): an item a step
 Both name a mailbox. What a call had taken out of its mailbox when it failed does not come again: the requests that it
 brought events of are lost with it, those that nobody has accepted yet too, and what is sent afterwards goes under the
 name of a new mailbox.
+
+A replica that says nothing is doubted before it is given up: meanwhile it is `quiet`, and its requests are told.
 """
 
 import asyncio
@@ -33,12 +35,14 @@ class Call(Protocol):
 
 
 class Lost(Exception):
-    """An attempt is over before its answer: under the replica that had accepted it, where one had."""
+    """An attempt is over before its answer: under the replica that had accepted it, where one had. refused: one that
+    shall not be asked again."""
 
-    def __init__(self, cause: str, replica: str | None = None):
+    def __init__(self, cause: str, replica: str | None = None, refused: str | None = None):
         super().__init__(cause)
         self.cause = cause
         self.replica = replica
+        self.refused = refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,11 @@ class Ended:
     """A call is over: of an error, or by itself."""
 
     error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Look again: the replica fell quiet or speaks again (`Channels.quiet`), or the request's other attempt is over."""
 
 
 @dataclass(slots=True)
@@ -65,15 +74,17 @@ class Reception:
     request_id: str
     mail: Mail
     replica: str | None = None
-    news: asyncio.Queue[Accepted | Event | Ended | Exception] = field(default_factory=asyncio.Queue)
+    news: asyncio.Queue[Accepted | Event | Ended | Turn | Exception] = field(default_factory=asyncio.Queue)
 
 
 class Channels:
-    """Fetches what replicas have for this ingress. listen: calls a replica for a mailbox. silence: one that says
-    nothing for so many seconds hangs."""
+    """Fetches what replicas have for this ingress. listen: calls a replica for a mailbox. doubt: one that says nothing
+    for so many seconds is `quiet`. silence: for so many, and it hangs."""
 
-    def __init__(self, listen: Callable[[str, str], Call], silence: float):
+    def __init__(self, listen: Callable[[str, str], Call], doubt: float, silence: float):
+        self.quiet: frozenset[str] = frozenset()
         self._listen = listen
+        self._doubt = doubt
         self._silence = silence
         self._mail = Mail()
 
@@ -113,6 +124,7 @@ class Channels:
                 if reception.replica == replica:
                     reception.news.put_nowait(lost)
         finally:
+            self.quiet -= {replica}
             del mail.fetching[replica]
 
     async def _fetch_once(self, mail: Mail, replica: str) -> None:
@@ -120,18 +132,41 @@ class Channels:
         arrivals: asyncio.Queue[Any] = asyncio.Queue()
         listener = asyncio.create_task(hear(call, arrivals))
         try:
-            while not isinstance(heard := await next_arrival(arrivals, self._silence, "silent"), Ended):
+            # How long the call itself takes to get there says nothing yet.
+            heard = await next_arrival(arrivals, self._silence, "silent")
+            while not isinstance(heard, Ended):
                 for event in heard.events:
                     if isinstance(event, Failure):
                         raise Lost("engine failed")
                     found = mail.waiting.get(event.request_id)
                     if found is not None and found.replica in (None, replica):
                         found.news.put_nowait(event)
+                heard = await self._next(mail, replica, arrivals)
         except BaseException:  # whatever ends the listening, the call shall not go on
             hang_up(call, listener)
             raise
         if heard.error is not None:
             raise heard.error
+
+    async def _next(self, mail: Mail, replica: str, arrivals: asyncio.Queue[Any]) -> Any:
+        """The next item of a call. Raises Lost where none comes; before that its requests are told of the quiet, and
+        of its end."""
+        if self._doubt >= self._silence:
+            return await next_arrival(arrivals, self._silence, "silent")
+        with suppress(Lost):
+            return await next_arrival(arrivals, self._doubt, "quiet")
+        self.quiet |= {replica}
+        self._turn(mail, replica)
+        heard = await next_arrival(arrivals, self._silence - self._doubt, "silent")
+        if not isinstance(heard, Ended):
+            self.quiet -= {replica}
+            self._turn(mail, replica)
+        return heard
+
+    def _turn(self, mail: Mail, replica: str) -> None:
+        for reception in mail.waiting.values():
+            if reception.replica == replica:
+                reception.news.put_nowait(Turn())
 
 
 async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:

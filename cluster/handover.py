@@ -6,6 +6,10 @@ heartbeats stop), its engine breaks, it is shut down. The client sees a gap, nev
 
 Each attempt is a call of its own under a name of its own, and only the last one is listened to: a replica that wakes up
 late talks to nobody, and finds its call cancelled. What happens to it meanwhile comes by `channels`.
+
+A replica that hangs is told from one that is slow by time alone. So a stream whose replica has been quiet for a while
+is begun at another one too, and the next token decides: if the first replica speaks again before the second one has
+brought it, nothing has happened but the second one's work; else the first has lost the stream.
 """
 
 import asyncio
@@ -15,35 +19,32 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import NoReturn, Protocol
+from typing import Protocol
 
-import grpc
 from opentelemetry.trace import Tracer
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
-from cluster.channels import Call, Channels, Ended, Lost, Reception, hang_up, hear, next_arrival
-from cluster.engine_thread import Event, Refusal
-from cluster.errors import ApiError, full, server_error
+from cluster.attempts import Attempt, Start, ended_badly
+from cluster.channels import Call, Channels, Lost, Turn
+from cluster.engine_thread import Refusal
+from cluster.errors import ApiError
 from cluster.metrics import IngressMetrics
-from cluster.replica import Accepted, EngineKind
+from cluster.replica import HEARTBEAT_SECONDS, EngineKind
 from cluster.routing import Way
 from cluster.tracing import AttemptSpan
-from tidar_core.request import FinishReason, Request, StepOutput
+from tidar_core.request import Request, StepOutput
 
 log = logging.getLogger("ray.serve")
-# What a call ends of when its replica is gone, going, or none: Ray's and Serve's words for it, and those of gRPC, which
-# Serve also wraps into a RuntimeError where a replica dies while it accepts.
-GONE = (
-    RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError, LookupError, grpc.RpcError,
-)  # fmt: skip
 LONGEST_PAUSE_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
+QUIET_SHARE = 3  # of the silence that counts as death, one part is enough for a rival
+LATE_SECONDS = 0.2  # that a heartbeat may be without anybody's noticing
 
 
 class Replicas(Protocol):
     """Those that may be called: `cluster.directory` where there is a cluster."""
 
+    @property
+    def replicas(self) -> tuple[str, ...]: ...
     @property
     def silent(self) -> frozenset[str]: ...
     def silence(self, name: str) -> None: ...
@@ -61,28 +62,32 @@ class Patience:
     give_up: float
     losses: int = 4
 
+    @property
+    def doubt(self) -> float:
+        """Seconds of silence after which another replica is called too. One heartbeat may be late."""
+        return max(self.silence / QUIET_SHARE, HEARTBEAT_SECONDS + LATE_SECONDS)
+
 
 @dataclass(slots=True)
 class Story:
     """A request, and how far it came.
 
     emitted: the tokens that were passed on, the last of them at `heard_at`. kind: of the engine that said the first.
-    replica: who has the request, or had it last. step, step_base, seconds_base: the last step passed on, and what steps
-    and seconds of the present attempt count from. losses: replicas lost since the last token; refused: those that said
-    no; tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the
-    prompt's prefixes.
+    replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
+    one beside that which is followed. losses: replicas lost since the last token; refused: those that said no; tries:
+    calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
+    prefixes.
     """
 
     request: Request
     began: float = field(default_factory=time.monotonic)
-    attempt: int = 0
+    attempts: int = 0
+    rival: Attempt | None = None
     emitted: list[int] = field(default_factory=list)
     heard_at: float = field(default_factory=time.monotonic)
     kind: EngineKind | None = None
     replica: str | None = None
     step: int = 0
-    step_base: int = 0
-    seconds_base: float = 0.0
     losses: int = 0
     refused: set[str] = field(default_factory=set)
     tries: int = 0
@@ -90,16 +95,17 @@ class Story:
     cause: str = ""
     marks: bytes = b""
 
-    def next_request(self) -> Request:
-        """The request as the present attempt sends it."""
-        now, waited = time.monotonic(), 0.0
-        if self.attempt:
-            self.step_base, self.seconds_base, waited = self.step, now - self.began, now - self.heard_at
-        name, emitted = f"{self.request.request_id}.{self.attempt}", (*self.request.emitted, *self.emitted)
-        return replace(self.request, request_id=name, emitted=emitted, waited=waited)
+    def start(self, wait: float) -> Start:
+        """What the next attempt begins with."""
+        now, number = time.monotonic(), self.attempts
+        self.attempts += 1
+        name, emitted = f"{self.request.request_id}.{number}", (*self.request.emitted, *self.emitted)
+        waited, seconds = (now - self.heard_at, now - self.began) if number else (0.0, 0.0)
+        request = replace(self.request, request_id=name, emitted=emitted, waited=waited)
+        return Start(request, number, self.kind if self.emitted else None, self.step, seconds, wait)
 
-    def take(self, output: StepOutput) -> StepOutput:
-        """Note what a step brought; the output as if there had been no other attempt before."""
+    def take(self, output: StepOutput, start: Start) -> StepOutput:
+        """Note what a step of an attempt brought; the output as if there had been no other attempt before."""
         if output.tokens:
             self.emitted += output.tokens
             self.heard_at = time.monotonic()
@@ -107,8 +113,8 @@ class Story:
         trace = output.trace
         if trace is None:
             return output
-        self.step = self.step_base + trace.step
-        return replace(output, trace=replace(trace, step=self.step, seconds=self.seconds_base + trace.seconds))
+        self.step = start.step + trace.step
+        return replace(output, trace=replace(trace, step=self.step, seconds=start.seconds + trace.seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +125,6 @@ class News:
     events: tuple[StepOutput | Refusal, ...]
 
 
-def ended_badly(output: StepOutput) -> bool:
-    """The replica ended the request, not the answer: it is going."""
-    return output.finish is not None and output.finish.reason is FinishReason.ABORT
-
-
 class Carrier:
     """Carries requests over the replicas that there are."""
 
@@ -132,137 +133,133 @@ class Carrier:
         self._patience = patience
         self._metrics = metrics
         self._tracer = tracer
-        self._channels = Channels(replicas.listen, patience.silence)
+        self._channels = Channels(replicas.listen, patience.doubt, patience.silence)
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self, request: Request) -> AsyncGenerator[News, None]:
         """What happens to a request, up to its finish or a `Refusal`. Raises ApiError; however the caller stops, the
         request ends wherever it is."""
         story = Story(request, marks=self._replicas.marks(request))
-        while True:
-            with AttemptSpan(self._tracer, request.request_id, story.attempt, len(story.emitted)) as span:
+        attempt = self._next(story)
+        try:
+            while True:
                 try:
-                    async with aclosing(self._attempt(story)) as attempt:
-                        async for news in attempt:
-                            span.heard(news.replica, len(story.emitted))
+                    async with aclosing(self._follow(story, attempt)) as followed:
+                        async for news in followed:
+                            attempt.span.heard(news.replica, len(story.emitted))
                             yield news
                     return
                 except Lost as lost:
-                    span.lost(lost.cause, lost.replica)
+                    attempt.span.lost(lost.cause, lost.replica)
                     reason = lost
-            await self._recover(story, reason)
+                except Exception as error:
+                    attempt.span.failed(error)
+                    raise
+                self._leave(attempt)
+                attempt = await self._recover(story, attempt, reason)
+        finally:
+            self._leave(attempt)
+            self._drop_rival(story, "not needed")
 
-    async def _attempt(self, story: Story) -> AsyncGenerator[News, None]:
-        """One call of one replica. Raises Lost where another may go on."""
-        request = story.next_request()
+    def _next(self, story: Story) -> Attempt:
+        """An attempt anywhere."""
         # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
         marks = b"" if story.tries else story.marks
-        way = Way(never=frozenset(story.refused), avoid=self._replicas.silent, marks=marks)
-        reception = self._channels.expect(request.request_id)
-        call = self._replicas.generate(request, reception.mail.name, story.kind if story.emitted else None, way)
-        listener = asyncio.create_task(hear(call, reception.news))
-        finished = False
-        try:
-            heard: list[object] = [*await self._acceptance(story, reception)]
-            name = reception.replica
-            assert name is not None
-            call_ended: Ended | None = None
-            while not finished:
-                heard = heard or await self._heard(reception, call_ended)
-                said: list[StepOutput | Refusal] = []
-                for item in heard:
-                    if finished:  # what befell the replica afterwards is nothing to this request
-                        break
-                    if isinstance(item, Ended):
-                        call_ended = item
-                    elif isinstance(item, Refusal) and not story.emitted:
-                        said.append(item)
-                        finished = True
-                    elif isinstance(item, StepOutput) and not ended_badly(item):
-                        said.append(story.take(item))
-                        finished = item.finish is not None
-                    else:
-                        if said:
-                            yield News(name, tuple(said))
-                        self._give_up(item, story, name)
-                heard = []
-                if said:
-                    yield News(name, tuple(said))
-        finally:
-            self._channels.forget(reception)
-            if finished:  # its last words are still to come
-                self._ending.add(listener)
-                listener.add_done_callback(self._ending.discard)
-            else:
-                hang_up(call, listener)
+        avoid = self._replicas.silent | self._channels.quiet
+        return self._begin(story, Way(never=frozenset(story.refused), avoid=avoid, marks=marks))
 
-    async def _heard(self, reception: Reception, call_ended: Ended | None) -> list[object]:
-        """All that has come, waiting for something. Whether the replica lives its channel sees to, and tells it behind
-        the last events; that the request's own call is over, of whatever, may be known before they are there."""
-        news = reception.news
-        if call_ended is None:
-            heard: list[object] = [await news.get()]
-        else:
-            try:
-                heard = [await next_arrival(news, self._patience.silence, "ended early")]
-            except Lost as lost:
-                heard = [call_ended.error or lost]
-        while not news.empty():
-            heard.append(news.get_nowait())
-        return heard
+    def _begin(self, story: Story, way: Way) -> Attempt:
+        start = story.start(min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS))
+        span = AttemptSpan(self._tracer, story.request.request_id, start.number, len(story.emitted))
 
-    def _give_up(self, item: object, story: Story, replica: str) -> NoReturn:
-        """Raise what became of an attempt: Lost where another may go on."""
-        if isinstance(item, Refusal):
-            story.refused.add(replica)
-            raise Lost(f"refused: {item.message}")
-        if isinstance(item, StepOutput):
-            raise Lost("aborted", replica)
-        assert isinstance(item, Exception)
-        self._judge(item, story, replica)
+        def call(mailbox: str) -> Call:
+            return self._replicas.generate(start.request, mailbox, start.kind, way)
 
-    async def _acceptance(self, story: Story, reception: Reception) -> list[Event]:
-        """Wait until somebody has the request; its events that came before that was known."""
-        early: list[Event] = []
-        wait = min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS)
-        while not isinstance(heard := await next_arrival(reception.news, wait, "not accepted"), Accepted):
-            if isinstance(heard, Ended):
-                self._judge(heard.error or Lost("ended early"), story, None)
-            else:
-                early.append(heard)
-        if story.emitted and heard.kind != story.kind:
-            story.refused.add(heard.replica)
-            raise Lost("another kind of engine")
-        self._channels.accepted(reception, heard.replica)
-        self._accepted(story, heard)
-        return early
+        return Attempt(start, span, self._channels, call, self._patience.silence)
 
-    def _judge(self, heard: Exception, story: Story, replica: str | None) -> NoReturn:
-        """Raise what a request failed of: Lost where another replica may go on."""
-        first = story.attempt == 0 and replica is None
-        if isinstance(heard, BackPressureError) and first:
-            raise full() from heard
-        if isinstance(heard, DeploymentUnavailableError) and first:
-            raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from heard
-        # A LookupError of its own: the replica is not the one that was meant.
-        if isinstance(heard, RayTaskError) and not (
-            isinstance(heard.cause, RayActorError) or type(heard.cause) is LookupError
-        ):
-            log.error("request %s failed: %s", story.request.request_id, heard)
-            raise server_error() from heard
-        if isinstance(heard, Lost):
-            raise Lost(heard.cause, replica) from heard
-        if isinstance(heard, GONE) or (isinstance(heard, RuntimeError) and "StatusCode" in str(heard)):
-            raise Lost(type(heard).__name__, replica) from heard
-        raise heard
+    def _leave(self, attempt: Attempt) -> None:
+        if attempt.finished:  # its last words are still to come
+            self._ending.add(attempt.listener)
+            attempt.listener.add_done_callback(self._ending.discard)
+        attempt.close()
 
-    def _accepted(self, story: Story, accepted: Accepted) -> None:
+    async def _follow(self, story: Story, attempt: Attempt) -> AsyncGenerator[News, None]:
+        """What an attempt brings. Raises Lost where another may go on."""
+        heard = await attempt.opening()
+        name = self._accepted(story, attempt)
+        while not attempt.finished:
+            heard = heard or await attempt.heard()
+            said: list[StepOutput | Refusal] = []
+            for item in heard:
+                if attempt.finished:  # what befell the replica afterwards is nothing to this request
+                    break
+                if isinstance(item, Turn):
+                    self._weigh(story, attempt, name)
+                elif isinstance(item, Refusal) and not story.emitted:
+                    said.append(item)
+                    attempt.finished = True
+                elif isinstance(item, StepOutput) and not ended_badly(item):
+                    if story.rival is not None:  # it goes on from before this step
+                        self._drop_rival(story, "late")
+                    said.append(story.take(item, attempt.start))
+                    attempt.finished = item.finish is not None
+                else:
+                    if said:
+                        yield News(name, tuple(said))
+                    attempt.give_up(item)
+            heard = []
+            if said:
+                yield News(name, tuple(said))
+
+    def _weigh(self, story: Story, attempt: Attempt, name: str) -> None:
+        """Begin or end a rival to an attempt, as its replica is quiet or not. Raises Lost where the rival has won; no
+        step of the attempt is lost with it, for each of them ends the rival."""
+        quiet = name in self._channels.quiet
+        if story.rival is None:
+            if quiet:
+                self._begin_rival(story, attempt, name)
+        elif story.rival.won:
+            raise Lost("quiet", name)
+        elif story.rival.over:
+            self._drop_rival(story, "failed")
+        elif not quiet:
+            self._drop_rival(story, "spoke again")
+
+    def _begin_rival(self, story: Story, attempt: Attempt, name: str) -> None:
+        never = self._replicas.silent | self._channels.quiet | story.refused
+        if not set(self._replicas.replicas) - never:
+            return
+        log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
+        self._metrics.rival_begun()
+        story.rival = self._begin(story, Way(never=never, marks=story.marks))
+        story.rival.race(attempt)
+
+    def _drop_rival(self, story: Story, cause: str) -> None:
+        rival, story.rival = story.rival, None
+        if rival is None:
+            return
+        if rival.over and isinstance(rival.failure, Lost):
+            self._note(story, rival.failure)
+        rival.span.dropped(cause)
+        self._leave(rival)
+
+    def _note(self, story: Story, lost: Lost) -> None:
+        """Keep clear of who lost an attempt, or would not have it."""
+        if lost.refused is not None:
+            story.refused.add(lost.refused)
+        if lost.replica is not None:
+            self._replicas.silence(lost.replica)
+
+    def _accepted(self, story: Story, attempt: Attempt) -> str:
+        """Note who has the request now; gives the name."""
+        accepted = attempt.accepted
+        assert accepted is not None
         if story.replica is not None:
-            gap = time.monotonic() - (story.lost_at or story.began)
+            gap = attempt.accepted_at - min(story.lost_at or story.began, attempt.began)
             self._metrics.handed_over(story.cause, gap)
             said = {
                 "request": story.request.request_id,
-                "attempt": story.attempt,
+                "attempt": attempt.start.number,
                 "from": story.replica,
                 "to": accepted.replica,
                 "tokens": len(story.emitted),
@@ -272,24 +269,33 @@ class Carrier:
             log.warning("stream handed over %s", json.dumps(said))
         story.replica, story.kind = accepted.replica, accepted.kind
         story.tries, story.lost_at = 0, None
+        return accepted.replica
 
-    async def _recover(self, story: Story, lost: Lost) -> None:
-        """Make ready for the next attempt. Raises ApiError where there shall be none."""
-        now = time.monotonic()
-        story.attempt += 1
+    async def _recover(self, story: Story, attempt: Attempt, lost: Lost) -> Attempt:
+        """What follows an attempt that is over: its rival, where there is one. Raises ApiError where nothing shall."""
+        now, rival = time.monotonic(), story.rival
         if story.lost_at is None:
             story.lost_at = now
+        self._note(story, lost)
         if lost.replica is not None:
             story.cause = lost.cause
             story.losses += 1
-            self._replicas.silence(lost.replica)
-        log.info("attempt %d of %s is over: %s", story.attempt, story.request.request_id, lost.cause)
-        if story.losses >= self._patience.losses or now - story.lost_at > self._patience.give_up:
+        log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
+        if rival is None or not rival.won:
+            self._check_patience(story, now, lost)
+        if rival is not None:
+            story.rival = None
+            return rival
+        if lost.replica is None:
+            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2**story.tries))
+            story.tries += 1
+        return self._next(story)
+
+    def _check_patience(self, story: Story, now: float, lost: Lost) -> None:
+        """Raises ApiError where there shall be no further attempt."""
+        if story.losses >= self._patience.losses or now - (story.lost_at or now) > self._patience.give_up:
             tried = f"{story.losses} engine replicas were lost under this request"
             waited = f"no engine replica took this request on within {self._patience.give_up:g} s"
             message = tried if story.losses >= self._patience.losses else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
             raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
-        if lost.replica is None:
-            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2**story.tries))
-            story.tries += 1

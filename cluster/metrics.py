@@ -154,14 +154,22 @@ class IngressMetrics:
             registry=self._registry,
         )  # fmt: skip
         self._gaps = Histogram(
-            "tidar:stream_handover_seconds", "From losing a replica to being accepted by the next.", ("ingress",),
-            buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+            "tidar:stream_handover_seconds",
+            "From losing a replica to being accepted by the next, or from calling the next where that came before.",
+            ("ingress",), buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+        ).labels(ingress)  # fmt: skip
+        self._rivals = Counter(
+            "tidar:stream_rivals", "Requests that were begun at a second replica while theirs was quiet.",
+            ("ingress",), registry=self._registry,
         ).labels(ingress)  # fmt: skip
         self._ingress = ingress
 
     def handed_over(self, cause: str, seconds: float) -> None:
         self._handovers.labels(self._ingress, cause).inc()
         self._gaps.observe(seconds)
+
+    def rival_begun(self) -> None:
+        self._rivals.inc()
 
     def collect(self) -> list[Metric]:
         return list(self._registry.collect())

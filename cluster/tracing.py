@@ -2,7 +2,8 @@
 
 OpenTelemetry's own ASGI middleware makes a span of each HTTP request, within the client's where that sent a
 `traceparent`; what was asked and what came of it is told on it under OpenTelemetry's names for generative AI. Within it
-lies a span for each attempt (`cluster.handover`): a stream that lost its replica shows two, one behind the other.
+lies a span for each attempt (`cluster.handover`): a stream that lost its replica shows two, one behind the other, or
+begun while the first was quiet.
 
 Spans leave by OTLP over HTTP, from a thread of their own. Without a collector none is made.
 """
@@ -10,8 +11,7 @@ Spans leave by OTLP over HTTP, from a thread of their own. Without a collector n
 import asyncio
 import os
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from fastapi import FastAPI
 from opentelemetry.trace import NoOpTracerProvider, StatusCode, Tracer, TracerProvider
@@ -75,7 +75,7 @@ async def flush(provider: Any) -> None:
 
 
 class AttemptSpan:
-    """The span of one attempt, while entered. `before`: tokens that were passed on before it."""
+    """The span of one attempt, until it is `over`. `before`: tokens that were passed on before it."""
 
     def __init__(self, tracer: Tracer, request_id: str, attempt: int, before: int):
         self._before = before
@@ -101,12 +101,13 @@ class AttemptSpan:
             self._span.set_attribute("tidar.replica", replica)
         self._span.set_status(StatusCode.ERROR, cause)
 
-    def __enter__(self) -> Self:
-        return self
+    def dropped(self, cause: str) -> None:
+        """It was not needed, for the replica that it should have followed goes on, or could not have helped."""
+        self._span.set_attribute("tidar.dropped", cause)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, Exception):
-            self._span.set_status(StatusCode.ERROR, str(error))
+    def failed(self, error: Exception) -> None:
+        """It ends the request, of what the client gets to hear."""
+        self._span.set_status(StatusCode.ERROR, str(error))
+
+    def over(self) -> None:
         self._span.end()

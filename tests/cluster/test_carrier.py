@@ -139,6 +139,7 @@ class Cast:
 
     acts: Sequence[Act]
     silent: frozenset[str] = frozenset()
+    replicas: tuple[str, ...] = ()
     calls: list[Scripted] = field(default_factory=list)
     ways: list[Way] = field(default_factory=list)
 

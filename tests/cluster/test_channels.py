@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.channels import Channels, Lost, Reception
+from cluster.channels import Channels, Lost, Reception, Turn
 from cluster.engine_thread import Event, Failure
 from cluster.replica import Accepted, Batch
 from tidar_core.request import StepOutput
@@ -43,12 +43,14 @@ class Lines:
         return self.made[-1]
 
 
-def play(scene: Callable[[Channels, Lines], Awaitable[None]], silence: float = 5.0) -> Lines:
+def play(
+    scene: Callable[[Channels, Lines], Awaitable[None]], silence: float = 5.0, doubt: float | None = None
+) -> Lines:
     lines = Lines()
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await scene(Channels(lines, silence), lines)
+            await scene(Channels(lines, doubt or silence, silence), lines)
 
     asyncio.run(run())
     return lines
@@ -175,3 +177,55 @@ def test_a_replica_that_falls_silent_or_breaks_loses_all_its_requests(failure: F
 
     lines = play(scene, silence=0.2)
     assert [line.cancelled for line in lines.made] == [True]
+
+
+def test_a_replica_that_says_nothing_for_a_while_is_quiet_until_it_speaks() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, two, other = (channels.expect(name) for name in ("one", "two", "other"))
+        for reception, replica in ((one, "r0"), (two, "r0"), (other, "r1")):
+            channels.accepted(reception, replica)
+        await settle()
+        lines.made[0].said.put_nowait(token("one", 1))
+        assert await heard(one) == token("one", 1)
+        for reception in (one, two):
+            assert await heard(reception) == Turn()
+        assert channels.quiet == {"r0"}
+        lines.made[0].said.put_nowait(token("one", 2))
+        assert [await heard(one), await heard(one)] == [Turn(), token("one", 2)]
+        assert await heard(two) == Turn()
+        assert channels.quiet == frozenset()
+        assert other.news.empty()
+        assert not any(line.cancelled for line in lines.made)
+
+    play(scene, doubt=0.3)
+
+
+def test_a_quiet_replica_that_stays_so_or_dies_is_lost_and_quiet_no_more() -> None:
+    async def scene(channels: Channels, lines: Lines) -> None:
+        for place, (end, cause) in enumerate([(None, "silent"), (ConnectionError("gone"), "ConnectionError")]):
+            one = channels.expect(f"one-{place}")
+            channels.accepted(one, "r0")
+            await settle()
+            lines.made[place].said.put_nowait(token(one.request_id, 1))
+            assert [await heard(one), await heard(one)] == [token(one.request_id, 1), Turn()]
+            if end is not None:
+                lines.made[place].said.put_nowait(end)
+            lost = await heard(one)
+            assert isinstance(lost, Lost)
+            assert lost.cause == cause
+            assert channels.quiet == frozenset()
+
+    play(scene, silence=0.5, doubt=0.2)
+
+
+def test_a_call_that_was_just_made_is_not_doubted() -> None:
+    """It has a way to go before the replica can say anything."""
+
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one = channels.expect("one")
+        channels.accepted(one, "r0")
+        lost = await heard(one)
+        assert isinstance(lost, Lost)
+        assert lost.cause == "silent"
+
+    play(scene, silence=0.5, doubt=0.2)
