@@ -3,11 +3,14 @@
 What a replica's cache holds it publishes every few seconds, as marks: short hashes of prefixes, every 64 tokens by the
 pages' usual size (`tidar_core.prefixes`). What was sent where since then the router remembers itself, so that
 prompts that begin alike meet in one place from the second on, also where all come at the same moment.
+
+A stream that moves has to be computed anew as far as it came, while its reader waits. So streams that move together are
+shared out, each to the replica that got the fewest of them, though another has fewer answers under way.
 """
 
 import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +21,7 @@ PROMPT_MARKS = 256  # that a call carries: 16,384 tokens
 PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 tokens in 8 kB
 REMEMBERED = 65_536  # marks that a router remembers itself
 REMEMBER_SECONDS = 30.0  # prefill and publication take a while; after that what is published counts alone
+MOVED_SECONDS = 1.5  # streams move together where they come within so many
 SPARE, TIMES = 4, 2.0  # overloaded: more than so many answers over so many times the least busy one's
 CROWDED = 0.9  # of the K/V pages: new answers would soon push others out
 
@@ -25,17 +29,20 @@ CROWDED = 0.9  # of the K/V pages: new answers would soon push others out
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A replica that a call may go to. load: answers under way there. pages: share of its K/V pages that they own.
-    depth: how many of the prompt's marks it has."""
+    depth: how many of the prompt's marks it has. moved: streams that it just got, where the call is for another one."""
 
     load: float
     pages: float = 0.0
     depth: int = 0
+    moved: int = 0
 
 
 def best(candidates: Sequence[Candidate], chance: random.Random) -> int:
     """The place of the replica to call: the one with the longest prefix of those that are not overloaded, the least
-    busy where several have as much; where none has any, the less busy of two by chance."""
-    least = min(candidate.load for candidate in candidates)
+    busy where several have as much; where none has any, the less busy of two by chance. Streams that moved there count
+    for more than what is under way."""
+    # For each that one got, others may have more under way: else the one that was idle would get them all.
+    least = min(candidate.load for candidate in candidates) + max(candidate.moved for candidate in candidates)
     roomy = any(candidate.pages <= CROWDED for candidate in candidates)
 
     def has_room(candidate: Candidate) -> bool:
@@ -43,13 +50,15 @@ def best(candidates: Sequence[Candidate], chance: random.Random) -> int:
 
     places = list(range(len(candidates)))
     places = [place for place in places if has_room(candidates[place])] or places
+    fewest = min(candidates[place].moved for place in places)
+    places = [place for place in places if candidates[place].moved <= TIMES * fewest + SPARE]
     depth = max(candidates[place].depth for place in places)
     if depth:
         tried = [place for place in places if candidates[place].depth == depth]
         chance.shuffle(tried)
     else:
         tried = chance.sample(places, min(2, len(places)))
-    return min(tried, key=lambda place: candidates[place].load)
+    return min(tried, key=lambda place: (candidates[place].moved, candidates[place].load))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +113,21 @@ class Prefixes:
             self._sent.move_to_end((name, mark))
         while len(self._sent) > REMEMBERED:
             self._sent.popitem(last=False)
+
+
+class Moves:
+    """The streams that a router sent to each replica just now, with all that they had said elsewhere."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now = now
+        self._moments: dict[str, deque[float]] = defaultdict(deque)
+
+    def sent(self, name: str) -> None:
+        """Note that a stream goes to a replica."""
+        self._moments[name].append(self._now())
+
+    def count(self, name: str) -> int:
+        moments = self._moments[name]
+        while moments and moments[0] <= self._now() - MOVED_SECONDS:
+            moments.popleft()
+        return len(moments)

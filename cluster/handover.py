@@ -166,7 +166,8 @@ class Carrier:
         # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
         marks = b"" if story.tries else story.marks
         avoid = self._replicas.silent | self._channels.quiet
-        return self._begin(story, Way(never=frozenset(story.refused), avoid=avoid, marks=marks))
+        never = frozenset(story.refused)
+        return self._begin(story, Way(never=never, avoid=avoid, marks=marks, moved=bool(story.emitted)))
 
     def _begin(self, story: Story, way: Way) -> Attempt:
         start = story.start(min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS))
@@ -231,7 +232,7 @@ class Carrier:
             return
         log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
         self._metrics.rival_begun()
-        story.rival = self._begin(story, Way(never=never, marks=story.marks))
+        story.rival = self._begin(story, Way(never=never, marks=story.marks, moved=bool(story.emitted)))
         story.rival.race(attempt)
 
     def _drop_rival(self, story: Story, cause: str) -> None:

@@ -1,9 +1,9 @@
 """Which replica a call goes to: where its prompt's longest prefix lies, past those replicas that its caller names.
 
 `affinity` has the rule; here it meets Ray Serve. Where a prompt is new, or too busy is who knows it, the less busy of
-two by chance is taken. Ray Serve builds the router once for each process that calls, from a copy of this module, so
-what a call wishes travels with the call itself: as the keyword argument `way`, which the replica's methods take and
-leave alone.
+two by chance is taken; streams that move together are shared out. Ray Serve builds the router once for each process
+that calls, from a copy of this module, so what a call wishes travels with the call itself: as the keyword argument
+`way`, which the replica's methods take and leave alone.
 """
 
 import random
@@ -17,7 +17,7 @@ from ray.serve._private.common import ReplicaID
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.affinity import Candidate, Prefixes, best
+from cluster.affinity import Candidate, Moves, Prefixes, best
 from tidar_core.prefixes import split_marks
 
 UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counted there
@@ -26,12 +26,14 @@ UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counte
 @dataclass(frozen=True, slots=True)
 class Way:
     """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
-    prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached."""
+    prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached. `moved`: it is for a stream that
+    has begun elsewhere."""
 
     never: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
     only: str | None = None
     marks: bytes = b""
+    moved: bool = False
 
 
 ANYWHERE = Way()
@@ -69,6 +71,7 @@ class ReplicaRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
         """Serve's constructor."""
         self._prefixes = Prefixes()
+        self._moves = Moves()
         self._chosen: dict[str, deque[float]] = defaultdict(deque)
         self._chance = random.Random()
 
@@ -89,11 +92,13 @@ class ReplicaRouter(RequestRouter):
             return [[candidate_replicas[place] for place in places]]
         self._prefixes.keep(names)
         marks = split_marks(way.marks)
-        candidates = [self._candidate(candidate_replicas[place], marks) for place in places]
+        candidates = [self._candidate(candidate_replicas[place], marks, way.moved) for place in places]
         first = places[best(candidates, self._chance)]
         # Noted at once: of many prompts that begin alike, the next is looked at before this one is on its way.
         self._prefixes.sent(names[first], marks)
         self._chosen[names[first]].append(time.monotonic())
+        if way.moved:
+            self._moves.sent(names[first])
         others = [place for place in places if place != first]
         return [
             [candidate_replicas[first]],
@@ -106,7 +111,7 @@ class ReplicaRouter(RequestRouter):
         if chosen := self._chosen[replica_id.unique_id]:
             chosen.popleft()
 
-    def _candidate(self, replica: RunningReplica, marks: list[bytes]) -> Candidate:
+    def _candidate(self, replica: RunningReplica, marks: list[bytes], moved: bool) -> Candidate:
         name = replica.replica_id.unique_id
         told = self._prefixes.read(name, replica.routing_stats)
         counted = self.replica_queue_len_cache.get(replica.replica_id)
@@ -114,4 +119,4 @@ class ReplicaRouter(RequestRouter):
         while chosen and chosen[0] < time.monotonic() - UNDERWAY_SECONDS:  # a call that was cancelled meanwhile
             chosen.popleft()
         load = len(chosen) + (told.load if counted is None else counted)
-        return Candidate(load, told.pages, self._prefixes.depth(name, marks))
+        return Candidate(load, told.pages, self._prefixes.depth(name, marks), self._moves.count(name) if moved else 0)

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from cluster.affinity import (
     CROWDED,
+    MOVED_SECONDS,
     PROMPT_MARKS,
     REMEMBER_SECONDS,
     REMEMBERED,
     SPARE,
     TIMES,
     Candidate,
+    Moves,
     Prefixes,
     best,
 )
@@ -58,6 +60,43 @@ def test_prompts_that_begin_alike_meet_and_nobody_is_buried(
         loads[place] += 1
         last[family] = place
         assert max(loads) <= TIMES * min(loads) + SPARE + 1
+
+
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=2), st.integers(0, 40), st.randoms(use_true_random=False))
+def test_streams_that_move_together_are_shared_out(loads: list[int], streams: int, chance: random.Random) -> None:
+    """An idle replica would get them all, and compute them one after the other."""
+    moves, busy = Moves(now=lambda: 0.0), list(loads)
+    for _ in range(streams):
+        given = [moves.count(name) for name in "ab"]
+        place = best([Candidate(load, moved=count) for load, count in zip(busy, given, strict=True)], chance)
+        moves.sent("ab"[place])
+        busy[place] += 1
+    fewer, more = sorted(moves.count(name) for name in "ab")
+    # As many as it takes until the other no longer counts as overloaded: two answers under way for each that moved.
+    assert more - fewer <= max(1, (max(loads) - SPARE) // TIMES)
+    if streams >= max(loads):
+        assert more - fewer <= 1
+
+
+def test_streams_that_moved_long_ago_count_for_nothing() -> None:
+    moment = 0.0
+    moves = Moves(now=lambda: moment)
+    moves.sent("a")
+    moment = MOVED_SECONDS / 2
+    moves.sent("a")
+    assert (moves.count("a"), moves.count("b")) == (2, 0)
+    moment = MOVED_SECONDS
+    assert moves.count("a") == 1
+    moment = 2 * MOVED_SECONDS
+    assert moves.count("a") == 0
+
+
+def test_a_moving_stream_keeps_to_its_prefix_until_others_did_and_clear_of_who_has_no_room() -> None:
+    chance = random.Random(0)
+    assert best([Candidate(3, moved=2, depth=1), Candidate(3)], chance) == 0
+    assert best([Candidate(3, moved=SPARE + 1, depth=1), Candidate(3)], chance) == 1
+    assert best([Candidate(9, moved=4), Candidate(0, pages=1.0)], chance) == 0
+    assert best([Candidate(9, moved=9), Candidate(100)], chance) == 0
 
 
 @given(

@@ -269,12 +269,14 @@ def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_
     assert (cast.ways[1].avoid, cast.ways[1].never) == ({"r0"}, frozenset())
     assert (cast.ways[2].avoid, cast.ways[2].never) == ({"r0"}, {"r1"})
     assert cast.ways[1].marks == cast.marks(REQUEST)
+    assert [way.moved for way in cast.ways] == [False, True, True]
 
 
 def test_before_the_first_token_any_kind_will_do() -> None:
     cast = Cast([Act(0), Act(end="other kind"), Act()])
     carry(cast)
     assert [call.kind for call in cast.calls] == [None, None]
+    assert not any(way.moved for way in cast.ways), "nothing to compute anew that another prompt would not cost"
 
 
 def test_a_call_that_nobody_accepts_is_made_again() -> None:
