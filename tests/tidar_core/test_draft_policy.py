@@ -170,9 +170,10 @@ def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     st.sampled_from((2, 3, 4, 8)),
     st.integers(1, 9),
     st.integers(0, 100),
+    st.booleans(),
 )
-def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known):
-    load = Load(sequences, known, 200)
+def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known, ahead):
+    load = Load(sequences, known, 200, ahead)
     for drafting in {1, sequences}:
         shape, rate = best_shape(cost, holds, block_limit, load, drafting)
         rates = {
@@ -181,6 +182,22 @@ def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, s
         }
         assert abs(rate - max(rates.values())) < 1e-9 * rate
         assert abs(rates[shape] - rate) < 1e-9 * rate
+
+
+@given(st.tuples(*[st.floats(0.0, 1.0)] * 3), st.integers(1, 9))
+def test_a_step_planned_ahead_is_priced_with_all_its_rows(holds, sequences):
+    """Behind a miss too: drafts are worth less then wherever they may miss, and the same where they cannot."""
+    every_row_costs = StepCost((1, 1000), (1.0, 100.0), (0.1, 10.0), (0.1, 10.0))
+    for shape, chances in candidate_shapes(holds, 4):
+        after, ahead = (
+            tokens_per_second(every_row_costs, Load(sequences, 0, 0, way), shape, chances, sequences)
+            for way in (False, True)
+        )
+        hit = sum(chances[outcome - 1] for outcome in shape.proposals)
+        if hit < 0.99:
+            assert ahead < after
+        else:
+            assert ahead <= after * (1 + 1e-9)
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(*[st.floats(0.01, 0.99)] * 3), min_size=12, max_size=12))

@@ -4,7 +4,8 @@ A sequence is in one of two states: drafts in hand, or none. With drafts it runs
 outcome a comes out with probability P(a), and if a is in P the next step has drafts again; if not, one step
 (0, {1}, b) emits one token and drafts anew. The long-run tokens per second of that cycle is compared over a few
 shapes and with plain autoregression, at the size that the batch has now. Rows are priced for the batch as a whole:
-where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly.
+where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly. Where
+steps are planned while others run, nobody knows yet whether there are drafts: each has all rows of the shape.
 
 Rows of prompts come and go, so what is best is judged for the steps without them, at the size that the batch will have
 when the prompts are through; in a step beside them drafts have to be worth what they add to that very step.
@@ -115,11 +116,12 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a step carries beside the drafts: `sequences` that choose, `known_rows` that are there anyway, and the
-    context."""
+    context. ahead: steps are planned while others run, with all rows of the shape whether there are drafts or not."""
 
     sequences: int
     known_rows: int = 0
     context: int = 0
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,13 @@ class DraftPolicy:
     """Chooses the shape of every sequence, step by step. Texts never depend on it.
 
     expected: P(draft i holds | those before it hold) for i = 1, 2, … as the drafter's training measured it; the last
-    one goes for those beyond.
+    one goes for those beyond. ahead: as in `Load`.
     """
 
-    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = ()):
+    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = (), ahead: bool = False):
         self.block_length = block_length
         self.cost = cost
+        self._ahead = ahead
         known = tuple(expected) or (PRIOR_HOLDS,)
         self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
         self._all = self.new_acceptance()
@@ -206,7 +209,7 @@ class DraftPolicy:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
         sequences = _coarse(len(views) + coming)
-        load = Load(sequences, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN))
+        load = Load(sequences, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
         choice = self._best(views, load)
         if not choice.drafting:
             return [Shape()] * len(views)
@@ -296,7 +299,7 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
         shape, rate = best_shape(cost, holds, block_limit, load, drafting)
         if rate > best_rate:
-            renewing = _step_seconds(cost, load, Shape(0, (1,), shape.block), drafting, 1.0)
+            renewing = _step_seconds(cost, load, _renewing(shape, load), drafting, 1.0)
             renewal = max(0.0, (rate * renewing - load.sequences) / drafting)
             best, best_rate = Choice(shape, drafting, rate, renewal), rate
         drafting //= 2
@@ -317,9 +320,12 @@ def best_shape(
         tokens[n] = chances[n] @ np.arange(1, n + 2)
     hit: FloatArray = hits[drafts, counts].clip(0.0, 1.0)
     in_hand: FloatArray = 1.0 / (2.0 - hit)
-    seconds: FloatArray = in_hand * _all_seconds(cost, load, drafting, drafts, blocks, counts, hit)
-    one = np.ones_like(drafts)
-    seconds += (1.0 - in_hand) * _all_seconds(cost, load, drafting, 0 * one, blocks, one, np.ones_like(hit))
+    one, sure = np.ones_like(drafts), np.ones_like(hit)
+    if load.ahead:
+        seconds: FloatArray = _all_seconds(cost, load, drafting, drafts, blocks, counts, sure)
+    else:
+        seconds = in_hand * _all_seconds(cost, load, drafting, drafts, blocks, counts, hit)
+        seconds += (1.0 - in_hand) * _all_seconds(cost, load, drafting, 0 * one, blocks, one, sure)
     per_sequence = in_hand * tokens[drafts] + 1.0 - in_hand
     rates = (drafting * per_sequence + load.sequences - drafting) / seconds
     found = int(rates.argmax())
@@ -360,10 +366,14 @@ def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequenc
     hit = sum(chances[outcome - 1] for outcome in shape.proposals)
     in_hand = 1.0 / (2.0 - hit)  # of all steps
     tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
-    renewing = Shape(0, (1,), shape.block)
-    seconds = in_hand * _step_seconds(cost, load, shape, drafting, hit)
-    seconds += (1.0 - in_hand) * _step_seconds(cost, load, renewing, drafting, 1.0)
+    seconds = in_hand * _step_seconds(cost, load, shape, drafting, 1.0 if load.ahead else hit)
+    seconds += (1.0 - in_hand) * _step_seconds(cost, load, _renewing(shape, load), drafting, 1.0)
     return (drafting * tokens + load.sequences - drafting) / seconds
+
+
+def _renewing(shape: Shape, load: Load) -> Shape:
+    """The rows of a step that only brings new drafts."""
+    return shape if load.ahead else Shape(0, (1,), shape.block)
 
 
 def _step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:

@@ -110,7 +110,7 @@ def load_engine(
     if overlap:
         fly_once(runner, cost, block_length, within_block)
     report(_ready_line(info, ops))
-    policy = DraftPolicy(block_length, cost, info.expected_holds)
+    policy = DraftPolicy(block_length, cost, info.expected_holds, overlap)
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
 
