@@ -38,9 +38,6 @@ SHORT_WAYS = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    # An engine's threads wait for each other awake, but not for long: between its steps, proxy and ingress need the
-    # processors. OpenMP's own 300,000 turns are some milliseconds.
-    "GOMP_SPINCOUNT": "3000",
 }
 LOOK_SECONDS = 0.25
 WATCH_SECONDS = 5.0  # each look costs Serve's controller some 20 ms

@@ -19,6 +19,7 @@ from cluster.engine_thread import EngineThread, Event, Failure, Refusal
 from cluster.metrics import Load, ReplicaMetrics, Timing
 from cluster.progress import ProgressLine
 from cluster.routing import ANYWHERE, Way
+from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.request import FinishReason, Request, StepOutput
 
@@ -35,6 +36,10 @@ UNHEARD_SECONDS = 60.0
 # An ingress that shows no sign of life for so many ticks is gone; one that showed one a few ticks ago is there.
 TICK_SECONDS, GONE_TICKS, THERE_TICKS = 1.0, 10, 2
 STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
+# An engine's threads wait for each other awake, but for microseconds only: proxy and ingress want the same processors,
+# and the system moves a thread that lost its own only to one that rests. A replica inherits what an engine alone uses
+# from the process that started Ray, so that only what somebody else chose counts as a choice.
+SPINS_BESIDE_OTHERS = "1000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,13 @@ class Subscriber:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+def prepare_threads(threads: int) -> None:
+    """What OpenMP reads once, when torch is first imported. Ray had set its threads to the CPUs that were asked for."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if os.environ[SPINS] == SPINS_OF_AN_ENGINE_ALONE:
+        os.environ[SPINS] = SPINS_BESIDE_OTHERS
+
+
 class EngineReplica:
     """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop."""
 
@@ -122,8 +134,7 @@ class EngineReplica:
         self._mailboxes: dict[Address, Mailbox] = {}
         self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
         progress = ProgressLine(self._replica)
-        # Ray sets it to the CPUs that were asked for; libgomp reads it once, when torch is first imported.
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)
+        prepare_threads(config.threads)
 
         def load() -> "Engine":
             gc.disable()  # it would walk through all that is imported again and again: a third of the imports' time

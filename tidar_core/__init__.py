@@ -14,4 +14,6 @@ import os
 # A step is some hundred short parallel regions. By default GNU's OpenMP threads spin for long at the end of each;
 # where another process wants the core, that made a step up to thirty times slower, and spinning less than this cost
 # as much on a quiet machine. The runtime reads the variable once, when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+SPINS = "GOMP_SPINCOUNT"
+SPINS_OF_AN_ENGINE_ALONE = "20000"
+os.environ.setdefault(SPINS, SPINS_OF_AN_ENGINE_ALONE)

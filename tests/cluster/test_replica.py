@@ -1,6 +1,9 @@
 """The engine deployment itself, on one event loop, without Serve around it."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
@@ -12,6 +15,7 @@ from ray import serve
 from cluster import replica as room
 from cluster.replica import Accepted, Address, Batch, EngineReplica
 from tests.tiny import tiny_checkpoint
+from tidar_core import SPINS
 from tidar_core.config import EngineConfig
 from tidar_core.request import Request, SamplingParams, StepOutput
 
@@ -29,6 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=NAME))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the replica sets both: put back behind the test
+    monkeypatch.setenv(SPINS, os.environ[SPINS])
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(room, "ProgressLine", lambda _: SimpleNamespace(report=print, fail=print))  # no Ray to tell it
     config = EngineConfig(model=str(model), adapter="none", dtype="float32", device="cpu", threads=1)
@@ -62,6 +68,21 @@ async def accepted(replica: EngineReplica, request: Request, address: Address = 
     task = asyncio.create_task(call())
     await asyncio.wait_for(begun.wait(), 10)
     return task
+
+
+@pytest.mark.parametrize(("chosen", "read"), [(None, "1000"), ("77", "77")])
+def test_an_engines_threads_soon_rest_unless_somebody_chose_otherwise(chosen: str | None, read: str) -> None:
+    # As the processes are: one starts Ray, whose workers inherit its environment and make replicas.
+    replica = "from cluster.replica import prepare_threads; prepare_threads(3); import torch"
+    starter = f"import tidar_core, subprocess, sys; subprocess.run([sys.executable, '-c', {replica!r}], check=True)"
+    environment = {name: value for name, value in os.environ.items() if name != SPINS} | {"OMP_DISPLAY_ENV": "verbose"}
+    if chosen is not None:
+        environment[SPINS] = chosen
+    run = subprocess.run(
+        [sys.executable, "-c", starter], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"GOMP_SPINCOUNT = '{read}'" in run.stderr
+    assert "OMP_NUM_THREADS = '3'" in run.stderr
 
 
 def test_an_answer_comes_by_the_mailbox_and_ends_both_calls(started: Start) -> None:
