@@ -10,14 +10,17 @@ from tests.servers import Server, tiny_server
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
+LONGEST = Path("tidar_core/test_exact.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Servers that many tests share stay until the last of them: the rooms that they would slow come before."""
+    """Servers that many tests share stay until the last of them: the rooms that they would slow come before. What
+    takes minutes comes first, so that of two processes none is left alone with it."""
 
-    def place(item: pytest.Item) -> int:
-        room = item.path.relative_to(TESTS).parts[0]
-        return FIRST.index(room) if room in FIRST else len(FIRST)
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        path = item.path.relative_to(TESTS)
+        room = path.parts[0]
+        return FIRST.index(room) if room in FIRST else len(FIRST), path != LONGEST
 
     items.sort(key=place)
 
