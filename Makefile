@@ -49,11 +49,13 @@ check: .venv/.test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The engine's tests compute and wait for nobody: two at once with a thread each take a third less time than one with
-# two. Servers are started, killed and timed by themselves.
+# Tests that compute and wait for nobody: two at once with a thread each take a third less time than one with two.
+# Servers are started, killed and timed by themselves.
+COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
+
 test: check browser promtool
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal tests/tidar_core $(ARGS)
-	$(BIN)/python -m pytest tests/playground tests/manifests tests/cluster $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(COMPUTING) $(ARGS)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info
