@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 
 import torch
@@ -16,6 +17,7 @@ from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
 from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.succession import Carried
+from tidar_core.kernels.triton_gemm import measured_tiles
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 
@@ -32,15 +34,15 @@ def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
 
 
 def variants_in_use() -> list[Variant]:
-    """Steps of every measured shape with and without mask rows, in both dtypes of the engine; other attention sizes;
-    the token rule; the bench's reading kernel."""
+    """Steps of every measured shape with and without mask rows, with an H100's tiles and without, and in the other
+    dtypes of the engine; other attention sizes; the token rule; the bench's reading kernel."""
     launches = []
-    for config in SHAPES.values():
-        for mask in (0, 56):
-            launches += step_launches(config, BF16, 16, 8, mask)
     for mask in (0, 56):
-        launches += step_launches(SMOLLM2_135M, FP32, 16, 8, mask)
-    launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0)
+        for config, tiles in product(SHAPES.values(), ({}, measured_tiles("NVIDIA H100 80GB HBM3", BF16))):
+            launches += step_launches(config, BF16, 16, 8, mask, layers=2, measured=tiles)
+        for dtype in (FP32, torch.float16):
+            launches += step_launches(SMOLLM2_135M, dtype, 16, 8, mask, layers=2)
+    launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0, layers=2)
     for heads, kv_heads, head_dim, dtype, page in attention_sizes():
         config = replace(QWEN3_8B, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=512)
         steps = step_launches(config, dtype, page, 8, 0)

@@ -9,13 +9,15 @@ import torch
 from rich.console import Console
 
 from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row  # noqa: F401  (a fixture)
+from tidar_core.bench import kernel_checks
 from tidar_core.bench.kernel_checks import Check, Sizes, check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
 from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
-from tidar_core.bench.shapes import QWEN3_8B
+from tidar_core.bench.shapes import QWEN3_8B, projections
 from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
 from tidar_core.bench.tuning import candidate_tiles, tune
 from tidar_core.kernels import reference, triton_gemm
+from tidar_core.kernels.triton_gemm import GemmTiles
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.layout import Shape
 
@@ -30,14 +32,25 @@ EXTENT = Extent(
 )  # fmt: skip
 
 
+KERNELS = {"add_norm", "silu_mul", "rotate_and_store", "attend", "linear", "head", "pick", "succession"}
+FUSED = {"rotated", "added o", "gated", "added down"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_check_passes(dtype, dots_row_by_row):  # noqa: F811
     checks = list(check_kernels(triton_ops(TOY, dtype, CPU), TOY, dtype, CPU, SIZES))
     assert [check for check in checks if not check.passed] == []
-    assert {check.kernel for check in checks} == {
-        "add_norm", "silu_mul", "rotate_and_store", "attend", "linear", "head", "pick",
-        "succession",
-    }  # fmt: skip
+    assert {check.kernel for check in checks} == (KERNELS | FUSED if dtype == torch.float32 else KERNELS)
+
+
+@pytest.mark.parametrize("outs", [16, 64, 128])
+def test_what_a_layers_products_do_besides_does_not_depend_on_their_tiles(outs, monkeypatch, dots_row_by_row):  # noqa: F811
+    """Tiles narrower than a head and wider than two of them, and parts along K."""
+    tiles = {size: GemmTiles(16, outs, 16, 3, 4, 2) for size in projections(TOY).values()}
+    monkeypatch.setattr(kernel_checks, "tiles_of", lambda device, dtype: tiles)
+    checks = list(kernel_checks._check_layers(TOY, torch.float32, CPU, SIZES))
+    assert [check for check in checks if not check.passed] == []
+    assert {check.kernel for check in checks} == FUSED
 
 
 def test_a_wrong_kernel_is_found():
@@ -45,6 +58,17 @@ def test_a_wrong_kernel_is_found():
     checks = list(check_kernels(wrong, TOY, torch.float32, CPU, SIZES))
     assert [check.kernel for check in checks if check.allowed and not check.passed] == ["silu_mul"]
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
+
+
+def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):  # noqa: F811
+    real = kernel_checks.gated_linear
+
+    def depends_on_the_batch(plan, normed, *given):
+        return real(plan, normed, *given) * (1 + 1e-6 * (len(normed.x) == 1))
+
+    monkeypatch.setattr(kernel_checks, "gated_linear", depends_on_the_batch)
+    checks = list(kernel_checks._check_layers(TOY, torch.float32, CPU, SIZES))
+    assert [(check.kernel, check.case) for check in checks if not check.passed] == [("gated", "bits of a row alone")]
 
 
 def test_steps_and_prompts_are_measured():
@@ -108,3 +132,4 @@ def test_candidates_keep_every_multiprocessor_busy():
         candidates = list(candidate_tiles(outs, ins, torch.bfloat16))
         assert len(candidates) == len(set(candidates)) >= 6
         assert all(tiles.rows == 64 for tiles in candidates)
+        assert {tiles.ins for tiles in candidates} == {64, 128}

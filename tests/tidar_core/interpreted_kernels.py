@@ -7,15 +7,17 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import carried_rows_match, decisions_match
 from tidar_core import sampling
-from tidar_core.kernels import triton_attention, triton_sampling
+from tidar_core.kernels import triton_attention, triton_gemm, triton_sampling
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
-from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear
+from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, product_planner
 from tidar_core.kernels.triton_ops import supports, triton_ops
 from tidar_core.layout import Shape, mask_rows
 from tidar_core.model.weights import LowRank
@@ -242,7 +244,7 @@ def test_products_match_the_oracle_and_keep_rows_apart(tiles, outs, ins, dtype, 
     def random(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
 
-    linear = exact_linear({(outs, ins): tiles})
+    linear = exact_linear(product_planner({(outs, ins): tiles}))
     x, weight, bias = 8 * random(37, ins), random(outs, ins), random(1, outs)[0]
     low_rank = LowRank(random(20, ins), random(outs, 20))
     plain = linear(x, weight, None, None, 0)
@@ -255,6 +257,27 @@ def test_products_match_the_oracle_and_keep_rows_apart(tiles, outs, ins, dtype, 
     biased = linear(x[5:9], weight, bias, low_rank, 4)
     close(biased, REFERENCE_OPS.linear(x[5:9], weight, bias, None, 0), dtype)
     assert torch.equal(linear(x[8:9], weight, bias, None, 1), biased[3:])
+
+
+@triton.jit
+def mark(pointers):
+    tl.atomic_add(pointers, 1)
+
+
+@triton.jit
+def ask(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    triton_gemm.read_shared_ahead(matrix, LINES, N, BLOCK_N, SPLITS)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 5, 6, 40, 97])
+def test_programs_share_the_lines_that_they_ask_for(lines, monkeypatch):
+    """Every line by somebody, nothing behind the last; programs of further rows ask for none of them."""
+    monkeypatch.setattr(triton_gemm, "read_ahead", mark)
+    words = triton_gemm.LINE.value // 4
+    asked = torch.zeros(100, words, dtype=torch.int32)
+    ask[(2, 3, 2)](asked, LINES=lines, N=40, BLOCK_N=16, SPLITS=2)
+    assert (asked[:lines, 0] > 0).all()
+    assert asked[:, 1:].sum() == asked[lines:].sum() == 0
 
 
 def test_an_adapter_too_wide_for_one_launch(dtype):

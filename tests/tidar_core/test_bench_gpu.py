@@ -29,23 +29,27 @@ def test_without_time_left_nothing_is_started():
 
 
 def test_the_chart_has_a_line_a_shape():
-    def step(rows: int, microseconds: float, context: int = 512, adapter: bool = True) -> dict[str, object]:
+    def step(
+        rows: int, microseconds: float, context: int = 512, adapter: bool = True, shape: str = "small"
+    ) -> dict[str, object]:
         mask = max(0, rows - 8)
         return {
-            "rows": rows, "mask": mask, "adapter": adapter and mask > 0, "context": context,
+            "shape": shape, "rows": rows, "mask": mask, "adapter": adapter and mask > 0, "context": context,
             "microseconds": microseconds,
         }  # fmt: skip
 
     steps = [step(16, 440.0), step(1, 400.0), step(16, 9.0, adapter=False), step(1, 900.0, context=4096)]
+    large = [step(1, 2.0, shape="large"), step(16, 3.0, shape="large")]
     record = {
         "phases": {
             "steps": {"steps": steps, "exact": True},
-            "others": {"steps": [step(1, 2.0), step(16, 3.0)], "exact": True},
+            "steps large": {"steps": large, "exact": True},
+            "steps, other settings": {"steps": [step(1, 5.0), step(16, 9.0)], "exact": True},
             "inexact": {"steps": steps, "exact": False},
             "failed": {"error": "exit status 1"},
         }
     }
     chart = steps_chart(record)
-    assert "line [1.000, 1.100]\n    line [1.000, 1.500]" in chart
+    assert "line [1.000, 1.100]\n    line [1.000, 1.500]\n```" in chart
     assert '"rows in a step" [1, 16]' in chart
     assert steps_chart({"phases": {}}) == ""

@@ -11,6 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 ROOT = Path(__file__).parents[2]
+PRODUCTS = ("linear", "rotated_linear", "added_linear", "gated_linear")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys
 def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
     """16-byte asynchronous copies of weights, keys and values; 16-bit products by the matrix unit, and by its
     warpgroup instruction unless a head is so large that 64 rows of it would not fit the registers."""
-    heavy = [one for one in compiled if one["name"].startswith(("linear", "attend_splits"))]
-    assert {one["name"].split()[0] for one in heavy} == {"linear", "attend_splits"}
+    heavy = [one for one in compiled if one["name"].split()[0] in {*PRODUCTS, "attend_splits"}]
+    assert {one["name"].split()[0] for one in heavy} == {*PRODUCTS, "attend_splits"}
     assert [one["name"] for one in heavy if one["wide_copies"] == 0] == []
     bf16 = [one for one in heavy if " bf16 " in one["name"]]
     assert [one["name"] for one in bf16 if one["matrix_instructions"] == 0] == []
@@ -49,28 +50,41 @@ def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
 def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):
     early = [one for one in compiled if one["before_wait"] is not None]
     kinds = {one["name"].split()[0] for one in early}
-    assert kinds == {"linear", "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "silu_mul"}
+    assert kinds == {*PRODUCTS, "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "silu_mul"}
     assert [one["name"] for one in early if one["before_wait"] != 0] == []
     assert any(one["before_wait"] is None for one in compiled), "steps of many rows stand in line"
 
 
-def test_a_layer_is_ten_launches_with_or_without_the_adapter():
-    """Two more layers are twenty more launches; the attention's plan is made once a step."""
+def test_products_ask_for_weights_before_they_need_them(compiled):
+    """Those of a layer for the next one's as well; in steps of many rows, which stand in line, none does."""
+    products = [one for one in compiled if one["name"].split()[0] in PRODUCTS]
+    early = [one for one in products if one["before_wait"] is not None]
+    assert [one["name"] for one in early if one["reads_ahead"] == 0] == []
+    assert [one["name"] for one in products if one not in early and one["reads_ahead"]] == []
+    in_layers = [one for one in early if not one["name"].startswith("linear")]
+    assert in_layers
+    assert [one["name"] for one in in_layers if "LINES_BEHIND=0 " in one["name"]] == []
+
+
+@pytest.mark.parametrize("mask", [0, 56])
+@pytest.mark.parametrize(("shape", "dtype", "launches"), [(0, "bfloat16", 6), (2, "bfloat16", 7), (0, "float16", 10)])
+def test_how_many_launches_a_layer_is(shape, dtype, launches, mask):
+    """With or without the adapter; Qwen3's norm of heads is one more. The attention's plan is made once a step."""
     import torch
 
     from tidar_core.bench.launches import step_launches
-    from tidar_core.bench.shapes import SMOLLM2_135M
+    from tidar_core.bench.shapes import SHAPES
 
-    for mask in (0, 56):
-        names = [
-            [
-                launch.variant.kernel.__name__
-                for launch in step_launches(SMOLLM2_135M, torch.bfloat16, 16, 8, mask, layers=n)
-            ]
-            for n in (1, 3)
+    config = list(SHAPES.values())[shape]
+    names = [
+        [
+            launch.variant.kernel.__name__
+            for launch in step_launches(config, getattr(torch, dtype), 16, 8, mask, layers=layers)
         ]
-        assert len(names[1]) - len(names[0]) == 20
-        assert names[1].count("_plan") == names[0].count("_plan") == 1
+        for layers in (1, 3)
+    ]
+    assert len(names[1]) - len(names[0]) == 2 * launches
+    assert names[1].count("_plan") == names[0].count("_plan") == 1
 
 
 def test_the_bench_says_in_one_line_what_it_needs(monkeypatch):

@@ -346,6 +346,9 @@ def gpu(
 def steps(
     shape: Shapes = None,
     exact: Exact = True,
+    ahead: Annotated[
+        float, typer.Option(min=0, help="MiB of the next product's weights that each asks for, in steps of few rows.")
+    ] = 8.0,
     json_file: JsonFile = None,
 ) -> None:
     """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read."""
@@ -353,7 +356,8 @@ def steps(
         from tidar_core.bench.steps import run_step_bench
 
         say = Console(stderr=True).print
-        record = run_step_bench(say, _shapes(shape), exact, lambda found: write_record(json_file, found))
+        bytes_behind = int(ahead * 2**20)
+        record = run_step_bench(say, _shapes(shape), exact, bytes_behind, lambda found: write_record(json_file, found))
         table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
         for s in record["steps"]:
             cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"

@@ -50,6 +50,7 @@ def phases(model: str) -> list[Phase]:
         Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
     ]
+    found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
     return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
 
 
@@ -110,8 +111,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def steps_chart(record: dict[str, Any]) -> str:
     """Step time against rows at the shortest context, in multiples of one row's, a line a shape: a mermaid chart."""
-    measured = [phase["steps"] for phase in record["phases"].values() if phase.get("exact") and phase.get("steps")]
-    curves = [_curve(steps) for steps in measured]
+    by_shape: dict[str, list[dict[str, Any]]] = {}
+    for phase in record["phases"].values():
+        if phase.get("exact") and phase.get("steps"):
+            by_shape.setdefault(phase["steps"][0]["shape"], phase["steps"])  # further ones have other settings
+    curves = [_curve(steps) for steps in by_shape.values()]
     if not curves:
         return ""
     ratios = [[seconds / curve[min(curve)] for seconds in curve.values()] for curve in curves]

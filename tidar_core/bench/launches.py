@@ -9,8 +9,8 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +24,9 @@ from triton.runtime.jit import JITFunction
 from tidar_core.bench.shapes import random_adapter, random_weights
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import Ops, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.triton_gemm import GemmTiles
 from tidar_core.kernels.triton_ops import triton_ops
-from tidar_core.model.decoder import paged_attention, run_layers
+from tidar_core.model.decoder import all_layers
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on it
@@ -51,7 +52,8 @@ class Variant:
         kinds = dict(self.types)
         pointers = [kind[1:] for kind in kinds.values() if kind.startswith(("*bf", "*fp"))]
         constants = " ".join(f"{name}={int(value)}" for name, value in self.constants)
-        return f"{self.kernel.__name__.lstrip('_')} {pointers[0] if pointers else ''} {constants}".replace("  ", " ")
+        named = f"{self.kernel.__name__.lstrip('_')} {pointers[0] if pointers else ''} {constants}".replace("  ", " ")
+        return f"{named} warps={self.warps}" + (f" stages={self.stages}" if self.stages else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,8 @@ class Launch:
 class Compiled:
     """What a variant takes: bytes of shared memory, registers a thread, bytes of stack (spilled registers) a thread;
     and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy.
-    before_wait: where it may begin while the kernel before it runs, how often it touches memory before it waits for
-    that one; -1 if it never waits."""
+    reads_ahead: how many instructions ask for memory that is not needed yet. before_wait: where it may begin while the
+    kernel before it runs, how often it touches memory before it waits for that one; -1 if it never waits."""
 
     name: str
     shared: int
@@ -76,6 +78,7 @@ class Compiled:
     matrix_instructions: int
     warpgroup_instructions: int
     wide_copies: int
+    reads_ahead: int
     before_wait: int | None
 
 
@@ -128,6 +131,7 @@ def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
         matrix_instructions=len(re.findall(r"wgmma\.mma_async|\bmma\.sync", ptx)),
         warpgroup_instructions=len(re.findall(r"wgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10", ptx)),
+        reads_ahead=len(re.findall(r"prefetch\.global", ptx)),
         before_wait=_touched_before_wait(ptx) if variant.overlaps else None,
     )
 
@@ -164,20 +168,20 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 
 
 def step_launches(
-    config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32
-) -> list[Launch]:
+    config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
+    measured: Mapping[tuple[int, int], GemmTiles] | None = None,
+) -> list[Launch]:  # fmt: skip
     """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter."""
     device = torch.device("meta")
-    ops: Ops = triton_ops(config, dtype, device)
+    ops: Ops = triton_ops(config, dtype, device, measured=measured)
     weights = random_weights(config, layers, dtype, device)
     adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
     cache = empty_cache(config, 64, page_size, dtype, device)
     rows = meta_rows(verify, mask, 2, 32)
-    attention = paged_attention(ops, config, weights, rows, rotary_tables(config, device), cache)
+    run_layers = all_layers(ops, replace(config, layers=layers), weights, adapter, rotary_tables(config, device))
 
     def step() -> None:
         x = torch.empty(verify + mask, config.hidden_size, dtype=dtype, device=device)
-        hidden = run_layers(ops, config, weights, adapter, x, verify, attention)
-        ops.head(hidden[:verify], weights.head)
+        ops.head(run_layers(x, rows, cache)[:verify], weights.head)
 
     return noted_launches(step)

@@ -19,11 +19,11 @@ from tidar_core.bench.shapes import random_adapter, random_weights
 from tidar_core.config import ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.kernels.ops import KVCache, Ops, Rotary, StepRows, rotary_tables
+from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import Shape
-from tidar_core.model.decoder import paged_attention, run_layers
-from tidar_core.model.weights import AdapterWeights, ModelWeights
+from tidar_core.model.decoder import all_layers
+from tidar_core.model.weights import ModelWeights
 from tidar_core.request import Request, SamplingParams, Sequence
 
 BLOCK = 8
@@ -74,8 +74,8 @@ class _Model:
     ops: Ops
     config: ModelConfig
     weights: ModelWeights
-    adapter: AdapterWeights
-    rotary: Rotary
+    layers: Layers
+    layers_drafting: Layers
 
     @property
     def bytes(self) -> int:
@@ -85,11 +85,8 @@ class _Model:
 
     def whole_step(self, rows: StepRows, cache: KVCache, tokens: Tensor, drafting: bool) -> Tensor:
         """The greedy token of every verify row."""
-        adapter = self.adapter if drafting else None
-        attention = paged_attention(self.ops, self.config, self.weights, rows, self.rotary, cache)
-        x = self.weights.embedding[tokens]
-        hidden = run_layers(self.ops, self.config, self.weights, adapter, x, rows.verify, attention)
-        return self.greedy(hidden[: rows.verify])
+        layers = self.layers_drafting if drafting else self.layers
+        return self.greedy(layers(self.weights.embedding[tokens], rows, cache)[: rows.verify])
 
     def greedy(self, hidden: Tensor) -> Tensor:
         heat = torch.zeros(len(hidden), device=hidden.device)
@@ -102,7 +99,10 @@ def random_model(subject: Subject) -> _Model:
     config, dtype, device = subject.config, subject.dtype, subject.device
     weights = random_weights(config, config.layers, dtype, device)
     adapter = random_adapter(config, config.layers, RANK, BLOCK, dtype, device)
-    return _Model(subject.ops, config, weights, adapter, rotary_tables(config, device))
+    alone, drafting = (
+        all_layers(subject.ops, config, weights, some, rotary_tables(config, device)) for some in (None, adapter)
+    )
+    return _Model(subject.ops, config, weights, alone, drafting)
 
 
 def measure_steps(
@@ -149,18 +149,20 @@ def measure_prefill(
 def _read_prompt(model: _Model, steps: list[StepRows], cache: KVCache, tokens: Tensor, call: int) -> Tensor:
     hidden = tokens
     for rows in steps:
-        attention = paged_attention(model.ops, model.config, model.weights, rows, model.rotary, cache)
-        x = model.weights.embedding[tokens[: rows.verify]]
-        hidden = run_layers(model.ops, model.config, model.weights, None, x, rows.verify, attention)
+        hidden = model.layers(model.weights.embedding[tokens[: rows.verify]], rows, cache)
     return model.greedy(hidden[-1:])
 
 
 @torch.inference_mode()
 def run_step_bench(
-    report: Callable[[str], None], shapes: tuple[str, ...], exact: bool, keep: Callable[[dict[str, Any]], None]
+    report: Callable[[str], None],
+    shapes: tuple[str, ...],
+    exact: bool,
+    bytes_behind: int,
+    keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. Raises ConfigError
-    where there is no GPU."""
+    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. bytes_behind: see
+    `triton_gemm.product_planner`. Raises ConfigError where there is no GPU."""
     from tidar_core.bench.kernels import require_gpu
     from tidar_core.bench.measures import Extent, measure_ceilings
     from tidar_core.bench.shapes import SHAPES
@@ -170,12 +172,12 @@ def run_step_bench(
     device, extent = torch.device("cuda"), Extent()
     ceilings = measure_ceilings(device, extent)
     record: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device), "exact": exact, "ceilings": asdict(ceilings),
-        "steps": [], "prefill": [],
+        "device": torch.cuda.get_device_name(device), "exact": exact, "bytes_behind": bytes_behind,
+        "ceilings": asdict(ceilings), "steps": [], "prefill": [],
     }  # fmt: skip
     for name in shapes:
         config = SHAPES[name]
-        ops = triton_ops(config, torch.bfloat16, device, exact=exact)
+        ops = triton_ops(config, torch.bfloat16, device, exact=exact, bytes_behind=bytes_behind)
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
         model = random_model(subject)
         for one in measure_steps(subject, model, extent.contexts):

@@ -8,16 +8,18 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tidar_core.bench.measures import Subject, seconds_a_call
+from tidar_core.bench.launches import SHARED_MEMORY
+from tidar_core.bench.measures import RANK, Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.triton_gemm import MOST_SPLITS, GemmTiles, exact_linear, gemm_tiles
+from tidar_core.kernels.triton_gemm import MOST_SPLITS, GemmTiles, exact_linear, gemm_tiles, product_planner
 from tidar_core.model.weights import LowRank
 
 ROWS = (1, 64)
@@ -28,19 +30,21 @@ COMPILERS = 16  # processes
 
 
 def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
-    """The heuristic's choice, then others that spread a weight over about as many programs as suit the GPU."""
+    """The heuristic's choice, then others that spread a weight over about as many programs as suit the GPU, with steps
+    along K as long as the heuristic's and twice that, as far as they fit."""
     start = gemm_tiles(outs, ins, dtype)
     found = [start]
-    for wide in WIDTHS:
-        tiles, steps = -(-outs // wide), -(-ins // start.ins)
+    for step, wide in product((start.ins, 2 * start.ins), WIDTHS):
+        tiles, steps = -(-outs // wide), -(-ins // step)
         some = {max(1, min(round(programs / tiles), MOST_SPLITS, steps // 2)) for programs in PROGRAMS}
         many = tiles > PROGRAMS[-1]  # more than run side by side
         if not many or wide >= WIDTHS[-2]:
             found += [
-                GemmTiles(start.rows, wide, start.ins, splits, warps, stages)
+                GemmTiles(start.rows, wide, step, splits, warps, stages)
                 for splits in sorted(some)
                 for stages in STAGES
                 for warps in ((4, 8) if many else (4,))
+                if stages * (start.rows + wide + RANK) * step * dtype.itemsize <= SHARED_MEMORY
             ]
     return list(dict.fromkeys(found))
 
@@ -66,14 +70,14 @@ def _run_once(task: tuple[int, int, torch.dtype, GemmTiles, bool]) -> None:
     outs, ins, dtype, tiles, is_head = task
     device = torch.device("cuda")
     weight, x = torch.empty(outs, ins, dtype=dtype, device=device), torch.empty(64, ins, dtype=dtype, device=device)
-    linear = exact_linear({(outs, ins): tiles})
+    linear = exact_linear(product_planner({(outs, ins): tiles}))
     for rows in ROWS:
         linear(x[:rows], weight, None, None if is_head else _low_rank(rows, outs, ins, x), 8)
     torch.cuda.synchronize()
 
 
 def _low_rank(rows: int, outs: int, ins: int, like: Tensor) -> LowRank | None:
-    return LowRank(like.new_ones(32, ins), like.new_ones(outs, 32)) if rows > 8 else None
+    return LowRank(like.new_ones(RANK, ins), like.new_ones(outs, RANK)) if rows > 8 else None
 
 
 def tune(subject: Subject, rows: tuple[int, ...] = ROWS) -> Iterator[dict[str, Any]]:
@@ -85,7 +89,7 @@ def tune(subject: Subject, rows: tuple[int, ...] = ROWS) -> Iterator[dict[str, A
         weights = [subject.random(outs, ins) for _ in range(1 + subject.extent.cold_bytes // size)]
         found = []
         for tiles in candidate_tiles(outs, ins, subject.dtype):
-            linear, times = exact_linear({(outs, ins): tiles}), []
+            linear, times = exact_linear(product_planner({(outs, ins): tiles})), []
             for count in rows:
                 x = subject.random(count, ins)
                 drafts = None if outs == config.vocab_size else _low_rank(count, outs, ins, x)

@@ -115,8 +115,9 @@ class Ops:
     head(x, weight): logits [rows, vocab].
     row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
         whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
-    bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, bit for bit alike, or
-        None where these weights cannot be had so; None where a device has no such thing.
+    bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, or None where these
+        weights cannot be had so; None where a device has no such thing. On a CPU bit for bit what the operations give
+        one by one; on a GPU norms round once where those round twice.
     draft_slots(head, words, vocabulary, hidden, logits, anchors, counts): the greedy drafts of proposals as
         `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors cannot be had so; words:
         [vocab, hidden], the embedding; anchors: int64 [proposals]. None where a device has no such thing.

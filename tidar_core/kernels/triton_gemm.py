@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -29,6 +30,7 @@ MOST_SPLITS = 8
 STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
 WIDEST_RANK = 128  # of an adapter that is computed beside the base product
+BYTES_BEHIND = 8 << 20  # of the next weight that a product asks for: some of what the cache holds. Not measured yet.
 LINES_AHEAD = tl.constexpr(8)  # cache lines of each weight row that are asked for before the kernel in front is through
 
 
@@ -73,44 +75,62 @@ def measured_tiles(device: str, dtype: torch.dtype) -> dict[tuple[int, int], Gem
 
 
 @triton.jit
-def _finish(total, bias, out, m, n, rows, N: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Adds the bias and writes a tile of y."""
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+def begin_product(
+    weight, low_a, low_b, n,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Asks for the beginning of a tile's weights and for the adapter's, then waits for the kernel before."""
+    if OVERLAP:
+        part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
+        line: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
+        row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+        ahead = tl.program_id(2) * part + tl.arange(0, LINES_AHEAD) * line
+        read_ahead(weight + row * K + tl.minimum(ahead, K - 1)[None, :])
+        if HAS_LOW_RANK:
+            lines: tl.constexpr = triton.next_power_of_2((RANK + line - 1) // line)
+            read_ahead(low_b + row * RANK + tl.minimum(tl.arange(0, lines) * line, RANK - 1)[None, :])
+            read_shared_ahead(low_a, RANK * K // line, N, BLOCK_N, SPLITS)
+    wait_for_kernel_before(OVERLAP)
 
 
-@triton.jit(do_not_specialize=["rows", "first_mask_row"])
-def _linear(
-    x, weight, bias, low_a, low_b, out, partial, arrived, rows, first_mask_row,
+@triton.jit
+def read_shared_ahead(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """Asks for the first lines of a matrix that all programs of a product read, each for its share of them."""
+    programs: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
+    each: tl.constexpr = (LINES + programs - 1) // programs
+    if each > 0 and tl.program_id(0) == 0:
+        i = tl.minimum(tl.arange(0, triton.next_power_of_2(each)), each - 1)
+        line = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)) * each + i
+        elements: tl.constexpr = LINE * 8 // matrix.dtype.element_ty.primitive_bitwidth
+        read_ahead(matrix + tl.minimum(line, LINES - 1).to(tl.int64) * elements)
+
+
+@triton.jit
+def _product_part(
+    x, weight, low_a, low_b, behind, m, n, split, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+    LINES_BEHIND: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y over one part of K; grid (row tiles, output tiles, splits).
+    """One tile of x weightᵀ over one part of K, fp32 [BLOCK_M, BLOCK_N], with the adapter's share of it.
 
-    x [rows, K], weight [N, K], low_a [RANK, K], low_b [N, RANK], out [rows, N]. partial: fp32 [SPLITS, rows, N].
-    arrived: int32, zero before and after, one for each tile of y.
+    x [rows, K], weight [N, K], low_a [RANK, K], low_b [N, RANK]. m: rows of x, n: rows of weight (any order, those from
+    N on are none). Lets the next kernel begin, and asks for the first lines of `behind`, the weight of a product behind
+    this one, so that memory is read between the products too.
     """
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(2)
     i = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * K
     weight_at = weight + n.to(tl.int64)[:, None] * K
     total = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
     part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
-    if OVERLAP:
-        line: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
-        ahead = split * part + tl.arange(0, LINES_AHEAD) * line
-        read_ahead(weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + tl.minimum(ahead, K - 1)[None, :])
-    wait_for_kernel_before(OVERLAP)
     if HAS_LOW_RANK:
         r = tl.arange(0, BLOCK_RANK)
         drafted = tl.full([BLOCK_M, BLOCK_RANK], 0, tl.float32)
         # A tile without mask rows reads nothing of the adapter.
         ranks = tl.where((tl.program_id(0) + 1) * BLOCK_M > first_mask_row, RANK, 0)
+        low_out_at = low_b + n.to(tl.int64)[:, None] * RANK + r[None, :]
+        low_out = tl.load(low_out_at, mask=(n < N)[:, None] & (r < ranks)[None, :], other=0.0)
 
     for start in range(split * part, tl.minimum(K, (split + 1) * part), BLOCK_K):
         k = tl.multiple_of(start, BLOCK_K) + i
@@ -131,36 +151,102 @@ def _linear(
             drafted = tl.dot(rows_here, tl.trans(low_here), acc=drafted, input_precision="ieee")
 
     let_next_begin(OVERLAP)
+    if OVERLAP:
+        read_shared_ahead(behind, LINES_BEHIND, N, BLOCK_N, SPLITS)
     if HAS_LOW_RANK:
-        low_at = low_b + n.to(tl.int64)[:, None] * RANK + r[None, :]
-        low_here = tl.load(low_at, mask=(n < N)[:, None] & (r < ranks)[None, :], other=0.0)
-        extra = tl.dot(drafted.to(low_here.dtype), tl.trans(low_here), input_precision="ieee")
+        extra = tl.dot(drafted.to(low_out.dtype), tl.trans(low_out), input_precision="ieee")
         total = tl.where((m >= first_mask_row)[:, None], total + extra, total)
+    return total
 
-    if SPLITS == 1:
-        _finish(total, bias, out, m, n, rows, N, HAS_BIAS)
-    else:
-        inside = (m < rows)[:, None] & (n < N)[None, :]
-        at = m.to(tl.int64)[:, None] * N + n[None, :]
-        size = rows.to(tl.int64) * N
+
+@triton.jit
+def product(
+    x, weight, low_a, low_b, behind, partial, arrived, m, n, column, rows, first_mask_row,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    LINES_BEHIND: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One tile of x weightᵀ, and whether this program has all of it: of the programs that share it the last one does.
+
+    Grid (row tiles, output tiles, splits). partial: fp32 [SPLITS, rows, N]. arrived: int32, zero before and after, one
+    for each tile. column: where in `partial` each of the rows n of the weight goes.
+    """
+    split = tl.program_id(2)
+    total = _product_part(
+        x, weight, low_a, low_b, behind, m, n, split, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+    )  # fmt: skip
+    whole = True
+    if SPLITS > 1:
+        inside = (m < rows)[:, None] & (column < N)[None, :]
+        at, size = m.to(tl.int64)[:, None] * N + column[None, :], rows.to(tl.int64) * N
+        here = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         tl.store(partial + split * size + at, total, mask=inside)
         tl.debug_barrier()  # all of this program's stores come before its arrival
-        ticket = tl.atomic_add(arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), 1)
-        if ticket == SPLITS - 1:
+        whole = tl.atomic_add(here, 1) == SPLITS - 1
+        if whole:
             total = tl.load(partial + at, mask=inside, other=0.0)
             for other in range(1, SPLITS):
                 total += tl.load(partial + other * size + at, mask=inside, other=0.0)
-            _finish(total, bias, out, m, n, rows, N, HAS_BIAS)
-            tl.store(arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), 0)
+            tl.store(here, 0)
+    return total, whole
 
 
-def exact_linear(
-    measured: Mapping[tuple[int, int], GemmTiles] | None = None, out_dtype: torch.dtype | None = None
-) -> Callable[[Tensor, Tensor, Tensor | None, LowRank | None, int], Tensor]:
-    """`Ops.linear` with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`.
+@triton.jit(do_not_specialize=["rows", "first_mask_row"])
+def _linear(
+    x, weight, bias, low_a, low_b, behind, out, partial, arrived, rows, first_mask_row,
+    N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    LINES_BEHIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """out [rows, N] = x weightᵀ + bias, one tile of it."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin_product(weight, low_a, low_b, n, N, K, RANK, BLOCK_N, BLOCK_K, SPLITS, HAS_LOW_RANK, OVERLAP)
+    total, whole = product(
+        x, weight, low_a, low_b, behind, partial, arrived, m, n, n, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+    )  # fmt: skip
+    if whole:
+        if HAS_BIAS:
+            total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        at = m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
 
-    y is in `out_dtype`, or as x is. One stream at a time may run it: launches share the arrival counters.
-    """
+
+@dataclass(frozen=True, slots=True)
+class ProductLaunch:
+    """How a product is launched. operands: weight, bias, the adapter's two matrices, the weight behind; any tensor for
+    those that are not there. parts: where its splits meet. named: the sizes and options of its kernel."""
+
+    grid: tuple[int, int, int]
+    operands: tuple[Tensor, ...]
+    parts: tuple[Tensor, Tensor]
+    named: dict[str, Any]
+
+
+class PlanProduct(Protocol):
+    """How to launch a product x weightᵀ with an adapter of a rank up to WIDEST_RANK; behind: the weight that is read
+    next. One stream at a time may run what is planned: launches share the arrival counters."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low_rank: LowRank | None,
+        first_mask_row: int,
+        behind: Tensor | None = None,
+        /,
+    ) -> ProductLaunch: ...
+
+
+def product_planner(
+    measured: Mapping[tuple[int, int], GemmTiles] | None = None, bytes_behind: int = BYTES_BEHIND
+) -> PlanProduct:
+    """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. bytes_behind: so much of
+    the weight behind a product is asked for within it, in steps of few rows."""
     measured = measured or {}
     arrivals: dict[torch.device, Tensor] = {}
 
@@ -169,34 +255,55 @@ def exact_linear(
             arrivals[device] = torch.zeros(max(count, ARRIVALS), dtype=torch.int32, device=device)
         return arrivals[device]
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    def plan(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low_rank: LowRank | None,
+        first_mask_row: int,
+        behind: Tensor | None = None,
+        /,
+    ) -> ProductLaunch:
         rows, (outs, ins) = x.shape[0], weight.shape
+        tiles = measured.get((outs, ins)) or gemm_tiles(outs, ins, x.dtype)
+        grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
+        beside = low_rank if first_mask_row < rows else None
+        low_a, low_b = (weight, weight) if beside is None else (beside.a, beside.b)
+        rank = 16 if beside is None else low_a.shape[0]
+        options = launch_options(x.device, rows)
+        asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
+        named = {
+            "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)),
+            "BLOCK_M": tiles.rows, "BLOCK_N": tiles.outs, "BLOCK_K": tiles.ins, "SPLITS": tiles.splits,
+            "LINES_BEHIND": asked // LINE.value, "HAS_BIAS": bias is not None, "HAS_LOW_RANK": beside is not None,
+            "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True, **options,
+        }  # fmt: skip
+        size = (tiles.splits, rows, outs) if tiles.splits > 1 else (1,)
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = arrived(grid[0] * grid[1] if tiles.splits > 1 else 1, x.device)
+        operands = (weight, weight if bias is None else bias, low_a, low_b, weight if behind is None else behind)
+        return ProductLaunch(grid, operands, (parts, counters), named)
+
+    return plan
+
+
+def exact_linear(
+    plan: PlanProduct, out_dtype: torch.dtype | None = None
+) -> Callable[[Tensor, Tensor, Tensor | None, LowRank | None, int], Tensor]:
+    """`Ops.linear` with one configuration a weight. y is in `out_dtype`, or as x is."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+        rows, outs = x.shape[0], weight.shape[0]
         out = torch.empty(rows, outs, dtype=out_dtype or x.dtype, device=x.device)
         if rows == 0:
             return out
-        if low_rank is None or first_mask_row >= rows:
-            beside = None
-        elif low_rank.a.shape[0] > WIDEST_RANK:
+        if low_rank is not None and first_mask_row < rows and low_rank.a.shape[0] > WIDEST_RANK:
             out = linear(x, weight, bias, None, rows)
             drafted = linear(x[first_mask_row:], low_rank.a, None, None, rows)
             out[first_mask_row:] += linear(drafted, low_rank.b, None, None, rows)
             return out
-        else:
-            beside = low_rank
-        rank = beside.a.shape[0] if beside else 16
-        tiles = measured.get((outs, ins)) or gemm_tiles(outs, ins, x.dtype)
-        grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
-        counters = arrived(grid[0] * grid[1] if tiles.splits > 1 else 1, x.device)
-        parts = (tiles.splits, rows, outs) if tiles.splits > 1 else (1,)
-        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
-        _linear[grid](
-            x, weight, weight if bias is None else bias, beside.a if beside else weight, beside.b if beside else weight,
-            out, partial, counters, rows, first_mask_row,
-            N=outs, K=ins, RANK=rank, BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
-            BLOCK_M=tiles.rows, BLOCK_N=tiles.outs, BLOCK_K=tiles.ins, SPLITS=tiles.splits,
-            HAS_BIAS=bias is not None, HAS_LOW_RANK=beside is not None,
-            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **launch_options(x.device, rows),
-        )  # fmt: skip
+        launch = plan(x, weight, bias, low_rank, first_mask_row)
+        _linear[launch.grid](x, *launch.operands, out, *launch.parts, rows, first_mask_row, **launch.named)
         return out
 
     return linear

@@ -1,6 +1,7 @@
 """The Triton `Ops`: which kernel does what, for one model. Import this only where triton is installed."""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import triton
@@ -10,7 +11,8 @@ from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
-from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, measured_tiles
+from tidar_core.kernels.triton_gemm import BYTES_BEHIND, GemmTiles, exact_linear, measured_tiles, product_planner
+from tidar_core.kernels.triton_layers import bind_layers
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
 from tidar_core.kernels.triton_sampling import pick_tokens
 from tidar_core.kernels.triton_succession import carry, decide, renew
@@ -36,6 +38,11 @@ def programs_at_once(device: torch.device) -> int:
     return PROGRAMS_A_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def tiles_of(device: torch.device, dtype: torch.dtype) -> Mapping[tuple[int, int], GemmTiles]:
+    """The tiles in the package for this kind of GPU."""
+    return measured_tiles(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else {}
+
+
 def triton_ops(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -43,16 +50,18 @@ def triton_ops(
     *,
     exact: bool = True,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
+    bytes_behind: int = BYTES_BEHIND,
 ) -> Ops:
     """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
-    may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU.
+    may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU;
+    bytes_behind: see `product_planner`.
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
-    if measured is None and device.type == "cuda":
-        measured = measured_tiles(torch.cuda.get_device_name(device), dtype)
-    to_logits = exact_linear(measured, out_dtype=torch.float32)
+    plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind)
+    to_logits = exact_linear(plan, out_dtype=torch.float32)
+    attend = paged_attend(config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device))
 
     def head(x: Tensor, weight: Tensor) -> Tensor:  # in fp32: bf16 scores tie too often
         return to_logits(x, weight, None, None, x.shape[0])
@@ -63,12 +72,13 @@ def triton_ops(
         pack=as_it_is,
         pack_head=as_it_is,
         pack_adapter=as_it_is,
-        linear=exact_linear(measured) if exact else REFERENCE_OPS.linear,
+        linear=exact_linear(plan) if exact else REFERENCE_OPS.linear,
         add_norm=add_norm,
         rotate_and_store=rotate_and_store,
-        attend=paged_attend(config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device)),
+        attend=attend,
         silu_mul=silu_mul,
         head=head if exact else REFERENCE_OPS.head,
+        bind_layers=partial(bind_layers, config, plan, attend) if exact else None,
         pick=pick_tokens,
         carry=carry,
         decide=decide,
