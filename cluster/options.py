@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tidar_core.config import DEFAULT_MODEL, EngineConfig, RoundedDType, ServedDType
+from tidar_core.config import DEFAULT_MODEL, EngineConfig, KVDType, RoundedDType, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -23,8 +23,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 class FurtherModel(BaseModel):
     """Another base beside the first, on engines of its own. What is left out (None) is as with the first.
 
-    model, adapter, dtype, drafts, max_model_len: as in `tidar_core.config.EngineConfig`. replicas: engines, always so
-    many.
+    model, adapter, dtype, kv_dtype, drafts, max_model_len: as in `tidar_core.config.EngineConfig`. replicas: engines,
+    always so many.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,6 +32,7 @@ class FurtherModel(BaseModel):
     model: str
     adapter: str = "default"
     dtype: ServedDType | None = None
+    kv_dtype: KVDType | None = None
     drafts: DraftMode | None = None
     max_model_len: Count | None = None
     replicas: Annotated[int, Field(ge=1)] | None = None
@@ -49,7 +50,7 @@ class ServedModel:
 class ServeOptions(BaseModel):
     """The models behind the API; also the `args` of the application builder in a Serve config file.
 
-    model, adapter, dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
+    model, adapter, dtype, kv_dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
     models: further bases by such names, each with its adapter and engines (`FurtherModel`). What is not said there, and
@@ -83,6 +84,7 @@ class ServeOptions(BaseModel):
     models: dict[str, FurtherModel] = Field(default_factory=dict)
     name: str | None = None
     dtype: ServedDType = "bfloat16"
+    kv_dtype: KVDType = "model"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     drafts: DraftMode = "auto"
     replicas: int = 1
@@ -180,7 +182,7 @@ class ServeOptions(BaseModel):
         stated = {"": self.dtype} | {f"models.{name}: ": further.dtype for name, further in self.models.items()}
         for where, dtype in stated.items():
             if dtype in get_args(RoundedDType) and (self.device == "cuda" or self.accelerator is not None):
-                raise ValueError(f"{where}dtype {dtype} is for CPUs; use bfloat16 on a GPU")
+                raise ValueError(f"{where}dtype {dtype} is for CPUs; use bfloat16 or float8 on a GPU")
         return self
 
     @property
@@ -200,6 +202,7 @@ class ServeOptions(BaseModel):
             model=self.model,
             adapter=self.adapter,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             threads=self.threads,
             drafts=self.drafts,

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tidar_core.config import ConfigError, EngineConfig, ServedDType
+from tidar_core.config import ConfigError, EngineConfig, KVDType, ServedDType
 from tidar_core.request import DraftMode, RequestError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -16,7 +16,12 @@ Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file
 AdapterPath = Annotated[
     str, typer.Option(help="The drafter: a directory, 'default' (the one shipped for the model) or 'none'.")
 ]
-DType = Annotated[ServedDType, typer.Option(help="Weights and arithmetic; int8 and int4 are for CPUs.")]
+DType = Annotated[
+    ServedDType, typer.Option(help="Weights and arithmetic; float8 is for GPUs, int8 and int4 are for CPUs.")
+]
+KV = Annotated[
+    KVDType, typer.Option("--kv-dtype", help="K/V pages: as the arithmetic, or float8, of half the size on a GPU.")
+]
 DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidar_core.arguments import AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
+from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
@@ -44,6 +44,7 @@ def up(
     port: Annotated[int, typer.Option(min=1, max=65535, help="One port for the API and the playground.")] = 8000,
     playground: Annotated[bool, typer.Option(help="The page, beside the API.")] = True,
     dtype: DType = "bfloat16",
+    kv_dtype: KV = "model",
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
     threads: Threads = 0,
@@ -74,7 +75,7 @@ def up(
         given = {
             "model": model, "adapter": adapter, "adapters": named(also or [], "--also", "adapter"),
             "models": {name: {"model": path} for name, path in named(beside or [], "--beside", "model").items()},
-            "name": name, "dtype": dtype, "device": device, "drafts": drafts,
+            "name": name, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
             "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,

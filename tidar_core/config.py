@@ -8,7 +8,8 @@ from tidar_core.request import DraftMode
 Architecture = Literal["llama", "qwen2", "qwen3"]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
-ServedDType = Literal["bfloat16", "float32", RoundedDType]
+ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
+KVDType = Literal["model", "float8"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -73,7 +74,9 @@ class EngineConfig:
     model: `DEFAULT_MODEL`, a directory, a GGUF file or a hub id.
     adapter: a directory, "default" for the one shipped for the model (none where none is), or "none".
     dtype: of weights and arithmetic; int8 and int4 (CPUs only) keep the base's matrices in 8 and 4 bits and multiply
-        rows rounded to 8 bits with them, all else is bfloat16.
+        rows rounded to 8 bits with them, float8 rounds those of the layers (and keeps them so on a GPU); all else is
+        bfloat16.
+    kv_dtype: of the K/V pages: as the arithmetic ("model"), or float8, of half the size on a GPU.
     device: "auto", "cpu" or "cuda". threads: CPU threads, 0 for torch's default.
     max_model_len: positions a sequence may use; 0 for the model's own limit.
     cache_tokens: K/V positions to hold; 0 for what a share of the memory allows.
@@ -97,3 +100,4 @@ class EngineConfig:
     exact: bool = True
     graphs: bool = True
     overlap: bool | None = None
+    kv_dtype: KVDType = "model"

@@ -217,8 +217,13 @@ def test_every_name_has_a_deployment_of_its_own() -> None:
 
 
 def test_what_is_left_out_is_as_with_the_first() -> None:
-    common = {"name": "one", "dtype": "float32", "drafts": "full", "max_model_len": 300, "exact": False, "replicas": 3}
-    own = {"dtype": "bfloat16", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none"}
+    common = {
+        "name": "one", "dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300, "exact": False,
+        "replicas": 3,
+    }  # fmt: skip
+    own = {
+        "dtype": "bfloat16", "kv_dtype": "model", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none"
+    }  # fmt: skip
     options = read_options(
         ServeOptions, {**common, "adapter": "a", "adapters": {"two": "b"}, "models": {"x": OTHER, "y": OTHER | own}}
     )
@@ -231,7 +236,8 @@ def test_what_is_left_out_is_as_with_the_first() -> None:
     }
     first, x, y = (served[name].config for name in ("one", "x", "y"))
     assert replace(x, model=first.model, adapter="a") == first
-    assert replace(y, dtype="float32", drafts="full", max_model_len=300, adapter="default") == x
+    assert x.kv_dtype == "float8"
+    assert replace(y, dtype="float32", kv_dtype="float8", drafts="full", max_model_len=300, adapter="default") == x
     assert [replica_count(options, one)["num_replicas"] for one in served.values()] == [3, 3, 3, 1]
     assert options.most_engines == 10
 

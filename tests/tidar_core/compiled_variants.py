@@ -20,6 +20,7 @@ from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_gemm import measured_tiles
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
+from tidar_core.model.float8 import FLOAT8
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
@@ -34,12 +35,15 @@ def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
 
 
 def variants_in_use() -> list[Variant]:
-    """Steps of every measured shape with and without mask rows, with an H100's tiles and without, and in the other
-    dtypes of the engine; other attention sizes; the token rule; the bench's reading kernel."""
+    """Steps of every measured shape with and without mask rows, with an H100's tiles and without, with weights and
+    K/V in 8 bits, and in the other dtypes of the engine; other attention sizes; the token rule; the bench's reading
+    kernel."""
     launches = []
     for mask in (0, 56):
         for config, tiles in product(SHAPES.values(), ({}, measured_tiles("NVIDIA H100 80GB HBM3", BF16))):
             launches += step_launches(config, BF16, 16, 8, mask, layers=2, measured=tiles)
+        for config in SHAPES.values():
+            launches += step_launches(config, BF16, 16, 8, mask, layers=2, float8=True, kv_dtype=FLOAT8)
         for dtype in (FP32, torch.float16):
             launches += step_launches(SMOLLM2_135M, dtype, 16, 8, mask, layers=2)
     launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0, layers=2)

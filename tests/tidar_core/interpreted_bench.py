@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row  # noqa: F401  (a fixture)
+from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row, float8_to_nearest  # noqa: F401  (fixtures)
 from tidar_core.bench import kernel_checks
 from tidar_core.bench.kernel_checks import Check, Sizes, check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
@@ -32,7 +32,19 @@ EXTENT = Extent(
 )  # fmt: skip
 
 
-KERNELS = {"add_norm", "silu_mul", "rotate_and_store", "attend", "linear", "head", "pick", "succession"}
+KERNELS = {
+    "add_norm",
+    "silu_mul",
+    "rotate_and_store",
+    "attend",
+    "linear",
+    "linear, 8 bits",
+    "attend, 8 bits",
+    "rotate_and_store, 8 bits",
+    "head",
+    "pick",
+    "succession",
+}
 FUSED = {"rotated", "added o", "gated", "added down"}
 
 
@@ -86,6 +98,17 @@ def test_steps_and_prompts_are_measured():
     (prompt,) = measure_prefill(subject, model, (40, 400), chunk=24)
     assert (prompt.tokens, prompt.chunk) == (40, 24)
     assert prompt.milliseconds > 0
+
+
+def test_steps_in_8_bits_are_measured():
+    torch.set_num_threads(1)
+    ceilings, ops = measure_ceilings(CPU, EXTENT), triton_ops(TOY, torch.float32, CPU, float8=True)
+    model = random_model(Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT))
+    assert model.pages(3, 16).keys.element_size() == model.weights.layers[0].down.element_size() == 1
+    subject = Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT)
+    (step,) = measure_steps(subject, model, (20,), ((1, Shape(1, (1,), 2)),))
+    assert (step.rows, step.adapter) == (4, True)
+    assert step.microseconds > 0
 
 
 def test_everything_is_measured_and_shown():

@@ -2,35 +2,45 @@
 `test_triton_interpreted.py`, in a process where TRITON_INTERPRET=1 was set before triton was imported."""
 
 import random
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.tidar_core.engines import tiny_engine
+from tests.tidar_core.interpreted_kernels import float8_to_nearest  # noqa: F401  (a fixture, for all tests)
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import start
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_ops import triton_ops
+from tidar_core.model.float8 import rounded
 from tidar_core.request import SamplingParams
 
 
-def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool = False):
-    """A tiny engine on other operations, its warm-up (hundreds of probes) left out."""
+def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool, kv_dtype: str):
+    """A tiny engine on other operations, its warm-up (hundreds of probes) left out, in float32: the interpreter's
+    products of bfloat16 are wrong."""
     monkeypatch.setattr(start, "_ops", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
     monkeypatch.setattr(start, "rows_are_exact", lambda *given: True)
     monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
-    return tiny_engine(directory, architecture, rank=4, overlap=overlap)
+    return tiny_engine(directory, architecture, rank=4, overlap=overlap, kv_dtype=kv_dtype)
 
 
-@pytest.mark.parametrize(("architecture", "overlap"), [("qwen2", False), ("qwen3", True)])
-def test_the_engines_tokens_are_the_references(architecture, overlap, tmp_path, monkeypatch):
-    """Prefill, verification, drafts that hold and drafts that fall, with and without a drafter, greedy and sampled."""
+@pytest.mark.parametrize(
+    ("architecture", "overlap", "float8"), [("qwen2", False, False), ("qwen3", True, False), ("llama", False, True)]
+)
+def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tmp_path, monkeypatch):
+    """Prefill, verification, drafts that hold and drafts that fall, with and without a drafter, greedy and sampled;
+    with weights and K/V in 8 bits, against numbers rounded to what those say."""
     torch.set_num_threads(1)
     draw = random.Random(1)
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, drafts="full", block=3)
     sampled = SamplingParams(max_tokens=4, temperature=1.0, seed=7, ignore_eos=True, drafts="off")
-    reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: REFERENCE_OPS, overlap)
+    ops = replace(REFERENCE_OPS, pack=rounded) if float8 else REFERENCE_OPS
+    settings = overlap, "float8" if float8 else "model"
+    reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: ops, *settings)
     candidates = [tuple(draw.randrange(3, 512) for _ in range(19)) for _ in range(32)]
     liveliest = max(
         zip(candidates, answer_all(reference, candidates, [greedy] * 32), strict=True),
@@ -38,7 +48,8 @@ def test_the_engines_tokens_are_the_references(architecture, overlap, tmp_path, 
     )[0]
     prompts, params = [liveliest, candidates[0][:3]], [greedy, sampled]
     expected = answer_all(reference, prompts, params)
-    engine = engine_on(monkeypatch, tmp_path / "triton", architecture, triton_ops, overlap)
+    engine = engine_on(monkeypatch, tmp_path / "triton", architecture, partial(triton_ops, float8=float8), *settings)
+    assert engine._runner.cache.keys.element_size() == (1 if float8 else 4)
     answers = answer_all(engine, prompts, params)
     for ours, theirs in zip(answers, expected, strict=True):
         assert ours.tokens == theirs.tokens

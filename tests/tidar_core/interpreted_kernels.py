@@ -14,12 +14,14 @@ from triton.runtime import interpreter
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import carried_rows_match, decisions_match
 from tidar_core import sampling
+from tidar_core.bench.kernel_checks import in_8_bits, numbers_of
 from tidar_core.kernels import triton_attention, triton_gemm, triton_sampling
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, product_planner
 from tidar_core.kernels.triton_ops import supports, triton_ops
 from tidar_core.layout import Shape, mask_rows
+from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
@@ -54,6 +56,20 @@ def dots_row_by_row(monkeypatch):
         return interpreter.TensorHandle(total, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def float8_to_nearest(monkeypatch):
+    """The interpreter rounds to float8 in its own way (127 becomes 64); hardware rounds to nearest, ties to even."""
+    converted = interpreter.InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self, src, dst_type, rounding_mode):
+        if dst_type.scalar != tl.float8e4nv or src.dtype.scalar != tl.float32:
+            return converted(self, src, dst_type, rounding_mode)
+        values = torch.from_numpy(src.data.astype(np.float32)).to(torch.float8_e4m3fn)
+        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -138,6 +154,16 @@ def test_attention_matches_the_oracle(case, dtype):
     check_attention(*attention_case(sequences, sizes, dtype, page), dtype)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention_over_pages_in_8_bits_matches_the_oracle(case, dtype):
+    sequences, sizes, page = case
+    ops, qkv, rows, cache = attention_case(sequences, sizes, dtype, page)
+    kept = in_8_bits(cache)
+    expected = REFERENCE_OPS.attend(qkv, rows, numbers_of(kept, dtype), 1)
+    assert expected.isfinite().all()
+    close(ops.attend(qkv, rows, kept, 1), expected, dtype)
+
+
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
 def test_every_proposal_set_of_block_4_in_one_step(within_block):
     """30 sequences, 294 rows, 6 query heads for one K/V head; each kind of slot attention in one dtype."""
@@ -189,6 +215,29 @@ def test_split_counts_agree_with_the_oracle():
     for keys in (0, 1, 128, 129, 1024, 1025, 3072, 3073, 40960):
         starts = [128 * i for i in range(8)] + [1024 + 256 * i for i in range(8)] + [3072 + 512 * i for i in range(80)]
         assert triton_attention.split_count(keys) == sum(start < keys for start in starts)
+
+
+def test_keys_and_values_in_8_bits_are_those_of_the_definition():
+    """Heads of all sizes, one of zeros, and some that are not finite, which shows as NaN."""
+    ops, qkv, rows, cache = attention_case([(5, Shape(3))], (2, 2, 32), torch.float32)
+    heads = qkv.view(len(qkv), 6, 32)
+    heads[0] *= torch.tensor([1.0, 1.0, 1e-30, 1e4, 448.0, 0.0])[:, None]
+    heads[1, 4] = torch.linspace(-1.75, 1.75, 32) * 2**8
+    heads[2, 5, 3] = torch.inf
+    heads[3, 4, 0] = torch.nan
+    kept = in_8_bits(KVCache(torch.zeros_like(cache.keys), torch.zeros_like(cache.values)))
+    rotary = rotary_tables(model_config(2, 2, 32), CPU)
+    actual = ops.rotate_and_store(qkv, rows, rotary, kept, 1, None).view(len(qkv), 6, 32)
+    page, offset = rows.write_slots // 16, rows.write_slots % 16
+    found = numbers_of(kept, torch.float32)
+    torch.testing.assert_close(
+        found.keys[1][page, :, :, offset], rounded(actual[:, 2:4]), rtol=0, atol=0, equal_nan=True
+    )
+    torch.testing.assert_close(found.values[1][page, :, offset], rounded(actual[:, 4:]), rtol=0, atol=0, equal_nan=True)
+    values = found.values[1][page, :, offset]
+    assert values[2, 1].isnan().all()
+    assert values[3, 0].isnan().tolist() == [True] + [False] * 31
+    assert values[:2].isfinite().all()
 
 
 @pytest.mark.parametrize("page", [16, 32])

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidar_core.arguments import AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
+from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
 from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.request import DraftMode
@@ -30,8 +31,16 @@ class DTypeChoice(StrEnum):
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
+    FLOAT8 = "float8"
     INT8 = "int8"
     INT4 = "int4"
+
+
+class KVChoice(StrEnum):
+    """`config.KVDType`, where several may be named."""
+
+    MODEL = "model"
+    FLOAT8 = "float8"
 
 
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
@@ -142,6 +151,7 @@ def decode(
         bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")
     ] = None,
     dtype: DType = "bfloat16",
+    kv_dtype: KV = "model",
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
@@ -152,7 +162,9 @@ def decode(
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
 
         most = max(batch or [0], default=0)
-        config = EngineConfig(model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap)
+        config = EngineConfig(
+            model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap, kv_dtype=kv_dtype
+        )
         engine = load(replace(config, max_running=max(config.max_running, most)))
         chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
@@ -176,6 +188,9 @@ def perplexity(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many texts, of each set.")] = 40,
     dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Repeat it to compare; the first is one.")] = None,
+    kv_dtype: Annotated[
+        list[KVChoice] | None, typer.Option(help="K/V pages; each is combined with each dtype.")
+    ] = None,
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
@@ -187,12 +202,16 @@ def perplexity(
 
         texts = read_text(text, prompts) if text else [one for name in PromptSet for one in read_set(name, prompts)]
         results = []
-        for name in dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8, DTypeChoice.INT4]:
-            results.append(measure_perplexity(load(EngineConfig(model, "none", name.value, device, threads)), texts))
-        table = Table("dtype", "texts", "tokens", "nats a token", "perplexity", "against the first", title=model)
+        dtypes = dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8, DTypeChoice.INT4]
+        for name, kept in product(dtypes, kv_dtype or [KVChoice.MODEL]):
+            config = EngineConfig(model, "none", name.value, device, threads, kv_dtype=kept.value)
+            results.append(measure_perplexity(load(config), texts))
+        table = Table("dtype", "K/V", "texts", "tokens", "nats a token", "perplexity", "against the first", title=model)
         for r in results:
             ratio = r.perplexity / results[0].perplexity
-            table.add_row(r.dtype, str(r.texts), str(r.tokens), f"{r.nats:.4f}", f"{r.perplexity:.3f}", f"{ratio:.4f}")
+            table.add_row(
+                r.dtype, r.kv_dtype, str(r.texts), str(r.tokens), f"{r.nats:.4f}", f"{r.perplexity:.3f}", f"{ratio:.4f}"
+            )
         Console().print(table)
         write_record(json_file, {"model": model, "perplexity": [result.as_record() for result in results]})
 
@@ -349,15 +368,16 @@ def steps(
     ahead: Annotated[
         float, typer.Option(min=0, help="MiB of the next product's weights that each asks for, in steps of few rows.")
     ] = 8.0,
+    float8: Annotated[bool, typer.Option("--float8", help="Weights and K/V in 8 bits.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read."""
     with user_errors():
-        from tidar_core.bench.steps import run_step_bench
+        from tidar_core.bench.steps import StepSettings, run_step_bench
 
         say = Console(stderr=True).print
-        bytes_behind = int(ahead * 2**20)
-        record = run_step_bench(say, _shapes(shape), exact, bytes_behind, lambda found: write_record(json_file, found))
+        settings = StepSettings(exact, int(ahead * 2**20), float8)
+        record = run_step_bench(say, _shapes(shape), settings, lambda found: write_record(json_file, found))
         table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
         for s in record["steps"]:
             cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"

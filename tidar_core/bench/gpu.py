@@ -50,6 +50,14 @@ def phases(model: str) -> list[Phase]:
         Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
     ]
+    found += [
+        Phase(
+            "decode, 8 bits",
+            (*decode, "--batch", "1", "--batch", "32", "--dtype", "float8", "--kv-dtype", "float8"),
+            60,
+        ),
+        Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
+    ]
     found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
     return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
 
@@ -113,7 +121,7 @@ def steps_chart(record: dict[str, Any]) -> str:
     """Step time against rows at the shortest context, in multiples of one row's, a line a shape: a mermaid chart."""
     by_shape: dict[str, list[dict[str, Any]]] = {}
     for phase in record["phases"].values():
-        if phase.get("exact") and phase.get("steps"):
+        if phase.get("exact") and not phase.get("float8") and phase.get("steps"):
             by_shape.setdefault(phase["steps"][0]["shape"], phase["steps"])  # further ones have other settings
     curves = [_curve(steps) for steps in by_shape.values()]
     if not curves:

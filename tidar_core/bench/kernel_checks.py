@@ -24,6 +24,7 @@ from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear,
 from tidar_core.kernels.triton_ops import tiles_of
 from tidar_core.kernels.triton_sampling import pick_tokens
 from tidar_core.layout import Shape, full_shape
+from tidar_core.model.float8 import packed, rounded, to_float8
 from tidar_core.model.weights import LowRank
 from tidar_core.request import Request, SamplingParams
 from tidar_core.request import Sequence as EngineSequence
@@ -154,6 +155,35 @@ def _check_attention(
     same = all(torch.equal(ops.attend(actual[r : r + 1], one_row(rows, r), cache, 1)[0], together[r]) for r in alone)
     yield Check("attend", "bits of a row alone", name, float(not same), 0.0)
 
+    kept = in_8_bits(cache)
+    actual = ops.rotate_and_store(qkv.clone(), rows, rotary, kept, 1, None)
+    _, k, v = reference.split_heads(actual[: rows.verify], config.kv_heads, config.head_dim)
+    page, offset = rows.write_slots // sizes.page_size, rows.write_slots % sizes.page_size
+    meant = numbers_of(kept, dtype)
+    same = torch.equal(meant.keys[1][page, :, :, offset], rounded(k))
+    same = same and torch.equal(meant.values[1][page, :, offset], rounded(v))
+    yield Check("rotate_and_store, 8 bits", "numbers in pages", name, float(not same), 0.0)
+    together = ops.attend(actual, rows, kept, 1)
+    expected = reference.attend(actual.float(), rows, numbers_of(kept, torch.float32), 1)
+    yield Check("attend, 8 bits", case, name, relative_error(together, expected), ALLOWED[dtype])
+    same = all(torch.equal(ops.attend(actual[r : r + 1], one_row(rows, r), kept, 1)[0], together[r]) for r in alone)
+    yield Check("attend, 8 bits", "bits of a row alone", name, float(not same), 0.0)
+
+
+def in_8_bits(cache: KVCache) -> KVCache:
+    """Pages as the kernels keep them in 8 bits."""
+    keys, key_scales = to_float8(cache.keys.transpose(-1, -2))
+    values, value_scales = to_float8(cache.values)
+    return KVCache(keys.transpose(-1, -2).contiguous(), values, key_scales, value_scales)
+
+
+def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """What pages in 8 bits stand for."""
+    assert cache.key_scales is not None
+    assert cache.value_scales is not None
+    keys = cache.keys.float() * cache.key_scales[..., None, :]
+    return KVCache(keys.to(dtype), (cache.values.float() * cache.value_scales[..., None]).to(dtype))
+
 
 def one_row(rows: StepRows, row: int) -> StepRows:
     """A step of one verify row of another step."""
@@ -178,16 +208,17 @@ def _check_products(
         wide_bias = None if bias is None else bias.double()
         wide_low = LowRank(low_rank.a.double(), low_rank.b.double())
         drafts = len(x) // 3
-        expected = reference.linear(x.double(), weight.double(), wide_bias, wide_low, drafts)
-        whole = ops.linear(x, weight, bias, low_rank, drafts)
-        yield Check("linear", f"{projection}, {len(x)} rows", name, relative_error(whole, expected), ALLOWED[dtype])
-        same = torch.equal(ops.linear(x[:drafts], weight, bias, None, drafts), whole[:drafts])
-        for rows in sizes.rows:
-            start = 7 * rows % (len(x) - rows + 1)
-            first_mask = max(0, min(rows, drafts - start))
-            part = ops.linear(x[start : start + rows].clone(), weight, bias, low_rank, first_mask)
-            same = same and torch.equal(part, whole[start : start + rows])
-        yield Check("linear", f"{projection}, bits at {sizes.rows} rows", name, float(not same), 0.0)
+        for kind, matrix, meant in (("linear", weight, weight), ("linear, 8 bits", packed(weight), rounded(weight))):
+            expected = reference.linear(x.double(), meant.double(), wide_bias, wide_low, drafts)
+            whole = ops.linear(x, matrix, bias, low_rank, drafts)
+            yield Check(kind, f"{projection}, {len(x)} rows", name, relative_error(whole, expected), ALLOWED[dtype])
+            same = torch.equal(ops.linear(x[:drafts], matrix, bias, None, drafts), whole[:drafts])
+            for rows in sizes.rows:
+                start = 7 * rows % (len(x) - rows + 1)
+                first_mask = max(0, min(rows, drafts - start))
+                part = ops.linear(x[start : start + rows].clone(), matrix, bias, low_rank, first_mask)
+                same = same and torch.equal(part, whole[start : start + rows])
+            yield Check(kind, f"{projection}, bits at {sizes.rows} rows", name, float(not same), 0.0)
     weight = torch.randn(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
     x = torch.randn(3, config.hidden_size, dtype=dtype, device=device)
     logits = ops.head(x, weight)

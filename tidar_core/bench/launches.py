@@ -27,11 +27,13 @@ from tidar_core.kernels.ops import Ops, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.triton_gemm import GemmTiles
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.model.decoder import all_layers
+from tidar_core.model.weights import pack_model
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on it
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
 
@@ -52,7 +54,9 @@ class Variant:
         kinds = dict(self.types)
         pointers = [kind[1:] for kind in kinds.values() if kind.startswith(("*bf", "*fp"))]
         constants = " ".join(f"{name}={int(value)}" for name, value in self.constants)
-        named = f"{self.kernel.__name__.lstrip('_')} {pointers[0] if pointers else ''} {constants}".replace("  ", " ")
+        in_8_bits = " ".join(f"{name}=8bit" for name, kind in self.types if kind == "*fp8e4nv")
+        named = f"{self.kernel.__name__.lstrip('_')} {pointers[0] if pointers else ''} {in_8_bits} {constants}"
+        named = named.replace("  ", " ")
         return f"{named} warps={self.warps}" + (f" stages={self.stages}" if self.stages else "")
 
 
@@ -169,14 +173,15 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 
 def step_launches(
     config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
-    measured: Mapping[tuple[int, int], GemmTiles] | None = None,
+    measured: Mapping[tuple[int, int], GemmTiles] | None = None, float8: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[Launch]:  # fmt: skip
     """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter."""
     device = torch.device("meta")
-    ops: Ops = triton_ops(config, dtype, device, measured=measured)
-    weights = random_weights(config, layers, dtype, device)
+    ops: Ops = triton_ops(config, dtype, device, measured=measured, float8=float8)
+    weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head)
     adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
-    cache = empty_cache(config, 64, page_size, dtype, device)
+    cache = empty_cache(config, 64, page_size, kv_dtype or dtype, device)
     rows = meta_rows(verify, mask, 2, 32)
     run_layers = all_layers(ops, replace(config, layers=layers), weights, adapter, rotary_tables(config, device))
 

@@ -15,6 +15,7 @@ class Perplexity:
     """Of all tokens but each text's first. nats: mean negative log-probability."""
 
     dtype: str
+    kv_dtype: str
     texts: int
     tokens: int
     nats: float
@@ -40,4 +41,4 @@ def measure_perplexity(engine: Engine, texts: Sequence[str]) -> Perplexity:
         for output in engine.step():
             count += len(output.prompt_logprobs)
             total -= sum(entry.logprob for entry in output.prompt_logprobs)
-    return Perplexity(engine.info.dtype, asked, count, total / max(1, count))
+    return Perplexity(engine.info.dtype, engine.info.kv_dtype, asked, count, total / max(1, count))

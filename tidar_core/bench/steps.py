@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.bench.kernel_checks import random_cache, step_rows
+from tidar_core.bench.kernel_checks import in_8_bits, random_cache, step_rows
 from tidar_core.bench.measures import RANK, Subject, again, seconds_a_call
 from tidar_core.bench.shapes import random_adapter, random_weights
-from tidar_core.config import ModelConfig
+from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import Shape
 from tidar_core.model.decoder import all_layers
-from tidar_core.model.weights import ModelWeights
+from tidar_core.model.float8 import FLOAT8
+from tidar_core.model.weights import ModelWeights, pack_model
 from tidar_core.request import Request, SamplingParams, Sequence
 
 BLOCK = 8
@@ -68,6 +69,15 @@ class PrefillTime:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSettings:
+    """How products are made (`triton_ops`), and whether weights and K/V are in 8 bits."""
+
+    exact: bool = True
+    bytes_behind: int = 8 << 20
+    float8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class _Model:
     """Random weights of a subject's shape."""
 
@@ -88,6 +98,12 @@ class _Model:
         layers = self.layers_drafting if drafting else self.layers
         return self.greedy(layers(self.weights.embedding[tokens], rows, cache)[: rows.verify])
 
+    def pages(self, count: int, page_size: int) -> KVCache:
+        """Random pages of all layers, in 8 bits where the weights are."""
+        like = self.weights.embedding
+        cache = random_cache(self.config, self.config.layers, count, page_size, like.dtype, like.device)
+        return in_8_bits(cache) if self.weights.layers[0].qkv.dtype == FLOAT8 else cache
+
     def greedy(self, hidden: Tensor) -> Tensor:
         heat = torch.zeros(len(hidden), device=hidden.device)
         words = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
@@ -97,12 +113,13 @@ class _Model:
 def random_model(subject: Subject) -> _Model:
     """All layers of the subject's shape, and a drafter."""
     config, dtype, device = subject.config, subject.dtype, subject.device
-    weights = random_weights(config, config.layers, dtype, device)
+    ops = subject.ops
+    weights = pack_model(random_weights(config, config.layers, dtype, device), ops.pack, ops.pack_head)
     adapter = random_adapter(config, config.layers, RANK, BLOCK, dtype, device)
     alone, drafting = (
-        all_layers(subject.ops, config, weights, some, rotary_tables(config, device)) for some in (None, adapter)
+        all_layers(ops, config, weights, some, rotary_tables(config, device)) for some in (None, adapter)
     )
-    return _Model(subject.ops, config, weights, alone, drafting)
+    return _Model(ops, config, weights, alone, drafting)
 
 
 def measure_steps(
@@ -115,7 +132,7 @@ def measure_steps(
             continue
         for sequences, shape in grid:
             rows, pages = step_rows([context] * sequences, shape, page, device)
-            cache = random_cache(config, config.layers, pages, page, subject.dtype, device)
+            cache = model.pages(pages, page)
             total = len(rows.positions)
             tokens = torch.randint(config.vocab_size, (total,), device=device)
             for drafting in (True, False) if total == ADAPTER_ROWS and shape.mask_rows else (shape.mask_rows > 0,):
@@ -134,7 +151,7 @@ def measure_prefill(
         if length > config.max_positions:
             continue
         pages = list(range(1, -(-length // page) + 1))
-        cache = random_cache(config, config.layers, len(pages) + 1, page, subject.dtype, device)
+        cache = model.pages(len(pages) + 1, page)
         request = Request("bench", (1,), SamplingParams(max_tokens=1))
         steps = []
         for start in range(0, length, chunk):
@@ -157,27 +174,28 @@ def _read_prompt(model: _Model, steps: list[StepRows], cache: KVCache, tokens: T
 def run_step_bench(
     report: Callable[[str], None],
     shapes: tuple[str, ...],
-    exact: bool,
-    bytes_behind: int,
+    settings: StepSettings,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. bytes_behind: see
-    `triton_gemm.product_planner`. Raises ConfigError where there is no GPU."""
+    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. Raises ConfigError
+    where there is no GPU."""
     from tidar_core.bench.kernels import require_gpu
     from tidar_core.bench.measures import Extent, measure_ceilings
     from tidar_core.bench.shapes import SHAPES
     from tidar_core.kernels.triton_ops import triton_ops
 
+    if settings.float8 and not settings.exact:
+        raise ConfigError("torch's products have no float8: leave --float8 or --no-exact out")
     require_gpu()
     device, extent = torch.device("cuda"), Extent()
     ceilings = measure_ceilings(device, extent)
     record: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device), "exact": exact, "bytes_behind": bytes_behind,
+        "device": torch.cuda.get_device_name(device), **asdict(settings),
         "ceilings": asdict(ceilings), "steps": [], "prefill": [],
     }  # fmt: skip
     for name in shapes:
         config = SHAPES[name]
-        ops = triton_ops(config, torch.bfloat16, device, exact=exact, bytes_behind=bytes_behind)
+        ops = triton_ops(config, torch.bfloat16, device, **asdict(settings))
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
         model = random_model(subject)
         for one in measure_steps(subject, model, extent.contexts):

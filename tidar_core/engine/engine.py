@@ -36,6 +36,7 @@ class EngineInfo:
     model: str
     adapter: str | None
     dtype: str
+    kv_dtype: str
     device: str
     exact: bool
     block_length: int

@@ -1,13 +1,14 @@
 """From what a user chose to an engine that is ready to serve."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
-from tidar_core.config import ConfigError, EngineConfig, ModelConfig, RoundedDType
+from tidar_core.config import ConfigError, EngineConfig, KVDType, ModelConfig, RoundedDType
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
@@ -18,10 +19,11 @@ from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.warmup import capture_graphs, check_cost, fly_once, measure_cost, rows_are_exact, with_own_pages
 from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, supports
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
-from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.decoder import all_layers
+from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
 from tidar_core.model.weights import pack_adapter, pack_model
@@ -43,7 +45,7 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = _device(config.device)
-    dtype = torch.bfloat16 if _rounded(config) else getattr(torch, config.dtype)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")
@@ -52,29 +54,33 @@ def load_engine(
     base = identify_base(source.name, model, weights, tokenizer)
     adapter = _adapter(config.adapter, source, base, weights.embedding, report)
     ops = _ops(config, model, dtype, device, report)
+    ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
-    pages = _cache_pages(config, model, dtype, device, positions)
+    pages = _cache_pages(config, model, kv_dtype, device, positions)
     if pages * config.page_size < positions:
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
-    cache = empty_cache(model, pages + 1, config.page_size, dtype, device)
+    cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
     weights = pack_model(weights, ops.pack, ops.pack_head)
     drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
-        Graphs(cuda_capture(device)) if config.graphs and device.type == "cuda" and ops is not REFERENCE_OPS else None
+        Graphs(cuda_capture(device))
+        if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name
+        else None
     )
     mask_token = adapter.mask_token if adapter else None
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token)
     block_length = adapter.config.block_length if adapter else 0
     within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
+    arithmetic = _arithmetic(ops, device, config.kv_dtype)
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner, block_length)
     exact = rows_are_exact(trial, block_length, within_block)
     path = cost_file(
-        cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=_arithmetic(ops, device),
+        cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=arithmetic,
         drafter=adapter and adapter.config.model_dump(include={"rank", "projections", "slot_head", "block_length"}),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
     )  # fmt: skip
@@ -88,6 +94,7 @@ def load_engine(
         model=source.name,
         adapter=adapter.name if adapter else None,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         device=device.type,
         exact=exact,
         block_length=block_length,
@@ -100,7 +107,7 @@ def load_engine(
         page_size=config.page_size,
         max_running=config.max_running,
         fingerprint=base.fingerprint,
-        arithmetic=_arithmetic(ops, device),
+        arithmetic=arithmetic,
         cost=cost,
     )
     if graphs is not None:
@@ -137,6 +144,26 @@ def _adapter(
     return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 
+def _in_8_bits(
+    config: EngineConfig, ops: Ops, dtype: torch.dtype, report: Callable[[str], None]
+) -> tuple[Ops, torch.dtype]:
+    """The operations with what shall be in float8 rounded to it where they do not keep it so; the dtype of pages."""
+    kept_as = str(dtype).removeprefix("torch.")
+    if config.dtype == "float8" and ops.pack is not packed:
+        report(f"float8 saves no memory and no time here: weights are rounded to it and kept in {kept_as}")
+        ops = replace(ops, pack=_rounding_first(ops.pack))
+    if config.kv_dtype == "model":
+        return ops, dtype
+    if ops.float8_pages:
+        return ops, FLOAT8
+    report(f"float8 K/V saves no memory here: it is rounded and kept in {kept_as}")
+    return replace(ops, bind_layers=None, rotate_and_store=rounding_pages(ops.rotate_and_store)), dtype
+
+
+def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda weight: pack(rounded(weight))
+
+
 def _rounded(config: EngineConfig) -> RoundedDType | None:
     return config.dtype if config.dtype == "int8" or config.dtype == "int4" else None
 
@@ -147,7 +174,7 @@ def _ops(
     rounded = _rounded(config)
     if device.type != "cpu":
         if rounded:
-            raise ConfigError(f"{rounded} is for CPUs: use --dtype bfloat16 on a GPU, or --device cpu")
+            raise ConfigError(f"{rounded} is for CPUs: use --dtype bfloat16 or float8 on a GPU, or --device cpu")
         return _gpu_ops(config, model, dtype, device, report)
     if not supports(model, config.page_size):
         if rounded:
@@ -172,7 +199,10 @@ def _gpu_ops(
         report("triton is not installed (pip install 'tidar-cluster[cuda]'): running on plain torch, which is slower")
         return REFERENCE_OPS
     if triton_ops.supports(model, config.page_size, dtype):
-        return triton_ops.triton_ops(model, dtype, device, exact=config.exact)
+        float8 = config.dtype == "float8"
+        if float8 and not config.exact:
+            raise ConfigError("--no-exact multiplies by torch's products, which have no float8: leave one of them out")
+        return triton_ops.triton_ops(model, dtype, device, exact=config.exact, float8=float8)
     report("the Triton kernels do not fit this model's sizes: running on plain torch, which is slower")
     return REFERENCE_OPS
 
@@ -184,7 +214,8 @@ def _cache_pages(
     most = -(-positions // config.page_size) * config.max_running
     if config.cache_tokens:
         return max(1, min(most, config.cache_tokens // config.page_size))
-    page_bytes = 2 * model.layers * model.kv_heads * model.head_dim * config.page_size * dtype.itemsize
+    head_bytes = model.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FLOAT8 else 0)
+    page_bytes = 2 * model.layers * model.kv_heads * config.page_size * head_bytes
     if device.type == "cuda":
         room = GPU_CACHE_SHARE * torch.cuda.mem_get_info(device)[0]
     else:
@@ -192,17 +223,19 @@ def _cache_pages(
     return max(1, min(most, int(room) // page_bytes))
 
 
-def _arithmetic(ops: Ops, device: torch.device) -> str:
+def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType) -> str:
     """What decides a row's bits beside the weights and their dtype."""
     if device.type == "cuda":
         on = torch.cuda.get_device_name(device)
     else:
         extras = {"BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
         on = " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, there in extras.items() if there)])
-    return f"{ops.name} kernels, torch {torch.__version__}, {on}"
+    pages = "" if kv_dtype == "model" else f", {kv_dtype} K/V"
+    return f"{ops.name} kernels, torch {torch.__version__}, {on}{pages}"
 
 
 def _ready_line(info: EngineInfo, ops: Ops) -> str:
     drafter = f"drafter {info.adapter}, block {info.block_length}" if info.adapter else "no drafter"
     exact = "exact: a token's bits do not depend on its batch" if info.exact else "not exact: ties may fall differently"
-    return f"ready: {info.model} in {info.dtype} on {info.device} ({ops.name} kernels), {drafter}; {exact}"
+    pages = "" if info.kv_dtype == "model" else f", K/V in {info.kv_dtype}"
+    return f"ready: {info.model} in {info.dtype}{pages} on {info.device} ({ops.name} kernels), {drafter}; {exact}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
+from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import inverse_frequencies
 from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights, SlotHead
 from tidar_core.sampling import TokenRule, pick_tokens
@@ -39,11 +40,14 @@ class KVCache:
     """K/V pages of all layers. Page 0 is the trash page that padding rows write.
 
     keys: [layers, pages, kv_heads, head_dim, page_size] (keys lie side by side, so that one load takes the same
-    coordinate of several). values: [layers, pages, kv_heads, page_size, head_dim].
+    coordinate of several). values: [layers, pages, kv_heads, page_size, head_dim]. Where these are in 8 bits
+    (`float8.to_float8`, a key or value a row): key_scales, value_scales, fp32 [layers, pages, kv_heads, page_size].
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
     @property
     def page_size(self) -> int:
@@ -53,10 +57,11 @@ class KVCache:
 def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
     """Pages without anything in them, all zero."""
     heads = (config.layers, pages, config.kv_heads)
-    return KVCache(
-        torch.zeros(*heads, config.head_dim, page_size, dtype=dtype, device=device),
-        torch.zeros(*heads, page_size, config.head_dim, dtype=dtype, device=device),
-    )
+    keys = torch.zeros(*heads, config.head_dim, page_size, dtype=dtype, device=device)
+    values = torch.zeros(*heads, page_size, config.head_dim, dtype=dtype, device=device)
+    if dtype != FLOAT8:
+        return KVCache(keys, values)
+    return KVCache(keys, values, *torch.ones(2, *heads, page_size, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ class Ops:
     draft_slots(head, words, vocabulary, hidden, logits, anchors, counts): the greedy drafts of proposals as
         `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors cannot be had so; words:
         [vocab, hidden], the embedding; anchors: int64 [proposals]. None where a device has no such thing.
+    float8_pages: whether `rotate_and_store` and `attend` know pages in 8 bits.
     pick(logits, rules, shift): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
     carry, decide, renew: as in `tidar_core.kernels.succession`.
     """
@@ -138,6 +144,7 @@ class Ops:
     head: Callable[[Tensor, Tensor], Tensor]
     bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None
     draft_slots: DraftSlots | None = None
+    float8_pages: bool = False
     pick: Pick = pick_tokens
     carry: Callable[[StepRows, Tensor, Carried, int], None] = carry
     decide: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Decided] = decide

@@ -1,10 +1,13 @@
 """The operations in plain torch: any device, any dtype, differentiable where training needs it."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
+from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
 
@@ -61,6 +64,24 @@ def rotate_and_store(
     keys[page, :, :, offset] = k
     values[page, :, offset] = v
     return qkv
+
+
+def rounding_pages(
+    store: Callable[[Tensor, StepRows, Rotary, KVCache, int, QKNorm | None], Tensor],
+) -> Callable[[Tensor, StepRows, Rotary, KVCache, int, QKNorm | None], Tensor]:
+    """`rotate_and_store` with what it writes into pages of another dtype rounded to what 8 bits keep of it."""
+
+    def rotate_and_store(
+        qkv: Tensor, rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, qk_norm: QKNorm | None
+    ) -> Tensor:
+        qkv = store(qkv, rows, rotary, cache, layer, qk_norm)
+        keys, values = cache.keys[layer], cache.values[layer]
+        page, offset = rows.write_slots // cache.page_size, rows.write_slots % cache.page_size
+        keys[page, :, :, offset] = rounded(keys[page, :, :, offset])
+        values[page, :, offset] = rounded(values[page, :, offset])
+        return qkv
+
+    return rotate_and_store
 
 
 def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tidar_core.kernels.ops import KVCache, StepRows
 from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
+from tidar_core.kernels.triton_rows import scales_of
 
 FIRST_SPLIT = tl.constexpr(128)  # keys of a short split; each level of splits is twice as long as the one before
 SPLITS_A_LEVEL = tl.constexpr(8)
@@ -44,7 +45,7 @@ class AttentionTiles:
     stages: int
 
 
-def attention_tiles(dtype: torch.dtype, head_dim: int, group: int) -> AttentionTiles:
+def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bool = False) -> AttentionTiles:
     """The tiles for a model's sizes, as large as registers allow.
 
     64 rows fill one warpgroup's matrix instruction on Hopper. Of its stages the compiler spends half on page numbers:
@@ -53,6 +54,8 @@ def attention_tiles(dtype: torch.dtype, head_dim: int, group: int) -> AttentionT
     least = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
         return AttentionTiles(least, 32, 4, 2)
+    if in_8_bits and 64 < head_dim <= 128:
+        return AttentionTiles(max(64, least), 32, 4, 5)  # with 64 keys their numbers in 16 bits want too many registers
     if head_dim <= 128:
         return AttentionTiles(max(64, least), 64, 4, 5 if head_dim <= 64 else 3)
     return AttentionTiles(max(32, least), 32, 8, 3)
@@ -136,7 +139,7 @@ def _plan(
     do_not_specialize_on_alignment=["context_end", "page_table"],
 )
 def _attend_splits(
-    qkv, keys, values, context_end, page_table, items, count, partial, partial_sums,
+    qkv, keys, values, key_scales, value_scales, context_end, page_table, items, count, partial, partial_sums,
     scale, first_row, table_width, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, OVERLAP: tl.constexpr,
@@ -149,6 +152,7 @@ def _attend_splits(
     wait_for_kernel_before(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    rounded: tl.constexpr = keys.dtype.element_ty == tl.float8e4nv
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, BLOCK_KEYS)
@@ -174,7 +178,10 @@ def _attend_splits(
             page = tl.load(table + key // PAGE, mask=key // PAGE < table_width, other=0).to(tl.int64)
             base = (page * KV_HEADS + kv) * (PAGE * HEAD_DIM)
             k = tl.load(keys + (base + key % PAGE)[None, :] + d[:, None] * PAGE)
-            scores = tl.dot(q, k, input_precision="ieee") * scale
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            if rounded:
+                scale_at = (page * KV_HEADS + kv) * PAGE + key % PAGE
+                scores = scores * tl.load(key_scales + scale_at)[None, :]
             scores = tl.where(key[None, :] < end[:, None], scores, float("-inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
             level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -184,8 +191,10 @@ def _attend_splits(
             v = tl.load(
                 values + (base + key % PAGE * HEAD_DIM)[:, None] + d[None, :], mask=(key < stop)[:, None], other=0.0
             )
-            mixed = tl.dot(weights.to(v.dtype), v, acc=mixed * shrink[:, None], input_precision="ieee")
             total = total * shrink + tl.sum(weights, 1)
+            if rounded:
+                weights = weights * tl.load(value_scales + scale_at, mask=key < stop, other=0.0)[None, :]
+            mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc=mixed * shrink[:, None], input_precision="ieee")
             best = higher
 
         reached = mine & (end > start)
@@ -302,8 +311,7 @@ def paged_attend(
     can be captured as a graph and replayed over other contents of the same tensors.
     """
     group = heads // kv_heads
-    tiles = attention_tiles(dtype, head_dim, group)
-    tile_rows = tiles.rows // group
+    tile_rows = attention_tiles(dtype, head_dim, group).rows // group
     scale = LOG2E * head_dim**-0.5
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
     block_heads = min(8, 1024 // head_dim, triton.next_power_of_2(group))
@@ -313,6 +321,8 @@ def paged_attend(
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
         nonlocal planned
         keys, values = cache.keys[layer], cache.values[layer]
+        key_scales, value_scales = scales_of(cache, layer)
+        tiles = attention_tiles(dtype, head_dim, group, cache.key_scales is not None)
         table_width = rows.page_table.shape[1]
         capacity = max(1, split_count(table_width * cache.page_size))
         if planned is None or layer == 0 or planned[0] is not rows:
@@ -325,7 +335,7 @@ def paged_attend(
             partial = torch.empty(part.rows, heads, capacity, head_dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(part.rows, heads, capacity, 2, dtype=torch.float32, device=qkv.device)
             _attend_splits[(min(programs, part.rows * capacity * kv_heads),)](
-                qkv, keys, values, rows.context_end, rows.page_table, part.items, part.count,
+                qkv, keys, values, key_scales, value_scales, rows.context_end, rows.page_table, part.items, part.count,
                 partial, sums, scale, part.first, table_width, capacity,
                 PAGE=cache.page_size, BLOCK_M=tiles.rows, BLOCK_KEYS=tiles.keys, **sizes,
                 num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **launch,

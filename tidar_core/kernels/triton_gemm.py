@@ -54,8 +54,9 @@ def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
     if dtype == torch.float32:
         rows, wide, step, stages = 16, 32, 32, 3
     else:
-        megabytes = outs * ins * 2 / 2**20
-        rows, wide, step, stages = 64, 128 if megabytes >= 8 else 64 if megabytes >= 2 else 32, 64, 4
+        megabytes = outs * ins * dtype.itemsize / 2**20
+        wide = 128 if megabytes >= 8 else 64 if megabytes >= 2 else 32
+        rows, step, stages = 64, 128 // dtype.itemsize, 4
     fitting = triton.cdiv(ins, step) // STEPS_A_SPLIT
     wanted = round(PROGRAMS_AIMED_AT / triton.cdiv(outs, wide))
     return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), 4, stages)
@@ -115,15 +116,18 @@ def _product_part(
 ):  # fmt: skip
     """One tile of x weightᵀ over one part of K, fp32 [BLOCK_M, BLOCK_N], with the adapter's share of it.
 
-    x [rows, K], weight [N, K], low_a [RANK, K], low_b [N, RANK]. m: rows of x, n: rows of weight (any order, those from
-    N on are none). Lets the next kernel begin, and asks for the first lines of `behind`, the weight of a product behind
-    this one, so that memory is read between the products too.
+    x [rows, K], weight [N, K] (in 8 bits: as `float8.packed` has it), low_a [RANK, K], low_b [N, RANK]. m: rows of x,
+    n: rows of weight (any order, those from N on are none). Lets the next kernel begin, and asks for the first lines of
+    `behind`, the weight of a product behind this one, so that memory is read between the products too.
     """
     i = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * K
     weight_at = weight + n.to(tl.int64)[:, None] * K
     total = tl.full([BLOCK_M, BLOCK_N], 0, tl.float32)
     part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
+    rounded: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
+    if rounded:
+        scales = tl.load((weight + N * K).to(tl.pointer_type(tl.float32)) + n, mask=n < N, other=0.0)
     if HAS_LOW_RANK:
         r = tl.arange(0, BLOCK_RANK)
         drafted = tl.full([BLOCK_M, BLOCK_RANK], 0, tl.float32)
@@ -141,6 +145,8 @@ def _product_part(
             within = (k < K)[None, :]
             rows_here = tl.load(x_at + k[None, :], mask=(m < rows)[:, None] & within, other=0.0)
             weight_here = tl.load(weight_at + k[None, :], mask=(n < N)[:, None] & within, other=0.0)
+        if rounded:
+            weight_here = weight_here.to(x.dtype.element_ty)
         total = tl.dot(rows_here, tl.trans(weight_here), acc=total, input_precision="ieee")
         if HAS_LOW_RANK:
             low_at = low_a + r[:, None] * K + k[None, :]
@@ -153,6 +159,8 @@ def _product_part(
     let_next_begin(OVERLAP)
     if OVERLAP:
         read_shared_ahead(behind, LINES_BEHIND, N, BLOCK_N, SPLITS)
+    if rounded:
+        total = total * scales[None, :]
     if HAS_LOW_RANK:
         extra = tl.dot(drafted.to(low_out.dtype), tl.trans(low_out), input_precision="ieee")
         total = tl.where((m >= first_mask_row)[:, None], total + extra, total)
@@ -265,7 +273,8 @@ def product_planner(
         /,
     ) -> ProductLaunch:
         rows, (outs, ins) = x.shape[0], weight.shape
-        tiles = measured.get((outs, ins)) or gemm_tiles(outs, ins, x.dtype)
+        found = measured.get((outs, ins)) if weight.dtype == x.dtype else None
+        tiles = found or gemm_tiles(outs, ins, weight.dtype)
         grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
         beside = low_rank if first_mask_row < rows else None
         low_a, low_b = (weight, weight) if beside is None else (beside.a, beside.b)

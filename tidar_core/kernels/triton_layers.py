@@ -8,8 +8,9 @@ results by the root of their mean, since that is one number a row. So a norm cos
 twice. (float16 has no room for a residual that is multiplied before it is divided: it runs one operation at a time.)
 
 Columns that belong together lie side by side in a tile: gate and up, or the two halves that a rotation mixes. Only the
-order in which a program reads the rows of a weight says so; weights lie in memory as ever. Qwen3's norm of whole heads
-is too wide for a tile: there the rotation is a launch of its own.
+order in which a program reads the rows of a weight says so; weights lie in memory as ever. Where a
+head is looked at as a whole, for Qwen3's norm of it or for pages in 8 bits, the rotation is a launch of its own: heads
+may be wider than tiles.
 """
 
 # mypy: allow-untyped-defs
@@ -302,11 +303,12 @@ def bind_layers(
         normed = Normed(first, residual.new_empty(len(residual), 0, dtype=torch.float32))
         for index, layer in enumerate(weights.layers):
             extra, qk_norm = extras[index], layer_qk_norm(layer, eps)
+            by_heads = qk_norm is not None or cache.key_scales is not None
             qkv = rotated_linear(
                 plan, normed, layer.qkv, layer.qkv_bias, extra.qkv, eps, rows, rotary, cache, index, layer.o,
-                rotates=qk_norm is None,
+                rotates=not by_heads,
             )  # fmt: skip
-            if qk_norm is not None:
+            if by_heads:
                 qkv = rotate_and_store(qkv, rows, rotary, cache, index, qk_norm)
             x = attend(qkv, rows, cache, index)
             normed = added_linear(

@@ -16,6 +16,7 @@ from tidar_core.kernels.triton_layers import bind_layers
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
 from tidar_core.kernels.triton_sampling import pick_tokens
 from tidar_core.kernels.triton_succession import carry, decide, renew
+from tidar_core.model.float8 import packed
 
 PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,12 +52,13 @@ def triton_ops(
     exact: bool = True,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
     bytes_behind: int = BYTES_BEHIND,
+    float8: bool = False,
 ) -> Ops:
     """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
     may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU;
-    bytes_behind: see `product_planner`.
+    bytes_behind: see `product_planner`. float8: the layers' matrices are packed into 8 bits (exact products only).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
     plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind)
@@ -69,7 +71,7 @@ def triton_ops(
     return Ops(
         name=f"triton {triton.__version__}",
         row_multiple=1,
-        pack=as_it_is,
+        pack=packed if float8 else as_it_is,
         pack_head=as_it_is,
         pack_adapter=as_it_is,
         linear=exact_linear(plan) if exact else REFERENCE_OPS.linear,
@@ -78,6 +80,7 @@ def triton_ops(
         attend=attend,
         silu_mul=silu_mul,
         head=head if exact else REFERENCE_OPS.head,
+        float8_pages=True,
         bind_layers=partial(bind_layers, config, plan, attend) if exact else None,
         pick=pick_tokens,
         carry=carry,

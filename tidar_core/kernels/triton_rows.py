@@ -64,9 +64,19 @@ def _norm_halves(first, second, weight_first, weight_second, eps, HALF: tl.const
     return first, second
 
 
+@triton.jit
+def _float8_scale(largest):
+    """The scale of `float8.to_float8` for rows of these greatest magnitudes, and one over it."""
+    bits = largest.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)  # 448 is 1.75 * 2^8
+    exponent = tl.where(largest > 0.0, exponent, 127)
+    scale = tl.where(largest < float("inf"), (exponent << 23).to(tl.float32, bitcast=True), float("nan"))
+    return scale, ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["verify"], do_not_specialize_on_alignment=["positions", "write_slots"])
 def _rotate_and_store(
-    qkv, positions, cos, sin, q_norm, k_norm, keys, values, write_slots, eps, verify,
+    qkv, positions, cos, sin, q_norm, k_norm, keys, values, key_scales, value_scales, write_slots, eps, verify,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -100,15 +110,32 @@ def _rotate_and_store(
         slot = tl.load(write_slots + row)
         page, offset = (slot // PAGE).to(tl.int64), slot % PAGE
         kv = head - HEADS
+        if keys.dtype.element_ty == tl.float8e4nv:
+            wide_first, wide_second = turned_first.to(tl.float32), turned_second.to(tl.float32)
+            scale, inverse = _float8_scale(tl.maximum(tl.max(tl.abs(wide_first), 1), tl.max(tl.abs(wide_second), 1)))
+            kept_first = (wide_first * inverse[:, None]).to(tl.float8e4nv)
+            kept_second = (wide_second * inverse[:, None]).to(tl.float8e4nv)
+            tl.store(key_scales + (page * KV_HEADS + kv) * PAGE + offset, scale, mask=(kv >= 0) & (kv < KV_HEADS))
+            value_scale = value_scales + (page * KV_HEADS + kv - KV_HEADS) * PAGE + offset
+            tl.store(value_scale, scale, mask=(kv >= KV_HEADS) & (kv < 2 * KV_HEADS))
+        else:
+            kept_first, kept_second = turned_first, turned_second
         is_key = ((kv >= 0) & (kv < KV_HEADS))[:, None]
         key = keys + ((page * KV_HEADS + kv) * (2 * HALF * PAGE) + offset)[:, None] + (d * PAGE)[None, :]
-        tl.store(key, turned_first, mask=is_key)
-        tl.store(key + HALF * PAGE, turned_second, mask=is_key)
+        tl.store(key, kept_first, mask=is_key)
+        tl.store(key + HALF * PAGE, kept_second, mask=is_key)
         kv -= KV_HEADS
         is_value = present & (kv >= 0)[:, None]
         value = values + (((page * KV_HEADS + kv) * PAGE + offset) * (2 * HALF))[:, None] + d[None, :]
-        tl.store(value, turned_first, mask=is_value)
-        tl.store(value + HALF, turned_second, mask=is_value)
+        tl.store(value, kept_first, mask=is_value)
+        tl.store(value + HALF, kept_second, mask=is_value)
+
+
+def scales_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
+    """The scales of a layer's pages, or any tensor where they have none."""
+    if cache.key_scales is None or cache.value_scales is None:
+        return cache.keys[layer], cache.values[layer]
+    return cache.key_scales[layer], cache.value_scales[layer]
 
 
 def rotate_and_store(
@@ -122,8 +149,8 @@ def rotate_and_store(
     blocks = triton.cdiv(heads + 2 * kv_heads, HEADS_A_PROGRAM)
     if qkv.shape[0]:
         _rotate_and_store[(qkv.shape[0], blocks)](
-            qkv, rows.positions, rotary.cos, rotary.sin, q_norm, k_norm, keys, values, rows.write_slots,
-            eps, rows.verify,
+            qkv, rows.positions, rotary.cos, rotary.sin, q_norm, k_norm, keys, values, *scales_of(cache, layer),
+            rows.write_slots, eps, rows.verify,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size, BLOCK=HEADS_A_PROGRAM,
             HAS_NORM=qk_norm is not None, num_warps=4, enable_fp_fusion=True,
             **launch_options(qkv.device, qkv.shape[0]),

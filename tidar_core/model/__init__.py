@@ -5,6 +5,7 @@
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
     loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
+    float8.py    matrices and K/V in 8 bits: what is kept of a number
     adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped
     slot_head.py     the drafter's second part: each slot corrected by the token before it
     own_drafter.py   full TiDAR checkpoints, which draft by themselves
