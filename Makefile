@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint manifests/constraints.txt
 ARGS ?=
 
-.PHONY: up install test check browser promtool clean
+.PHONY: up install test check computing browser promtool clean
 .DELETE_ON_ERROR:
 
 up: install
@@ -53,9 +53,11 @@ check: .venv/.test-installed
 # Servers are started, killed and timed by themselves.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
 
-test: check browser promtool
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(COMPUTING) $(ARGS)
+test: check computing browser promtool
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
+
+computing: .venv/.test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal $(COMPUTING) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info
