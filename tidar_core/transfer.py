@@ -1,10 +1,12 @@
-"""Numbers on their way from the host to where the model computes."""
+"""Where the model computes, and numbers on their way there from the host."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tidar_core.config import ConfigError
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -19,3 +21,12 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 def sent(made: Tensor, device: torch.device) -> Tensor:
     """`on_device` of a tensor in the host's memory."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of a user's choice. Raises ConfigError where it is not there."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)

@@ -7,6 +7,7 @@ drafts hold in real answers and walks the draft policy through them on the measu
 (`simulate.py`). `soak.py` runs mixed traffic for minutes, `peers/` other engines on the same prompts. `kernels.py`
 (with `kernel_checks.py`, `measures.py`, `tuning.py`, `reading.py`, `shapes.py` and `launches.py`) holds every GPU
 kernel against its oracle and its limit, `steps.py` times whole steps by rows and context, and `gpu.py` runs all that
-needs a GPU as one command; what it found so far lies in `records/`. `random_checkpoint.py` makes models of real shapes.
-The commands (`command.py`) print what they find as a table and, with `--json FILE`, as a record.
+needs a GPU as one command; what it found so far lies in `records/`. `training.py` times the drafter's training and
+looks where its time goes. `random_checkpoint.py` makes models of real shapes.
+The commands (`command.py`, `device_command.py`) print what they find as a table and, with `--json FILE`, as a record.
 """

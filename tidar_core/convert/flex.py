@@ -4,6 +4,7 @@ What a row sees is at most two runs of keys: of its document, and of its own blo
 keys matter follows from the runs' ends directly, so that no mask over all rows and keys is ever made.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV
 from tidar_core.convert.blocks import Blocks, Pack
+from tidar_core.convert.ops import compiled
 from tidar_core.kernels.ops import Rotary
 from tidar_core.kernels.reference import rotate_qkv, split_heads
 from tidar_core.layout import WithinBlock
@@ -22,6 +24,8 @@ from tidar_core.model.decoder import layer_qk_norm
 from tidar_core.model.weights import ModelWeights
 
 TILE = 128
+
+log = logging.getLogger("tidar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ def _rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, [heads, rows, head_dim] each."""
     norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
-    rotated = rotate_qkv(qkv, positions, rotary, config.kv_heads, norms)
+    rotated = _rotation(qkv.device.type)(qkv, positions, rotary, config.kv_heads, norms)
     q, k, v = (each.transpose(0, 1) for each in split_heads(rotated, config.kv_heads, config.head_dim))
     return q, k, v
 
@@ -153,6 +157,12 @@ def _rotated(
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
     out = _flex(q.device.type)(q[None], k[None], v[None], block_mask=mask, enable_gqa=True)[0]
     return out.transpose(0, 1).reshape(q.shape[1], -1)
+
+
+@lru_cache(maxsize=2)
+def _rotation(device: str) -> Callable[..., Tensor]:
+    """`rotate_qkv`; on a GPU compiled, since it goes through memory a dozen times otherwise."""
+    return compiled(rotate_qkv, log.warning) if device == "cuda" else rotate_qkv
 
 
 @lru_cache(maxsize=2)

@@ -54,6 +54,7 @@ from tidar_core.model.adapter import (
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
 from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
+from tidar_core.transfer import choose_device
 
 TEXT_LONGEST = 512  # tokens of a document from a file
 GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
@@ -368,15 +369,6 @@ def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeight
     if begun.slot_head is not None:
         return begun
     return with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device of a user's choice. Raises ConfigError where it is not there."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
 
 
 def _device_name(device: torch.device, workers: int) -> str:

@@ -27,6 +27,7 @@ from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
 from tidar_core.model.weights import pack_adapter, pack_model
+from tidar_core.transfer import choose_device
 
 GIB = 2**30
 CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
@@ -44,7 +45,7 @@ def load_engine(
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    device = _device(config.device)
+    device = choose_device(config.device)
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     source = find_model(config.model)
     model = load_config(source)
@@ -119,14 +120,6 @@ def load_engine(
     report(_ready_line(info, ops))
     policy = DraftPolicy(block_length, cost, info.expected_holds, overlap)
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
-
-
-def _device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no CUDA device is visible here: install a CUDA build of torch, or use --device cpu")
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
 
 
 def _adapter(

@@ -1,0 +1,136 @@
+"""The commands of `tidar bench` about a device: its kernels, its steps, its training. `command.py` has the others."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tidar_core.arguments import DeviceName, Model, Threads, user_errors
+from tidar_core.config import DEFAULT_MODEL, ConfigError
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures here as a record.")
+]
+
+Shapes = Annotated[
+    list[str] | None, typer.Option("--shape", help="A model's shape; repeat it for several. [default: all]")
+]
+Exact = Annotated[bool, typer.Option(help="On a GPU: products that give a row the same bits in any batch, or torch's.")]
+
+
+def training(
+    model: Model = DEFAULT_MODEL,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are counted.")] = 5,
+    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step; 0: what suits the device.")] = 0,
+    device: DeviceName = "auto",
+    threads: Threads = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Mask rows a second of the drafter's training here, on random text, and what the time goes to."""
+    with user_errors():
+        from tidar_core.bench.training import run_training_bench
+
+        record = run_training_bench(model, rank, steps, rows, device, threads)
+        speed = record["training"]
+        table = Table("figure", "value", title=f"{model} on {record['device']}")
+        table.add_row("mask rows a second", f"{speed['mask_rows_per_second']:.0f}")
+        table.add_row("clean rows a second", f"{speed['clean_rows_per_second']:.0f}")
+        table.add_row("seconds a step", f"{speed['seconds_a_step']:.3f}")
+        table.add_row("of a large matrix product's rate", f"{speed['fraction']:.0%}")
+        if speed["busy"] is not None:
+            table.add_row("the GPU computes, of the profiled time", f"{speed['busy']:.0%}")
+        Console().print(table)
+        where = Table("share", "calls a step", "kernel or operation")
+        for one in speed["work"]:
+            where.add_row(f"{one['share']:.1%}", f"{one['calls']:.0f}", one["name"])
+        Console().print(where)
+        write_record(json_file, record)
+
+
+def gpu(
+    model: Model = DEFAULT_MODEL,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 8.0,
+    json_file: JsonFile = None,
+) -> None:
+    """All that only a GPU can tell, the most needed first: kernels, decoding, step times, exactness.
+
+    Each phase is a bench command in a process of its own; the record is written after each of them.
+    """
+    with user_errors():
+        from tidar_core.bench.gpu import phases, run_gpu_bench, steps_chart
+        from tidar_core.bench.kernels import require_gpu
+
+        require_gpu()
+        say = Console(stderr=True).print
+        record = run_gpu_bench(phases(model), minutes, say, lambda found: write_record(json_file, found))
+        Console().print(steps_chart(record), markup=False, highlight=False)
+        write_record(json_file, record)
+
+
+def steps(
+    shape: Shapes = None,
+    exact: Exact = True,
+    ahead: Annotated[
+        float, typer.Option(min=0, help="MiB of the next product's weights that each asks for, in steps of few rows.")
+    ] = 8.0,
+    float8: Annotated[bool, typer.Option("--float8", help="Weights and K/V in 8 bits.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read."""
+    with user_errors():
+        from tidar_core.bench.steps import StepSettings, run_step_bench
+
+        say = Console(stderr=True).print
+        settings = StepSettings(exact, int(ahead * 2**20), float8)
+        record = run_step_bench(say, _shapes(shape), settings, lambda found: write_record(json_file, found))
+        table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
+        for s in record["steps"]:
+            cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"
+            table.add_row(s["shape"], str(s["context"]), str(s["rows"]), str(s["mask"]), str(s["adapter"]), *cells)
+        Console().print(table)
+        write_record(json_file, record)
+
+
+def _shapes(named: list[str] | None) -> tuple[str, ...]:
+    from tidar_core.bench.shapes import SHAPES
+
+    for name in named or ():
+        if name not in SHAPES:
+            raise ConfigError(f"--shape {name}: choose among {', '.join(SHAPES)}")
+    return tuple(named or SHAPES)
+
+
+def kernels(
+    shape: Shapes = None,
+    tune: Annotated[bool, typer.Option(help="Search for better tiles too: what is found is in the record.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Hold every Triton kernel against its oracle and against this GPU's limits. Exit status 1 if one is wrong."""
+    with user_errors():
+        from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
+
+        record = run_kernel_bench(Console(stderr=True).print, _shapes(shape), tuned=tune)
+        right = show_kernel_bench(record, Console())
+        write_record(json_file, record)
+        if not right:
+            raise typer.Exit(1)
+
+
+def write_record(path: Path | None, record: dict[str, Any]) -> None:
+    """A measurement as JSON: when, with which command, on which engine, and what came out."""
+    if path is not None:
+        from datetime import UTC, datetime
+
+        if "engine" in record:
+            record = {**record, "engine": asdict(record["engine"])}
+        head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
+        try:
+            path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"the record cannot be written: {error}") from None
