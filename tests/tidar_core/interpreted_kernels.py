@@ -217,6 +217,25 @@ def test_split_counts_agree_with_the_oracle():
         assert triton_attention.split_count(keys) == sum(start < keys for start in starts)
 
 
+def test_tiles_of_a_sequence_meet_at_each_split():
+    """Every tile has every split of its sequence's longest row, and tiles that read the same keys are neighbours."""
+    _, _, rows, _ = attention_case([(400, Shape(9)), (0, Shape()), (120, Shape(20))], (4, 2, 16), torch.float32)
+    tile = 4
+    (part,) = triton_attention._plan_parts(rows, tile, 1024, triton_attention.split_count(448))
+    listed = [tuple(item) for item in part.items[: int(part.count), :5].tolist()]
+    expected = []
+    for sequence in range(3):
+        mine = (rows.sequence == sequence).nonzero().flatten().tolist()
+        leads = [(first, mine[at : at + tile]) for at, first in enumerate(mine) if at % tile == 0]
+        splits = triton_attention.split_count(int(rows.context_end[mine].max()))
+        expected += [
+            (first, len(some), split, sequence, int(rows.context_end[some].max()))
+            for split in range(splits)
+            for first, some in leads
+        ]
+    assert listed == expected
+
+
 def test_keys_and_values_in_8_bits_are_those_of_the_definition():
     """Heads of all sizes, one of zeros, and some that are not finite, which shows as NaN."""
     ops, qkv, rows, cache = attention_case([(5, Shape(3))], (2, 2, 32), torch.float32)

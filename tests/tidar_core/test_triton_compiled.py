@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -45,6 +46,25 @@ def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
     assert [one["name"] for one in bf16 if one["matrix_instructions"] == 0] == []
     small = [one for one in bf16 if "HEAD_DIM=256" not in one["name"]]
     assert [one["name"] for one in small if one["warpgroup_instructions"] == 0] == []
+
+
+def test_what_comes_next_is_on_its_way_while_a_tile_is_computed_with(compiled):
+    """Two groups of copies at least (keys and values, or rows and weights) may be under way behind those that are
+    waited for, wherever numbers are of 16 bits or fewer: else each tile would pay memory's latency anew."""
+    heavy = [one for one in compiled if one["name"].split()[0] in {*PRODUCTS, "attend_splits"}]
+    assert [one["name"] for one in heavy if " fp32 " not in one["name"] and one["copies_ahead"] < 2] == []
+
+
+def test_two_programs_of_the_attention_share_a_multiprocessor(compiled):
+    from tidar_core.bench.launches import REGISTERS, RESERVED, SHARED_MEMORY
+    from tidar_core.kernels.triton_ops import PROGRAMS_A_PROCESSOR
+
+    attention = [one for one in compiled if one["name"].startswith("attend_splits")]
+    room = (SHARED_MEMORY + RESERVED) // PROGRAMS_A_PROCESSOR - RESERVED
+    threads = {one["name"]: 32 * int(re.search(r"warps=(\d+)", one["name"])[1]) for one in attention}
+    most = REGISTERS // PROGRAMS_A_PROCESSOR
+    assert [one["name"] for one in attention if one["shared"] > room] == []
+    assert [one["name"] for one in attention if -(-one["registers"] // 8) * 8 * threads[one["name"]] > most] == []
 
 
 def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):

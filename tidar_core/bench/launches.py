@@ -31,6 +31,8 @@ from tidar_core.model.weights import pack_model
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have on it
+RESERVED = 1024  # bytes of shared memory that each program takes besides, of 228 KiB
+REGISTERS = 1 << 16  # of a multiprocessor; each thread has a multiple of eight
 TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -72,6 +74,7 @@ class Launch:
 class Compiled:
     """What a variant takes: bytes of shared memory, registers a thread, bytes of stack (spilled registers) a thread;
     and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy.
+    copies_ahead: how many groups of such copies may be under way while one that has arrived is computed with.
     reads_ahead: how many instructions ask for memory that is not needed yet. before_wait: where it may begin while the
     kernel before it runs, how often it touches memory before it waits for that one; -1 if it never waits."""
 
@@ -82,6 +85,7 @@ class Compiled:
     matrix_instructions: int
     warpgroup_instructions: int
     wide_copies: int
+    copies_ahead: int
     reads_ahead: int
     before_wait: int | None
 
@@ -135,6 +139,7 @@ def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
         matrix_instructions=len(re.findall(r"wgmma\.mma_async|\bmma\.sync", ptx)),
         warpgroup_instructions=len(re.findall(r"wgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10", ptx)),
+        copies_ahead=max((int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         reads_ahead=len(re.findall(r"prefetch\.global", ptx)),
         before_wait=_touched_before_wait(ptx) if variant.overlaps else None,
     )

@@ -12,7 +12,8 @@ order of sums for each weight; `triton_layers.py` makes of them all layers of a 
 products done within them. Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a
 kernel begin while the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it
 (`succession.py`). They are tested interpreted and compiled for Hopper, and against their oracles on an H100
-(`tidar bench kernels`), but for `triton_layers.py`, `triton_succession.py` and 8 bits, which have not run on a GPU yet.
+(`tidar bench kernels`), but for `triton_layers.py`, `triton_succession.py` and 8 bits, which have not run on a GPU yet,
+nor has attention since its keys come ahead.
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep

@@ -3,8 +3,8 @@
 Three kernels. `_plan` (one program, once a step) finds the runs of neighbouring rows that belong to one sequence and
 lists what is to do: (tile of rows, split of keys). `_attend_splits` works off that list: the query heads of a K/V
 head are packed with the rows of a tile (tile row m is step row m // group, head m % group), so that a sequence's
-rows share every load of keys and values. `_merge` takes one row and head, folds its splits in order, then the mask
-rows that it sees, and divides.
+rows share every load of keys and values; its tiles are worked off side by side, split by split. `_merge` takes one row
+and head, folds its splits in order, then the mask rows that it sees, and divides.
 
 A row's bits depend on that row and its keys alone. Splits and key tiles lie at fixed absolute positions, whatever
 the step looks like; a tile of keys that a row does not see leaves its maximum, sum and output as they were (times
@@ -23,13 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tidar_core.kernels.ops import KVCache, StepRows
-from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
+from tidar_core.kernels.triton_launch import LINE, launch_options, let_next_begin, wait_for_kernel_before
 from tidar_core.kernels.triton_rows import scales_of
 
 FIRST_SPLIT = tl.constexpr(128)  # keys of a short split; each level of splits is twice as long as the one before
 SPLITS_A_LEVEL = tl.constexpr(8)
 LEVELS = tl.constexpr(2)  # 8 splits of 128 keys, 8 of 256, then 512: parallel when short, few partials when long
-CHUNK = tl.constexpr(16)  # splits, or mask rows, that the merge folds at once
+SPLITS_AT_ONCE = tl.constexpr(16)  # that the merge folds
+SLOTS_AT_ONCE = tl.constexpr(8)  # mask rows that the merge folds: a block, mostly
 PARTIAL_BYTES = 256 << 20  # of partial results at once; more rows than fit are attended part by part
 LARGEST_PART = 1024  # rows that one plan looks at
 LOG2E = 1.4426950408889634
@@ -48,8 +49,8 @@ class AttentionTiles:
 def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bool = False) -> AttentionTiles:
     """The tiles for a model's sizes, as large as registers allow.
 
-    64 rows fill one warpgroup's matrix instruction on Hopper. Of its stages the compiler spends half on page numbers:
-    with 5 three tiles of keys and values are in memory at once, with 3 two (and two programs on a multiprocessor).
+    64 rows fill one warpgroup's matrix instruction on Hopper. A stage is one tile of keys and values in shared memory:
+    as many as let two programs share a multiprocessor.
     """
     least = max(16, triton.next_power_of_2(group))
     if dtype == torch.float32:
@@ -58,7 +59,7 @@ def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bo
         return AttentionTiles(max(64, least), 32, 4, 5)  # with 64 keys their numbers in 16 bits want too many registers
     if head_dim <= 128:
         return AttentionTiles(max(64, least), 64, 4, 5 if head_dim <= 64 else 3)
-    return AttentionTiles(max(32, least), 32, 8, 3)
+    return AttentionTiles(max(32, least), 32, 4, 3)
 
 
 def split_count(keys: int) -> int:
@@ -97,8 +98,10 @@ def _plan(
     """Lists the work of one step and counts it: items int32 [n, 8], of which a row is (first row, rows, split,
     sequence, greatest context end, unused …).
 
-    sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows.
-    scratch: int32 [2 * BLOCK + 1].
+    sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows. All
+    tiles of a run have an item for each split of the longest among them, and those of one split lie side by side: they
+    are worked off at the same time, and all but the first find its keys in the cache. scratch: int32
+    [3 * BLOCK + LINE].
     """
     let_next_begin(OVERLAP)
     wait_for_kernel_before(OVERLAP)
@@ -109,29 +112,35 @@ def _plan(
     end = tl.load(context_end + row, mask=live, other=0)
     starts = live & ((row == 0) | (mine != before))
     run = tl.cumsum(starts.to(tl.int32), 0) - 1
-    run_start, greatest = scratch, scratch + BLOCK + 1
+    # What atomics change shares no cache line with what is read before.
+    run_start, greatest_of_tile, greatest_of_run = scratch, scratch + BLOCK + LINE, scratch + 2 * BLOCK + LINE
     tl.store(run_start + run, row, mask=starts)
     tl.store(run_start + tl.sum(starts.to(tl.int32), 0), rows)
-    tl.store(greatest + row, tl.full([BLOCK], 0, tl.int32))
+    tl.store(greatest_of_tile + row, tl.full([BLOCK], 0, tl.int32))
+    tl.store(greatest_of_run + row, tl.full([BLOCK], 0, tl.int32))
     tl.debug_barrier()
     start = tl.load(run_start + run, mask=live, other=0)
     stop = tl.load(run_start + run + 1, mask=live, other=0)
-    first = start + (row - start) // TILE * TILE
-    tl.atomic_max(greatest + first, end, mask=live, sem="relaxed")
+    tile = (row - start) // TILE
+    first = start + tile * TILE
+    tl.atomic_max(greatest_of_tile + first, end, mask=live, sem="relaxed")
+    tl.atomic_max(greatest_of_run + start, end, mask=live, sem="relaxed")
     tl.debug_barrier()
     leads = live & (row == first)
-    longest = tl.load(greatest + row, mask=leads, other=0)
-    splits = tl.where(leads, _split_count(longest), 0)
-    place = tl.cumsum(splits, 0) - splits
+    longest = tl.load(greatest_of_tile + row, mask=leads, other=0)
+    splits = tl.where(live, _split_count(tl.load(greatest_of_run + start, mask=live, other=0)), 0)
+    tiles = tl.where(live, (stop - start + TILE - 1) // TILE, 0)
+    counts = tl.where(starts, tiles * splits, 0)
+    place = tl.cumsum(counts, 0) - tiles * splits + tile
     for split in range(tl.max(splits, 0)):
-        listed = split < splits
-        item = items + (place + split) * 8
+        listed = leads & (split < splits)
+        item = items + (place + split * tiles) * 8
         tl.store(item, row, mask=listed)
         tl.store(item + 1, tl.minimum(stop - row, TILE), mask=listed)
         tl.store(item + 2, split, mask=listed)
         tl.store(item + 3, mine, mask=listed)
         tl.store(item + 4, longest, mask=listed)
-    tl.store(count, tl.sum(splits, 0))
+    tl.store(count, tl.sum(counts, 0))
 
 
 @triton.jit(
@@ -173,10 +182,13 @@ def _attend_splits(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.full([BLOCK_M], 0, tl.float32)
         mixed = tl.full([BLOCK_M, HEAD_DIM], 0, tl.float32)
+        page = tl.load(table + (start + n) // PAGE, mask=(start + n) // PAGE < table_width, other=0)
         for first in range(start, stop, BLOCK_KEYS):
             key = tl.multiple_of(first, BLOCK_KEYS) + n
-            page = tl.load(table + key // PAGE, mask=key // PAGE < table_width, other=0).to(tl.int64)
-            base = (page * KV_HEADS + kv) * (PAGE * HEAD_DIM)
+            # By hand: else the compiler spends stages on page numbers, and no keys come while others are computed with.
+            ahead = (key + BLOCK_KEYS) // PAGE
+            next_page = tl.load(table + ahead, mask=ahead < table_width, other=0)
+            base = (page.to(tl.int64) * KV_HEADS + kv) * (PAGE * HEAD_DIM)
             k = tl.load(keys + (base + key % PAGE)[None, :] + d[:, None] * PAGE)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
             if rounded:
@@ -196,6 +208,7 @@ def _attend_splits(
                 weights = weights * tl.load(value_scales + scale_at, mask=key < stop, other=0.0)[None, :]
             mixed = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc=mixed * shrink[:, None], input_precision="ieee")
             best = higher
+            page = next_page
 
         reached = mine & (end > start)
         place = (row.to(tl.int64) * HEADS + head) * capacity + split
@@ -207,8 +220,8 @@ def _attend_splits(
 
 @triton.jit
 def _fold(best, total, mixed, scores, sums, values):
-    """Adds a chunk to running results: best, total [heads], mixed [heads, d]; scores [heads, CHUNK] (-inf: not
-    there), sums [heads, CHUNK] and values [heads or 1, CHUNK, d] as weighted by exp2(score)."""
+    """Adds a chunk to running results: best, total [heads], mixed [heads, d]; scores [heads, chunk] (-inf: not
+    there), sums [heads, chunk] and values [heads or 1, chunk, d] as weighted by exp2(score)."""
     higher = tl.maximum(best, tl.max(scores, 1))
     level = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - level[:, None])
@@ -240,16 +253,17 @@ def _merge(
     row = first_row + tl.program_id(0)
     g = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     d = tl.arange(0, HEAD_DIM)
-    c = tl.arange(0, CHUNK)
+    c = tl.arange(0, SPLITS_AT_ONCE)
     present = g < GROUP
     head = kv * GROUP + g
     best = tl.full([BLOCK_HEADS], float("-inf"), tl.float32)
     total = tl.full([BLOCK_HEADS], 0, tl.float32)
     mixed = tl.full([BLOCK_HEADS, HEAD_DIM], 0, tl.float32)
 
-    splits = _split_count(tl.load(context_end + row))
+    splits, tail = _split_count(tl.load(context_end + row)), tl.load(tail_start + row)
+    tail_length = tl.load(tail_end + row) - tail
     place = (tl.program_id(0).to(tl.int64) * HEADS + head) * capacity
-    for first in range(0, splits, CHUNK):
+    for first in range(0, splits, SPLITS_AT_ONCE):
         split = first + c
         live = present[:, None] & (split < splits)[None, :]
         at = place[:, None] + split[None, :]
@@ -258,17 +272,22 @@ def _merge(
         values = tl.load(partial + at[:, :, None] * HEAD_DIM + d[None, None, :], mask=live[:, :, None], other=0.0)
         best, total, mixed = _fold(best, total, mixed, scores, sums, values)
 
-    tail = tl.load(tail_start + row)
-    tail_length = tl.load(tail_end + row) - tail
-    query = row.to(tl.int64) * WIDTH + head * HEAD_DIM
-    q = tl.load(qkv + query[:, None] + d[None, :], mask=present[:, None], other=0.0).to(tl.float32) * scale
-    for first in range(0, tail_length, CHUNK):
-        live = first + c < tail_length
-        key = (verify + tail + first + c).to(tl.int64) * WIDTH + (HEADS + kv) * HEAD_DIM
-        k = tl.load(qkv + key[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        v = tl.load(qkv + key[:, None] + (KV_HEADS * HEAD_DIM + d)[None, :], mask=live[:, None], other=0.0)
-        scores = tl.where(live[None, :], tl.sum(q[:, None, :] * k[None, :, :], 2), float("-inf"))
-        best, total, mixed = _fold(best, total, mixed, scores, 1.0, v.to(tl.float32)[None, :, :])
+    # Pairs of a head and a mask row lie side by side, so that a score is a sum within a few threads.
+    pair = tl.arange(0, BLOCK_HEADS * SLOTS_AT_ONCE)
+    pair_g = tl.program_id(2) * BLOCK_HEADS + pair // SLOTS_AT_ONCE
+    query = row.to(tl.int64) * WIDTH + (kv * GROUP + pair_g) * HEAD_DIM
+    slot = tl.arange(0, SLOTS_AT_ONCE)
+    for first in range(0, tail_length, SLOTS_AT_ONCE):
+        of_pair = first + pair % SLOTS_AT_ONCE
+        q = tl.load(qkv + query[:, None] + d[None, :], mask=(pair_g < GROUP)[:, None], other=0.0)
+        key = (verify + tail + of_pair).to(tl.int64) * WIDTH + (HEADS + kv) * HEAD_DIM
+        k = tl.load(qkv + key[:, None] + d[None, :], mask=(of_pair < tail_length)[:, None], other=0.0)
+        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1).reshape(BLOCK_HEADS, SLOTS_AT_ONCE) * scale
+        live = first + slot < tail_length
+        value = (verify + tail + first + slot).to(tl.int64) * WIDTH + (HEADS + KV_HEADS + kv) * HEAD_DIM
+        v = tl.load(qkv + value[:, None] + d[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        best, total, mixed = _fold(best, total, mixed, scores, 1.0, v[None, :, :])
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     to = row.to(tl.int64) * (HEADS * HEAD_DIM) + head * HEAD_DIM
     tl.store(out + to[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=present[:, None])
@@ -290,7 +309,7 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int) -> tup
     for first in range(0, total, part_rows):
         here = min(part_rows, total - first)
         block = max(512, triton.next_power_of_2(here))
-        scratch = torch.empty(2 * block + 1, dtype=torch.int32, device=device)
+        scratch = torch.empty(3 * block + LINE.value, dtype=torch.int32, device=device)
         items = torch.empty(here * capacity, 8, dtype=torch.int32, device=device)
         count = torch.empty(1, dtype=torch.int32, device=device)
         _plan[(1,)](
@@ -314,8 +333,8 @@ def paged_attend(
     tile_rows = attention_tiles(dtype, head_dim, group).rows // group
     scale = LOG2E * head_dim**-0.5
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
-    block_heads = min(8, 1024 // head_dim, triton.next_power_of_2(group))
-    merge_warps = min(8, max(2, block_heads * head_dim // 128))
+    block_heads = min(8, 512 // head_dim, triton.next_power_of_2(group))
+    merge_warps = min(8, max(2, block_heads * head_dim // 64))
     planned: tuple[StepRows, tuple[_Part, ...]] | None = None
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
