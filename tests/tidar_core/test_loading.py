@@ -4,82 +4,22 @@ import json
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
+from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, reference_state
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
-from tidar_core.model import gguf as gguf_module
 from tidar_core.model import loading
 from tidar_core.model.loading import find_model, fingerprint, load_config, load_tokenizer, load_weights
 from tidar_core.model.weights import ModelWeights
-
-VARIANTS = [
-    ("llama", {"tied": True}),
-    ("llama", {"tied": False, "bias": True}),
-    ("qwen2", {"tied": True}),
-    ("qwen2", {"tied": False, "heads": 4, "kv_heads": 4}),
-    ("qwen3", {"tied": True}),
-    ("qwen3", {"tied": False, "bias": True, "kv_heads": 1}),
-]
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, ModelWeights]:
-    source = find_model(str(path))
-    config = load_config(source)
-    return config, load_weights(source, config, dtype, "cpu")
-
-
-def reference_state(path: Path, gguf_file: str | None = None) -> dict[str, Tensor]:
-    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32).state_dict()
-
-
-def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
-    """Every tensor of `weights` equals its parts in transformers' state dict bit for bit, and no part is left over."""
-    left = dict(state)
-
-    def same(tensor: Tensor | None, *names: str) -> None:
-        parts = [left.pop(name) for name in names if name in left]
-        assert len(parts) == (0 if tensor is None else len(names)), names
-        if tensor is not None:
-            assert tensor.dtype == dtype
-            assert tensor.is_contiguous()
-            assert torch.equal(tensor, torch.cat(parts).to(dtype)), names
-
-    same(weights.embedding, "model.embed_tokens.weight")
-    for index, layer in enumerate(weights.layers):
-        stem = f"model.layers.{index}."
-        attention, mlp = stem + "self_attn.", stem + "mlp."
-        same(layer.input_norm, stem + "input_layernorm.weight")
-        same(layer.post_norm, stem + "post_attention_layernorm.weight")
-        same(layer.q_norm, attention + "q_norm.weight")
-        same(layer.k_norm, attention + "k_norm.weight")
-        for kind, qkv, o, gate_up, down in (
-            ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
-            ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
-        ):
-            same(qkv, *(f"{attention}{part}_proj.{kind}" for part in "qkv"))
-            same(o, f"{attention}o_proj.{kind}")
-            same(gate_up, f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
-            same(down, f"{mlp}down_proj.{kind}")
-    same(weights.final_norm, "model.norm.weight")
-    if weights.head is weights.embedding:
-        assert torch.equal(left.pop("lm_head.weight"), state["model.embed_tokens.weight"])
-    else:
-        same(weights.head, "lm_head.weight")
-    assert not left
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +31,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "tiny-llama"))
-
-
-@pytest.fixture(scope="module")
-def whole_gguf(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", llama)
 
 
 @pytest.fixture(scope="module")
@@ -269,48 +204,7 @@ def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
     assert len(seen) == len(tensors) + 1
 
 
-# GGUF
-
-
-@pytest.mark.parametrize(("architecture", "options"), VARIANTS)
-def test_gguf_equals_the_checkpoint_it_was_made_of(architecture: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", architecture, **options)
-    config, weights = load(tiny_gguf(tmp_path / "tiny.gguf", checkpoint))
-    assert_same_weights(weights, reference_state(checkpoint))
-    original = load_config(find_model(str(checkpoint)))
-    assert config.norm_eps == pytest.approx(original.norm_eps)  # stored in fp32
-    assert replace(config, norm_eps=original.norm_eps) == original
-
-
-@pytest.mark.parametrize(("padding", "expected"), [(0, (2, 0)), (2, (2,)), (300, (2,)), (9999, (2,))])
-def test_gguf_padding_ends_an_answer_where_it_is_a_control_token(
-    padding: int, expected: tuple[int, ...], llama: Path, tmp_path: Path
-) -> None:
-    path = tiny_gguf(tmp_path / "tiny.gguf", llama, padding=padding)
-    assert load_config(find_model(str(path))).eos_ids == expected
-
-
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.F16])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_quantized_gguf_equals_transformers(
-    architecture: Any, kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # transformers takes 128 for every qwen3 head in a GGUF, whatever the file says.
-    head_dim = 128 if architecture == "qwen3" else None
-    checkpoint = tiny_checkpoint(tmp_path / "checkpoint", architecture, tied=False, head_dim=head_dim)
-    path = tiny_gguf(tmp_path / "tiny.gguf", checkpoint, kind)
-    monkeypatch.setattr(gguf_module, "_CHUNK_WEIGHTS", 1000)  # several chunks a tensor, the last one shorter
-    assert_same_weights(load(path)[1], reference_state(tmp_path, path.name))
-
-
-def test_gguf_tokenizer_equals_the_checkpoints(tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
-    ours = load_tokenizer(find_model(str(tiny_gguf(tmp_path / "tiny.gguf", checkpoint))))
-    theirs = AutoTokenizer.from_pretrained(checkpoint)
-    text = "<|im_start|>user\n" + "".join(SENTENCES) + "<|im_end|>"
-    assert ours(text).input_ids == theirs(text).input_ids
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert (ours.eos_token, ours.chat_template) == ("<|im_end|>", CHAT_TEMPLATE)
+# The default model
 
 
 def test_default_model_equals_transformers(default_weights: tuple[ModelConfig, ModelWeights]) -> None:
@@ -470,81 +364,3 @@ def test_a_checkpoint_without_tokenizer(copy: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer") as error:
         load_tokenizer(find_model(str(copy)))
     assert "\n" not in str(error.value)
-
-
-def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
-    """A GGUF header with one small tensor; `changes` adds metadata (dots written as two underscores)."""
-    writer = GGUFWriter(path, architecture)
-    numbers = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
-    for key, value in (numbers | {"attention.head_count": 2, "attention.head_count_kv": 2}).items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in changes.items():
-        name = key.replace("__", ".")
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        else:
-            writer.add_uint32(name, value)
-    writer.add_tensor("token_embd.weight", torch.zeros(8, 32).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes", "message"),
-    [
-        ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
-        ("llama", {"llama__expert_count": 8}, "mixture of experts"),
-        ("llama", {"llama__rope__dimension_count": 8}, "part of each head"),
-        ("qwen2", {"qwen2__attention__sliding_window": 4096}, "sliding window"),
-        ("qwen3", {"qwen3__attention__value_length": 8}, "head size for values"),
-        ("qwen2", {"qwen2__attention__key_length": 15, "qwen2__attention__value_length": 15}, "even head size, not 15"),
-        ("llama", {"split__count": 3}, "split into several files"),
-        ("qwen3", {"qwen3__rope__freq_base": "high"}, "metadata qwen3.rope.freq_base is missing or not one number"),
-    ],
-)
-def test_a_gguf_that_cannot_be_run(architecture: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        load_config(find_model(str(write_gguf(tmp_path / "tiny.gguf", architecture, **changes))))
-    assert "\n" not in str(error.value)
-
-
-def test_a_gguf_that_lacks_tensors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lacks the tensor model.layers.0.self_attn.q_proj.weight"):
-        load(write_gguf(tmp_path / "tiny.gguf"))
-
-
-def test_a_broken_gguf_file_is_one_line(llama: Path, tmp_path: Path) -> None:
-    whole = tiny_gguf(tmp_path / "tiny.gguf", llama).read_bytes()
-    path = tmp_path / "broken.gguf"
-    for content in (
-        b"",
-        b"GG",
-        b"no GGUF file at all",
-        b"GGUF\x01" + whole[5:],
-        *(whole[:n] for n in range(8, 9000, 97)),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match="is not a readable GGUF file") as error:
-            load_config(find_model(str(path)))
-        assert "\n" not in str(error.value)
-    path.write_bytes(whole[:-1000])
-    with pytest.raises(ConfigError, match="runs past the end of the file"):
-        load(path)
-
-
-@given(flips=st.lists(st.tuples(st.integers(0, 9500), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
-def test_a_damaged_gguf_header_is_refused_or_read(whole_gguf: Path, flips: list[tuple[int, int]]) -> None:
-    content = bytearray(whole_gguf.read_bytes())
-    for position, value in flips:
-        content[position] = value
-    path = whole_gguf.with_name("damaged.gguf")
-    path.write_bytes(content)
-    with suppress(ConfigError):  # some bytes do not matter; nothing else may be raised
-        load(path)

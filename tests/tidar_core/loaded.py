@@ -1,0 +1,66 @@
+"""Checkpoints as the loader reads them, held against transformers tensor by tensor."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tidar_core.config import ModelConfig
+from tidar_core.model.loading import find_model, load_config, load_weights
+from tidar_core.model.weights import ModelWeights
+
+VARIANTS = [
+    ("llama", {"tied": True}),
+    ("llama", {"tied": False, "bias": True}),
+    ("qwen2", {"tied": True}),
+    ("qwen2", {"tied": False, "heads": 4, "kv_heads": 4}),
+    ("qwen3", {"tied": True}),
+    ("qwen3", {"tied": False, "bias": True, "kv_heads": 1}),
+]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelConfig, ModelWeights]:
+    source = find_model(str(path))
+    config = load_config(source)
+    return config, load_weights(source, config, dtype, "cpu")
+
+
+def reference_state(path: Path, gguf_file: str | None = None) -> dict[str, Tensor]:
+    return AutoModelForCausalLM.from_pretrained(path, gguf_file=gguf_file, dtype=torch.float32).state_dict()
+
+
+def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """Every tensor of `weights` equals its parts in transformers' state dict bit for bit, and no part is left over."""
+    left = dict(state)
+
+    def same(tensor: Tensor | None, *names: str) -> None:
+        parts = [left.pop(name) for name in names if name in left]
+        assert len(parts) == (0 if tensor is None else len(names)), names
+        if tensor is not None:
+            assert tensor.dtype == dtype
+            assert tensor.is_contiguous()
+            assert torch.equal(tensor, torch.cat(parts).to(dtype)), names
+
+    same(weights.embedding, "model.embed_tokens.weight")
+    for index, layer in enumerate(weights.layers):
+        stem = f"model.layers.{index}."
+        attention, mlp = stem + "self_attn.", stem + "mlp."
+        same(layer.input_norm, stem + "input_layernorm.weight")
+        same(layer.post_norm, stem + "post_attention_layernorm.weight")
+        same(layer.q_norm, attention + "q_norm.weight")
+        same(layer.k_norm, attention + "k_norm.weight")
+        for kind, qkv, o, gate_up, down in (
+            ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
+            ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
+        ):
+            same(qkv, *(f"{attention}{part}_proj.{kind}" for part in "qkv"))
+            same(o, f"{attention}o_proj.{kind}")
+            same(gate_up, f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
+            same(down, f"{mlp}down_proj.{kind}")
+    same(weights.final_norm, "model.norm.weight")
+    if weights.head is weights.embedding:
+        assert torch.equal(left.pop("lm_head.weight"), state["model.embed_tokens.weight"])
+    else:
+        same(weights.head, "lm_head.weight")
+    assert not left

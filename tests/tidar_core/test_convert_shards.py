@@ -1,0 +1,129 @@
+"""Token shards: what was put in comes out, whatever happens to the last file or to the disk."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tidar_core.documents import HEADER, document
+from tidar_core.config import ConfigError
+from tidar_core.convert.shards import Corpus, open_store, read_header
+
+
+def test_shards_give_back_what_was_put_in(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0), document(1, 7)], [0, 1, 2], 3.0)
+    store.append([document(3)], [3], 4.5)
+    stored = open_store(tmp_path, HEADER).read()
+    assert stored.done == {0, 1, 2, 3}
+    assert stored.seconds == 7.5
+    assert len(stored.corpus) == 3
+    for index, job in enumerate((0, 1, 3)):
+        tokens, own = stored.corpus.document(index)
+        expected = document(job, 7 if job == 1 else 20)
+        assert tokens.tolist() == list(expected.tokens)
+        assert own.tolist() == list(expected.own)
+
+
+def test_a_torn_last_shard_is_dropped_with_one_line(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    store.append([document(1)], [1], 1.0)
+    torn = tmp_path / "shard-000001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    (tmp_path / "shard-000002.safetensors.part").write_bytes(b"half")
+    again = open_store(tmp_path, HEADER)
+    assert len(again.notes) == 1
+    assert "shard-000001" in again.notes[0]
+    assert again.read().done == {0}
+    again.append([document(1)], [1], 1.0)
+    assert open_store(tmp_path, HEADER).read().done == {0, 1}
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])
+def test_an_unreadable_shard_is_one_line(tmp_path, harm):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    store.append([document(1)], [1], 1.0)
+    path = tmp_path / "shard-000000.safetensors"
+    content = path.read_bytes()
+    harmed = {"cut": content[:-1], "garbage": b"\xff" * 64, "columns": content.replace(b'"kinds"', b'"kings"')}
+    path.write_bytes(harmed[harm])
+    with pytest.raises(ConfigError, match=r"shard-000000.* cannot be read .*delete it") as raised:
+        open_store(tmp_path, HEADER).read()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_is_one_line_and_harms_nothing(tmp_path, monkeypatch):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match="the disk is full: free some space"):
+            store.append([document(1)], [1], 1.0)
+    assert not list(tmp_path.glob("*.part"))
+    assert open_store(tmp_path, HEADER).read().done == {0}
+
+
+def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
+    open_store(tmp_path, HEADER)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_store(tmp_path, HEADER.model_copy(update={"tokenizer": "x"}))
+    with pytest.raises(ConfigError, match="--seed 0"):
+        open_store(tmp_path, HEADER.model_copy(update={"seed": 1}))
+    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+    assert open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""})).notes == ()
+
+
+def test_data_begun_with_text_alone_are_of_the_first_weights_that_say_something(tmp_path):
+    open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""}))
+    assert open_store(tmp_path, HEADER).notes == ()
+    assert read_header(tmp_path) == HEADER
+    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+
+
+def test_a_shard_that_the_disk_does_not_give_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    (tmp_path / "shard-000001.safetensors").mkdir()  # it can be opened and not be read
+    with pytest.raises(ConfigError, match=r"shard-000001.* cannot be read .*and start again") as told:
+        open_store(tmp_path, HEADER)
+    assert "\n" not in str(told.value)
+    assert (tmp_path / "shard-000001.safetensors").exists()
+
+
+def test_a_last_shard_of_another_form_is_kept(tmp_path):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    path = tmp_path / "shard-000000.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"kinds"', b'"kings"'))
+    with pytest.raises(ConfigError, match="it has no column kinds"):
+        open_store(tmp_path, HEADER)
+    assert path.exists()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, min_size=4, max_size=400), st.integers(1, 200))
+def test_a_document_stays_on_its_side_of_the_split(keys, more):
+    def sides(some: list[int]) -> tuple[set[int], set[int]]:
+        array = np.array(some, dtype=np.int64)
+        ends = np.arange(1, len(some) + 1)
+        learnt, held = Corpus(ends, ends, ends, array, ends, ends).split()
+        assert sorted([*learnt, *held]) == list(range(len(some)))
+        return {some[i] for i in learnt}, {some[i] for i in held}
+
+    cut = max(4, len(keys) - more)
+    learnt, held = sides(keys)
+    learnt_before, held_before = sides(keys[:cut])
+    if len(held_before) > 2:
+        assert held_before <= held
+        assert learnt_before <= learnt
+    assert len(held) >= 2
