@@ -295,4 +295,5 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that may still be emitted under max_tokens."""
-        return self.request.params.max_tokens - self.generated
+        request = self.request
+        return request.params.max_tokens + len(request.prompt) - len(self.tokens)

@@ -12,7 +12,7 @@ held, rows for as many drafts as there may be. Drafts that did not come are -1 a
 
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -84,7 +84,7 @@ def settled(plan: SequencePlan) -> SequencePlan:
     else:
         shape = Shape(len(drafts))
     idle = plan.shape.drafts - shape.drafts, plan.shape.mask_rows - shape.mask_rows
-    return replace(plan, start=sequence.computed, known=(sequence.tokens[-1],), drafts=drafts, shape=shape, idle=idle)
+    return SequencePlan(sequence, sequence.computed, (sequence.tokens[-1],), drafts, shape, plan.emits, idle)
 
 
 @torch.inference_mode()

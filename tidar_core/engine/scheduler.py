@@ -4,7 +4,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -156,27 +156,27 @@ class Scheduler:
             return None
         before = [under_way[places[sequence]] for sequence in going]
         in_hand = [_drafts_to_come(plan) for plan in before]
-        views = [
-            replace(self._view(plan.sequence), drafts_in_hand=most) for plan, most in zip(before, in_hand, strict=True)
-        ]
-        plans, missing = [], []
-        for plan, most, wanted in zip(before, in_hand, self.policy.choose(views, prompt_rows=0), strict=True):
-            sequence, committed = plan.sequence, len(plan.drafts) + 1
+        views = [self._view(sequence, most) for sequence, most in zip(going, in_hand, strict=True)]
+        shapes = self.policy.choose(views, prompt_rows=0)
+        plans, missing, limits = [], [], self.limits
+        for plan, sequence, most, wanted in zip(before, going, in_hand, shapes, strict=True):
+            position, committed = plan.position, len(plan.drafts) + 1
             shape = fit_shape(
                 wanted,
                 drafts_in_hand=most,
                 remaining=max(1, sequence.remaining - committed),
-                position=plan.position + committed,
-                max_positions=self.limits.max_positions,
+                position=position + committed,
+                max_positions=limits.max_positions,
             )
-            end = plan.position + committed + 1 + shape.drafts
-            missing.append(max(0, -(-end // self.limits.page_size) - len(sequence.pages)))
+            end = position + committed + 1 + shape.drafts
+            missing.append(max(0, -(-end // limits.page_size) - len(sequence.pages)))
             drafts = tuple(range(1, shape.drafts + 1))
-            plans.append(SequencePlan(sequence, plan.position, (0,), drafts, shape, emits=True))
+            plans.append(SequencePlan(sequence, position, (0,), drafts, shape, True))
         if sum(missing) > self.pool.available:
             return None
         for sequence, count in zip(going, missing, strict=True):
-            sequence.pages += self.pool.take(count)
+            if count:
+                sequence.pages += self.pool.take(count)
         return plans, [places[sequence] for sequence in going]
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
@@ -199,7 +199,7 @@ class Scheduler:
         emitting = [(s, count) for s, count in chosen if s.computed + count == len(s.tokens)]
         prompt_rows = sum(count for _, count in chosen) - len(emitting)
         coming = len(self.running) - len(emitting) + min(len(self.waiting), self.limits.max_running - len(self.running))
-        wanted = iter(self.policy.choose([self._view(s) for s, _ in emitting], prompt_rows, coming))
+        wanted = iter(self.policy.choose([self._view(s, len(s.drafts)) for s, _ in emitting], prompt_rows, coming))
         plans = []
         for sequence, count in chosen:
             known = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
@@ -217,11 +217,11 @@ class Scheduler:
             plans.append(SequencePlan(sequence, sequence.computed, known, drafts, shape, emits))
         return plans
 
-    def _view(self, sequence: Sequence) -> SequenceView:
+    def _view(self, sequence: Sequence, drafts_in_hand: int) -> SequenceView:
         params = sequence.request.params
         return SequenceView(
             params.drafting,
-            len(sequence.drafts),
+            drafts_in_hand,
             params.block or self.policy.block_length,
             len(sequence.tokens),
             sequence.acceptance,
@@ -362,13 +362,13 @@ class Scheduler:
     def _settle(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], Finish | None]:
         """The part of `emitted` that is sent, cut at the first stop, and how the sequence ends, if it does."""
         params = sequence.request.params
+        ignore_eos = params.ignore_eos and sequence.constraint is None
         finish: Finish | None = None
         for index, token in enumerate(emitted):
             if token < 0:
                 emitted = emitted[:index]
                 finish = Finish(FinishReason.ERROR, error="the model gave scores that are not numbers")
                 break
-            ignore_eos = params.ignore_eos and sequence.constraint is None
             if token in params.stop_token_ids or (token in self.limits.eos_ids and not ignore_eos):
                 emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
                 break
