@@ -16,7 +16,7 @@ from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
 from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.succession import Carried
-from tidar_core.kernels.triton_gemm import measured_tiles
+from tidar_core.kernels.triton_gemm import WIDEST_RANK, measured_tiles
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
@@ -35,15 +35,16 @@ def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
 
 def variants_in_use() -> list[Variant]:
     """Steps of every measured shape with an H100's tiles, with and without mask rows; with mask rows, which take more
-    registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, and in the other dtypes; other
-    attention sizes; the token rule; the bench's reading kernel."""
-    launches = []
+    registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, with the widest adapter, and in the
+    other dtypes; other attention sizes; the token rule; the bench's reading kernel."""
+    launches, tiles = [], measured_tiles("NVIDIA H100 80GB HBM3", BF16)
     for config in SHAPES.values():
         for mask in (0, 56):
-            tiles = measured_tiles("NVIDIA H100 80GB HBM3", BF16)
             launches += step_launches(config, BF16, 16, 8, mask, layers=2, measured=tiles)
         launches += step_launches(config, BF16, 16, 8, 56, layers=2)
         launches += step_launches(config, BF16, 16, 8, 56, layers=2, float8=True, kv_dtype=FLOAT8)
+    launches += step_launches(QWEN3_8B, BF16, 16, 8, 56, layers=2, rank=WIDEST_RANK, measured=tiles)
+    launches += step_launches(QWEN3_8B, BF16, 16, 8, 56, layers=2, rank=WIDEST_RANK, float8=True, kv_dtype=FLOAT8)
     for dtype in (FP32, torch.float16):
         launches += step_launches(SMOLLM2_135M, dtype, 16, 8, 56, layers=2)
     launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0, layers=2)

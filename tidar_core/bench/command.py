@@ -163,11 +163,13 @@ def decode(
             rounds=rounds, max_tokens=max_tokens, at_least=prompts,
         )  # fmt: skip
         table = Table("batch", "drafts", "tokens/s", "against off", "tokens per step", title=f"{model}, {dtype}")
+        found = []
         for r in results:
             cells = f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}", f"{r.tokens_per_step:.2f}"
             table.add_row(str(r.batch), r.drafts, *cells)
+            found.append(r.as_record())
+            write_record(json_file, {"engine": engine.info, "decode": found})  # whatever stops what is left
         Console().print(table)
-        write_record(json_file, {"engine": engine.info, "decode": [result.as_record() for result in results]})
 
 
 @bench.command()

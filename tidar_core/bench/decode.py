@@ -1,7 +1,7 @@
 """Tokens per second of one engine, in one process: drafts off, auto and full in turn, at several batch sizes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -34,13 +34,13 @@ def measure_decode(
     rounds: int,
     max_tokens: int,
     at_least: int,
-) -> list[DecodeResult]:
-    """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts.
+) -> Iterator[DecodeResult]:
+    """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts. A batch size
+    is told once all its rounds are over.
 
     A round answers at least `at_least` prompts, `batch` at a time, greedily, to the end of sequence or `max_tokens`.
     Time runs from the first request to the last token, prompts included; no prefix is reused across answers.
     """
-    results = []
     for batch in batches:
         speeds: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
         steps: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
@@ -64,8 +64,8 @@ def measure_decode(
                 speeds[mode].append(sum(len(answer.tokens) for answer in answers[mode]) / seconds[mode])
                 steps[mode].append(tokens_per_step(answers[mode]))
         plain = speeds[modes[0]]
-        results += [
-            DecodeResult(
+        for mode in modes:
+            yield DecodeResult(
                 batch,
                 mode,
                 median(speeds[mode]),
@@ -73,6 +73,3 @@ def measure_decode(
                 median(steps[mode]),
                 tuple(round(speed, 1) for speed in speeds[mode]),
             )
-            for mode in modes
-        ]
-    return results

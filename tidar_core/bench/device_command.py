@@ -115,7 +115,8 @@ def kernels(
     with user_errors():
         from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
 
-        record = run_kernel_bench(Console(stderr=True).print, _shapes(shape), tuned=tune)
+        say = Console(stderr=True).print
+        record = run_kernel_bench(say, _shapes(shape), tuned=tune, keep=lambda found: write_record(json_file, found))
         right = show_kernel_bench(record, Console())
         write_record(json_file, record)
         if not right:

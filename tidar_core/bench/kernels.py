@@ -6,7 +6,7 @@ Needs an NVIDIA GPU and triton, neither ray nor gradio.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
@@ -29,17 +29,22 @@ def require_gpu() -> None:
 
 @torch.inference_mode()
 def run_kernel_bench(
-    report: Callable[[str], None], shapes: Sequence[str] = tuple(SHAPES), *, tuned: bool = False
+    report: Callable[[str], None],
+    shapes: Sequence[str] = tuple(SHAPES),
+    *,
+    tuned: bool = False,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Checks and measures as one record: device, versions, seed, ceilings, checks, measures, tiles.
 
-    With `tuned` the tiles of every weight are searched for as well. Raises ConfigError.
+    With `tuned` the tiles of every weight are searched for as well. keep gets the record after each of them, as far as
+    it is. Raises ConfigError.
     """
     require_gpu()
     import triton
 
-    from tidar_core.bench.kernel_checks import Check, check_kernels
-    from tidar_core.bench.measures import Extent, Measure, Subject, measure_all, measure_ceilings
+    from tidar_core.bench.kernel_checks import check_kernels
+    from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
     from tidar_core.bench.tuning import compile_candidates, tune
     from tidar_core.kernels.triton_ops import triton_ops
 
@@ -51,30 +56,31 @@ def run_kernel_bench(
         compile_candidates([SHAPES[name] for name in shapes], torch.bfloat16)
     ceilings = measure_ceilings(device, extent)
     report(f"reads {ceilings.read / 1e12:.2f} TB/s, multiplies {ceilings.multiply / 1e12:.0f} TFLOP/s in bf16")
-    checks: list[Check] = []
-    measures: list[Measure] = []
-    tiles: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "seed": seed, "ceilings": asdict(ceilings), "checks": [], "measures": [], "tiles": [],
+    }  # fmt: skip
+
+    def add(part: str, found: Iterable[dict[str, Any]]) -> None:
+        for one in found:
+            record[part].append(one)
+            keep(record)
+
     for name in shapes:
         config = SHAPES[name]
         for dtype in (torch.bfloat16, torch.float32):
             report(f"{name}: checking the kernels in {str(dtype).removeprefix('torch.')}")
-            checks += check_kernels(triton_ops(config, dtype, device), config, dtype, device)
+            checks = check_kernels(triton_ops(config, dtype, device), config, dtype, device)
+            add("checks", (check.as_record() for check in checks))
         report(f"{name}: measuring")
         ops = triton_ops(config, torch.bfloat16, device)
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
-        measures += measure_all(subject)
+        add("measures", map(asdict, measure_all(subject)))
         if tuned:
             report(f"{name}: searching tiles")
-            tiles += tune(subject)
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-        "seed": seed,
-        "ceilings": asdict(ceilings),
-        "checks": [check.as_record() for check in checks],
-        "measures": [asdict(measure) for measure in measures],
-        "tiles": tiles,
-    }
+            add("tiles", tune(subject))
+    return record
 
 
 def show_kernel_bench(record: dict[str, Any], console: Console) -> bool:

@@ -140,6 +140,7 @@ def measure_steps(
                 share = model.bytes / subject.ceilings.read / seconds
                 mask = total - rows.verify
                 yield StepTime(subject.name, context, total, rows.verify, mask, drafting, 1e6 * seconds, share)
+            del cache  # there is no room for it beside the next one
 
 
 def measure_prefill(

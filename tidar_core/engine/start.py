@@ -57,15 +57,18 @@ def load_engine(
     ops = _ops(config, model, dtype, device, report)
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
+    vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
+    weights = pack_model(weights, ops.pack, ops.pack_head)
+    drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
+
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
     pages = _cache_pages(config, model, kv_dtype, device, positions)
     if pages * config.page_size < positions:
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
-    vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    weights = pack_model(weights, ops.pack, ops.pack_head)
-    drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
         Graphs(cuda_capture(device))

@@ -29,7 +29,7 @@ PROGRAMS_AIMED_AT = 128  # about one for each multiprocessor of an H100 or H200
 MOST_SPLITS = 8
 STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
-WIDEST_RANK = 128  # of an adapter that is computed beside the base product
+WIDEST_RANK = 64  # of an adapter that is computed beside the base product: more would not fit the shared memory
 BYTES_BEHIND = 8 << 20  # of the next weight that a product asks for: some of what the cache holds. Not measured yet.
 LINES_AHEAD = tl.constexpr(8)  # cache lines of each weight row that are asked for before the kernel in front is through
 
