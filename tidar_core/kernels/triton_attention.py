@@ -334,7 +334,7 @@ def paged_attend(
     scale = LOG2E * head_dim**-0.5
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
     block_heads = min(8, 512 // head_dim, triton.next_power_of_2(group))
-    merge_warps = min(8, max(2, block_heads * head_dim // 64))
+    merge_warps = max(2, block_heads * head_dim // (128 if head_dim <= 128 else 64))  # more than these would spill
     planned: tuple[StepRows, tuple[_Part, ...]] | None = None
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
