@@ -344,6 +344,14 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
         answers.append(answer_all(engine, prompts, [params] * 6))
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
 
+    again = (model, "--start", tmp_path / "drafter", "--data", tmp_path / "drafter.work" / "data", *SMALL, "--steps", 1)
+    status, output = run_command(*again, "--out", tmp_path / "less", "--layers", "1-2", "--projections", "qkv,o")
+    assert status == 0, output
+    less = read_adapter_config(tmp_path / "less")
+    assert (less.layers, less.projections) == ((2,), ("qkv", "o"))
+    status, output = run_command(*again, "--out", tmp_path / "none", "--layers", "1")
+    assert (status, "drafter adapts nothing of what --projections and --layers name" in output) == (1, True)
+
 
 @pytest.mark.parametrize(("bf16", "wide"), [(1e9, True), (2e10, False)])
 def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeypatch, bf16, wide):

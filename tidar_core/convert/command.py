@@ -38,17 +38,13 @@ def convert_command(
     data: Annotated[Path | None, typer.Option(help="Where the token shards are; later runs may use them too.")] = None,
     start: Annotated[
         str,
-        typer.Option(
-            help="Go on from an adapter (what it adapts, rank and slot head are its own): its directory, or 'default'."
-        ),
+        typer.Option(help="Go on from an adapter (its rank and slot head stay): its directory, or 'default'."),
     ] = "none",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     projections: Annotated[
-        str, typer.Option(help="What it adapts, some of qkv,o,gate_up,down.")
+        str, typer.Option(help="What it adapts, or what is kept of --start: some of qkv,o,gate_up,down.")
     ] = "qkv,o,gate_up,down",
-    layers: Annotated[
-        str, typer.Option(help="Which layers it adapts: all, or numbers from 0 on, as in 0,20-29.")
-    ] = "all",
+    layers: Annotated[str, typer.Option(help="In which layers: all, or numbers from 0 on, as in 0,20-29.")] = "all",
     block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
     block_sizes: Annotated[
         Literal["whole", "mixed", "growing"],

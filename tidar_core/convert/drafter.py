@@ -61,6 +61,19 @@ def new_drafter(
     return AdapterWeights(slots.to(embedding.device), made)
 
 
+def kept_of(
+    weights: AdapterWeights, projections: Sequence[Projection], layers: Sequence[int] | None = None
+) -> AdapterWeights:
+    """The drafter with what it adapts in these projections and layers (None: all) alone."""
+
+    def kept(index: int, layer: LayerAdapter) -> LayerAdapter:
+        if layers is not None and index not in layers:
+            return LayerAdapter()
+        return LayerAdapter(*(getattr(layer, name) if name in projections else None for name in PROJECTIONS))
+
+    return replace(weights, layers=tuple(kept(index, layer) for index, layer in enumerate(weights.layers)))
+
+
 def with_slot_head(weights: AdapterWeights, embedding: Tensor, width: int, seed: int) -> AdapterWeights:
     """The drafter with a slot head that changes nothing yet: `out` is zero; fp32. Width 0 leaves it as it is."""
     if not width:

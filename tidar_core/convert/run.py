@@ -18,7 +18,7 @@ from tidar_core.convert.card import made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import PROJECTIONS, check_layers, check_rank, new_drafter, with_slot_head
+from tidar_core.convert.drafter import PROJECTIONS, check_layers, check_rank, kept_of, new_drafter, with_slot_head
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import prepare_folder
@@ -70,8 +70,9 @@ Mode = Literal["adapter", "full"]
 class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
     fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
-    from, "default" for the shipped one, "none" for a new one. layers: those that a new one adapts, None for all. mode:
-    a drafter beside the base, or full TiDAR weights, which learn from `text` alone where it is given."""
+    from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a new one adapts,
+    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, which learn from
+    `text` alone where it is given."""
 
     model: str
     out: Path
@@ -332,10 +333,9 @@ def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokeni
 
 def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError."""
-    path = _start_path(options, identity)
+    path, layers = _start_path(options, identity), check_layers(identity, options.layers)
     if path is None:
         check_rank(identity, options.rank, options.projections)
-        check_layers(identity, options.layers)
         return
     known, train = read_adapter_config(path), options.train
     for name, theirs, ours in (
@@ -344,6 +344,8 @@ def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     ):
         if theirs != ours:
             raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
+    if not any(known.adapts(layer, projection) for layer in layers for projection in options.projections):
+        raise ConfigError(f"the adapter {path.name} adapts nothing of what --projections and --layers name")
 
 
 def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
@@ -366,6 +368,7 @@ def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeight
         )
     else:
         begun = load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+        begun = kept_of(begun, options.projections, options.layers)
     if begun.slot_head is not None:
         return begun
     return with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
