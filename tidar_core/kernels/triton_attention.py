@@ -100,8 +100,7 @@ def _plan(
 
     sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows. All
     tiles of a run have an item for each split of the longest among them, and those of one split lie side by side: they
-    are worked off at the same time, and all but the first find its keys in the cache. scratch: int32
-    [3 * BLOCK + LINE].
+    are worked off at about the same time and may find its keys in the cache. scratch: int32 [3 * BLOCK + LINE].
     """
     let_next_begin(OVERLAP)
     wait_for_kernel_before(OVERLAP)
@@ -334,7 +333,8 @@ def paged_attend(
     scale = LOG2E * head_dim**-0.5
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim}
     block_heads = min(8, 512 // head_dim, triton.next_power_of_2(group))
-    merge_warps = max(2, block_heads * head_dim // (128 if head_dim <= 128 else 64))  # more than these would spill
+    # As few as spill nothing: the fewer, the more programs share a multiprocessor.
+    merge_warps = max(2, block_heads * head_dim // (128 if head_dim <= 128 else 64))
     planned: tuple[StepRows, tuple[_Part, ...]] | None = None
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
