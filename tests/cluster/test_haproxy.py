@@ -80,7 +80,23 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "bfloat16", "--device", "cpu")
     words += ("--no-playground",)
     with running(start(directory, *words)) as started:
+        wait_until_direct(started)
         yield started
+
+
+def wait_until_direct(server: Server) -> None:
+    """For a moment after the server is ready it is Serve's own proxy that stands between HAProxy and the ingress."""
+    (ingress,) = ingresses(server)
+    ports = {own.laddr.port for own in ingress.net_connections("tcp") if own.status == "LISTEN"}
+    deadline = time.monotonic() + 20
+    while True:
+        assert time.monotonic() < deadline, "HAProxy does not find the ingress"
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with suppress(psutil.Error):
+            opened = [connection for process in haproxies(server) for connection in process.net_connections("tcp")]
+            if any(connection.raddr and connection.raddr.port in ports for connection in opened):
+                return
+        time.sleep(0.05)
 
 
 def haproxies(server: Server) -> list[psutil.Process]:
