@@ -6,8 +6,10 @@ import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
@@ -165,15 +167,14 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
     ready = False
     try:
         board = put_up_board()
-        serve.start(
-            proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=options.host, port=options.port)
-        )
+        proxies = start_serve(options.host, options.port, interrupts)
         targets = [serve.RunTarget(app.application(chosen), name=API, route_prefix="/")]
         if options.playground:
             from playground.app import build as build_playground
 
             targets.append(serve.RunTarget(build_playground({}), name=PLAYGROUND, route_prefix="/playground"))
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        proxies.result()
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
         announce(base, options.playground, chosen, say)
@@ -193,6 +194,27 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
                     time.sleep(LOOK_SECONDS)
         except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller
             say(f"Serve did not end by itself: {first_line(error)}")
+
+
+def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
+    """Start Serve, which takes applications from here on. The result comes once its proxies are ready: replicas load
+    beside them."""
+    proxies: Future[Any] = Future()
+
+    def start() -> None:
+        try:
+            where = HTTPOptions(host=host, port=port)
+            proxies.set_result(serve.start(proxy_location=ProxyLocation.EveryNode, http_options=where))
+        except BaseException as error:
+            proxies.set_exception(error)
+
+    threading.Thread(target=start, name="serve-start", daemon=True).start()
+    while not proxies.done() and not serve.status().proxies:
+        interrupts.check()
+        time.sleep(LOOK_SECONDS / 5)
+    if proxies.done():
+        proxies.result()
+    return proxies
 
 
 def check_resources(options: ServeOptions) -> None:
