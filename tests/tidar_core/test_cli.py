@@ -1,6 +1,7 @@
 """The `tidar` command as a user meets it: answers, help, one line for what can be mended."""
 
 import json
+from collections import Counter
 
 import pytest
 from typer.testing import CliRunner
@@ -53,6 +54,23 @@ def test_bench_decode_writes_a_record(model, tmp_path):
     assert {entry["drafts"] for entry in written["decode"]} == {"off", "auto", "full"}
     assert written["engine"]["exact"] is True
     assert written["date"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, stopped):
+    if stopped:
+        monkeypatch.setattr("tidar_core.bench.exact.sampled_params", None)  # calling it fails
+    record = tmp_path / "record.json"
+    result = tidar(
+        "bench", "exact", "--model", model / "tiny", "--adapter", model / "drafter", "--prompts", 2, "--batch", 2,
+        "--max-tokens", 8, "--json", record,
+    )  # fmt: skip
+    assert (result.exit_code == 0) != stopped, result.output
+    found = json.loads(record.read_text())["comparisons"]
+    by_kind = Counter((one["rule"], one["against"]) for one in found)
+    greedy = {("greedy", "transformers"): 6, ("greedy", "plain decoding"): 5}
+    assert by_kind == (greedy if stopped else greedy | {("sampled", "plain decoding"): 5})
+    assert all(one["equal"] == 2 for one in found)
 
 
 @pytest.mark.parametrize(

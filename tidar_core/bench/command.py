@@ -69,14 +69,15 @@ def exact(
 
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
         chosen = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
-        results = run_exact(engine, model, chosen, batch=batch, max_tokens=max_tokens)
         table = Table("rule", "against", "way", "equal", "near ties", "different", title=f"{model}, {dtype}")
-        for result in results:
+        comparisons: list[dict[str, object]] = []
+        for result in run_exact(engine, model, chosen, batch=batch, max_tokens=max_tokens):
+            comparisons.append(result.as_record())
             table.add_row(*map(str, result.as_record().values()))
+            write_record(json_file, {"engine": engine.info, "comparisons": comparisons})
         Console().print(table)
         Console().print(f"the engine proves its rows exact at warm-up: {engine.info.exact}")
-        write_record(json_file, {"engine": engine.info, "comparisons": [result.as_record() for result in results]})
-        if any(result.different for result in results):
+        if any(compared["different"] for compared in comparisons):
             raise typer.Exit(1)
 
 

@@ -1,7 +1,7 @@
 """The first promise, checked: drafts change the speed, never the text."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 
@@ -35,11 +35,14 @@ class Comparison:
 def decode_ways(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
 ) -> dict[str, list[list[int]]]:
-    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`.
+    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`."""
+    return dict(_each_way(engine, prompts, params, batch))
 
-    Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
-    """
-    ways = {}
+
+def _each_way(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
+) -> Iterator[tuple[str, list[list[int]]]]:
+    """Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it."""
     for mode in MODES:
         for size in (1, batch):
             answers: list[list[int]] = []
@@ -48,8 +51,7 @@ def decode_ways(
                 answers += [
                     answer.tokens for answer in answer_all(engine, some, [params(mode)] * len(some), f"{mode} {size}")
                 ]
-            ways[f"{mode}, {'alone' if size == 1 else f'batch of {size}'}"] = answers
-    return ways
+            yield f"{mode}, {'alone' if size == 1 else f'batch of {size}'}", answers
 
 
 def greedy_params(max_tokens: int, drafts: DraftMode) -> SamplingParams:
@@ -154,25 +156,27 @@ class ExactResult:
     against: str
     comparison: Comparison
 
-    @property
-    def different(self) -> int:
-        return self.comparison.different
-
     def as_record(self) -> dict[str, object]:
         return {"rule": self.rule, "against": self.against, **self.comparison.as_record()}
 
 
 def run_exact(
     engine: Engine, model: str, prompts: Sequence[tuple[int, ...]], *, batch: int, max_tokens: int
-) -> list[ExactResult]:
-    """Greedy and sampled decoding of all prompts in every way; greedy fp32 also against transformers."""
-    results = []
+) -> Iterator[ExactResult]:
+    """Greedy and sampled decoding of all prompts in every way; greedy fp32 also against transformers. Each result as
+    soon as it is known."""
     for rule, params in (("greedy", greedy_params), ("sampled", sampled_params)):
-        ways = decode_ways(engine, prompts, partial(params, max_tokens), batch)
-        results += [ExactResult(rule, "plain decoding", comparison) for comparison in compare_ways(ways)[1:]]
+        reference: torch.nn.Module | None = None
+        expected: list[list[int]] = []
+        plain: dict[str, list[list[int]]] = {}
         if rule == "greedy" and engine.info.dtype == "float32":
             reference = load_reference(find_model(model), torch.float32, engine.info.device)
             expected = reference_answers(reference, prompts, max_tokens)
-            comparisons = compare_with_reference(reference, prompts, expected, ways)
-            results += [ExactResult(rule, "transformers", comparison) for comparison in comparisons]
-    return results
+        for way, answers in _each_way(engine, prompts, partial(params, max_tokens), batch):
+            this = {way: answers}
+            if reference is not None:
+                (compared,) = compare_with_reference(reference, prompts, expected, this)
+                yield ExactResult(rule, "transformers", compared)
+            if plain:
+                yield ExactResult(rule, "plain decoding", compare_ways(plain | this)[1])
+            plain = plain or this
