@@ -208,6 +208,7 @@ def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
         except BaseException as error:
             proxies.set_exception(error)
 
+    # No pool's thread, which Python would wait for: whoever interrupts the start does not wait for the proxies.
     threading.Thread(target=start, name="serve-start", daemon=True).start()
     while not proxies.done() and not serve.status().proxies:
         interrupts.check()

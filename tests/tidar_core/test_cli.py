@@ -56,20 +56,20 @@ def test_bench_decode_writes_a_record(model, tmp_path):
     assert written["date"]
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, stopped):
+@pytest.mark.parametrize(("batch", "ways", "stopped"), [(2, 6, False), (2, 6, True), (1, 3, False)])
+def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, batch, ways, stopped):
     if stopped:
         monkeypatch.setattr("tidar_core.bench.exact.sampled_params", None)  # calling it fails
     record = tmp_path / "record.json"
     result = tidar(
-        "bench", "exact", "--model", model / "tiny", "--adapter", model / "drafter", "--prompts", 2, "--batch", 2,
+        "bench", "exact", "--model", model / "tiny", "--adapter", model / "drafter", "--prompts", 2, "--batch", batch,
         "--max-tokens", 8, "--json", record,
     )  # fmt: skip
     assert (result.exit_code == 0) != stopped, result.output
     found = json.loads(record.read_text())["comparisons"]
     by_kind = Counter((one["rule"], one["against"]) for one in found)
-    greedy = {("greedy", "transformers"): 6, ("greedy", "plain decoding"): 5}
-    assert by_kind == (greedy if stopped else greedy | {("sampled", "plain decoding"): 5})
+    greedy = {("greedy", "transformers"): ways, ("greedy", "plain decoding"): ways - 1}
+    assert by_kind == (greedy if stopped else greedy | {("sampled", "plain decoding"): ways - 1})
     assert all(one["equal"] == 2 for one in found)
 
 

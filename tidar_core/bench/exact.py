@@ -44,7 +44,7 @@ def _each_way(
 ) -> Iterator[tuple[str, list[list[int]]]]:
     """Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it."""
     for mode in MODES:
-        for size in (1, batch):
+        for size in dict.fromkeys((1, batch)):
             answers: list[list[int]] = []
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
