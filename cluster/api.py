@@ -6,6 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -23,7 +24,6 @@ from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
 from cluster.metrics import IngressMetrics, render
 from cluster.models import Models
-from cluster.openapi import document
 from cluster.options import ServeOptions
 from cluster.prompts import (
     chat_prompt,
@@ -79,7 +79,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
         await models.stop()
         await flush(spans)
 
-    app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
@@ -236,9 +236,22 @@ def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> 
 
 
 def add_document(app: FastAPI, options: ServeOptions) -> None:
-    """`/openapi.json`, instead of what FastAPI would find out by itself: the routes read their bodies on their own."""
-    made = document(app, api_keys=options.api_keys is not None, metrics_keys=options.metrics_keys is not None)
-    app.openapi = lambda: made  # type: ignore[method-assign]  # FastAPI's own way to say it
+    """`/openapi.json`, instead of what FastAPI would find out by itself: the routes read their bodies on their own.
+
+    Made when it is first asked for, and in a thread: OpenAI's types alone take half a second of a start, or of streams.
+    """
+
+    @cache
+    def made() -> dict[str, Any]:
+        from cluster.openapi import document
+
+        return document(app, api_keys=options.api_keys is not None, metrics_keys=options.metrics_keys is not None)
+
+    app.openapi = made  # type: ignore[method-assign]  # FastAPI's own way to say it
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(await asyncio.to_thread(made))
 
 
 def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:

@@ -11,7 +11,6 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api import build_api
 from cluster.directory import Directory, Wake
 from cluster.options import ServedModel, ServeOptions, deployment_part
 from cluster.preflight import check_visible
@@ -41,6 +40,8 @@ class Ingress:
         self._options = options
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        from cluster.api import build_api  # here, in the replica: whoever deploys it needs no route
+
         return build_api(self._directories, self._options)
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from tidar_core.request import DraftMode
+
+if TYPE_CHECKING:  # half a second for whoever only starts replicas
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class ModelCard:
     eos_ids: tuple[int, ...]
     drafts: DraftMode
     step_cost: Mapping[str, Sequence[float]]
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: "PreTrainedTokenizerFast"
 
     def describe(self) -> dict[str, object]:
         """The entry of `/v1/models`, in OpenAI's shape with vLLM's `root` and `max_model_len`."""

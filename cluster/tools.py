@@ -4,16 +4,18 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
-from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import bad_request
 from cluster.structured import ResponseFormat
 from cluster.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
+
+if TYPE_CHECKING:  # as for `ModelCard`
+    from transformers import PreTrainedTokenizerFast
 
 MAX_TOOLS = 128  # as OpenAI
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -83,7 +85,7 @@ class Toolbox:
 
 
 def toolbox(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     tools: Sequence[Tool],
     choice: ToolChoice | None,
     parallel: bool,
@@ -171,7 +173,7 @@ _SPELLINGS = (
 )
 
 
-def tool_format(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
+def tool_format(tokenizer: "PreTrainedTokenizerFast") -> ToolFormat:
     """How the model's chat template writes a call: it is asked to write one.
 
     Raises ApiError (400) where it has no tools, or writes calls in a way that is not read here.
