@@ -23,6 +23,7 @@ from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
 POLL_SECONDS = 1.0
+FIRST_POLL_SECONDS = 0.1  # until a replica has answered: a server that starts is ready so much sooner
 FIRST_SECONDS = 3.0  # that an ingress waits for a replica before it takes requests
 REPLY_SECONDS = 1.5
 FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
@@ -190,7 +191,7 @@ class Directory:
             except Exception as error:  # no replica yet, or none any more
                 self._heard = {}
                 log.debug("no replica answers: %s", error)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS if self._found.is_set() else FIRST_POLL_SECONDS)
 
     async def _look(self) -> None:
         try:
