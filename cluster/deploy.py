@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from cluster.card import ModelCard
 from cluster.haproxy import haproxy_settings
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions, UpOptions
-from cluster.preflight import absolute, check_options, check_port
+from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.progress import put_up_board
 from tidar_core.config import ConfigError
 
@@ -61,16 +61,17 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             address = running_cluster()
             if address is None:
                 check_port(options.host, options.port)
-            check_options(absolute(options.serve))
-            with (
-                haproxy_settings(options.host) as front,
-                ray_cluster(address, say, interrupts, SHORT_WAYS | front),
-            ):
-                if address is not None:
-                    refuse_running_serve(address)
-                    check_port(options.host, options.port)
-                with applications(options, address is not None, say, interrupts):
-                    watch(say, interrupts)
+            chosen = absolute(options.serve)
+            sources = check_options(chosen)
+            with haproxy_settings(options.host) as front, ThreadPoolExecutor(max_workers=1) as beside:
+                fit = beside.submit(check_models, chosen, sources)  # Ray's start waits for others most of the time
+                with ray_cluster(address, say, interrupts, SHORT_WAYS | front):
+                    fit.result()
+                    if address is not None:
+                        refuse_running_serve(address)
+                        check_port(options.host, options.port)
+                    with applications(options, address is not None, say, interrupts):
+                        watch(say, interrupts)
         except (KeyboardInterrupt, SystemExit):
             say("stopped")
         except ConfigError:

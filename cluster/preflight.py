@@ -1,7 +1,7 @@
-"""What can be known to fail before Ray starts: the port, the models, the adapters. Each failure is one line."""
+"""What can be known to fail before anything is served: the port, the models, the adapters. Each failure is one line."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from cluster.auth import read_keys
 from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.settings import suggestion
 
 OWN_ADAPTERS = ("default", "none")  # words that are no path
@@ -37,21 +38,19 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def check_options(options: ServeOptions) -> None:
-    """Raise ConfigError where a model is not found or not one that the decoder runs, where an adapter does not fit its
-    model, a key file is of no use or packages for traces are missing.
-
-    Reads headers only, except that a hub id is downloaded; a replica checks the rest when it loads.
-    """
+def check_options(options: ServeOptions) -> dict[str, ModelSource]:
+    """Where each model lies, by what it was asked for; a hub id is downloaded. Raises ConfigError where one is not
+    found, a key file is of no use, packages for traces are missing or Ray knows no such GPU."""
     for file in (options.api_keys, options.metrics_keys):
         read_keys(file)
     check_traces(options.traces)
     check_accelerator(options.accelerator)
-    check_models(options, lambda path: True)
+    return {model: find_model(model) for model in models_of(options)}
 
 
 def check_visible(options: ServeOptions) -> None:
-    """As `check_options`, of what can be seen from here: raises ConfigError for what is wrong in itself.
+    """As `check_options` and `check_models`, of what can be seen from here: raises ConfigError for what is wrong in
+    itself.
 
     For a machine that may have neither models nor keys, as the head of a Ray cluster: what is not there is left to the
     replicas, and no hub id is downloaded.
@@ -60,18 +59,28 @@ def check_visible(options: ServeOptions) -> None:
     for file in (options.api_keys, options.metrics_keys):
         if file is not None and Path(file).exists():
             read_keys(file)
-    check_models(options, lambda path: path == DEFAULT_MODEL or Path(path).exists())
+    visible = [model for model in models_of(options) if model == DEFAULT_MODEL or Path(model).exists()]
+    check_models(options, {model: find_model(model) for model in visible}, lambda adapter: Path(adapter).exists())
 
 
-def check_models(options: ServeOptions, can_be_seen: Callable[[str], bool]) -> None:
-    """Raise ConfigError where a model or an adapter among those that can be seen from here is of no use."""
-    from tidar_core.model.loading import find_model, load_config
+def models_of(options: ServeOptions) -> list[str]:
+    """Each base once, however many adapters it has: in a GGUF file a header holds the whole vocabulary."""
+    return list(dict.fromkeys(served.config.model for served in options.served.values()))
 
-    chosen = {name: served.config for name, served in options.served.items()}
-    # Once for each base, however many adapters it has: in a GGUF file a header holds the whole vocabulary.
-    bases = dict.fromkeys(config.model for config in chosen.values())
-    shapes = {model: load_config(find_model(model)) for model in bases if can_be_seen(model)}
-    for name, config in chosen.items():
+
+def check_models(
+    options: ServeOptions, sources: Mapping[str, ModelSource], can_be_seen: Callable[[str], bool] = lambda adapter: True
+) -> None:
+    """Raise ConfigError where one of the models that were found is not one that the decoder runs, or where an adapter
+    that can be seen from here does not fit it.
+
+    Reads headers only; a replica checks the rest when it loads. Imports torch, which takes two seconds.
+    """
+    from tidar_core.model.configuration import load_config
+
+    shapes = {model: load_config(source) for model, source in sources.items()}
+    for name, served in options.served.items():
+        config = served.config
         if config.model in shapes and config.adapter not in OWN_ADAPTERS and can_be_seen(config.adapter):
             check_adapter(Path(config.adapter), name, shapes[config.model])
 

@@ -147,6 +147,19 @@ def words_of(process: psutil.Process) -> list[str]:
         return []
 
 
+def end_all(mark: str) -> list[list[str]]:
+    """The command lines of what a server that has ended left behind; none of its processes is left after this."""
+    left = marked_processes(mark)
+    said = {process: words_of(process) for process in left}
+    helpers = [
+        process for process in left if not said[process] or any(name in " ".join(said[process]) for name in HELPERS)
+    ]
+    ended, _ = psutil.wait_procs(helpers, timeout=ENDING_SECONDS)
+    left = [process for process in left if process not in ended]
+    kill_all(left)
+    return [said[process] for process in left]
+
+
 @contextmanager
 def running(server: Server) -> Iterator[Server]:
     """A started server, once it is ready. However the test ends, none of its processes is left."""
@@ -156,13 +169,8 @@ def running(server: Server) -> Iterator[Server]:
     finally:
         if server.process.poll() is None:
             server.interrupt()
-        left = server.processes()
-        said = {process: " ".join(words_of(process)) for process in left}
-        helpers = [process for process in left if not said[process] or any(name in said[process] for name in HELPERS)]
-        ended, _ = psutil.wait_procs(helpers, timeout=ENDING_SECONDS)
-        left = [process for process in left if process not in ended]
-        kill_all(left)
-    assert not left, f"left behind: {[words_of(process) for process in left]}"
+        left = end_all(server.mark)
+    assert not left, f"left behind: {left}"
 
 
 @contextmanager

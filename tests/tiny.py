@@ -23,8 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tidar_core.config import DEFAULT_MODEL, Architecture
 from tidar_core.model.adapter import Adapter, AdapterConfig, Projection, identify_base, save_adapter
+from tidar_core.model.configuration import load_config
 from tidar_core.model.gguf import gguf_name
-from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

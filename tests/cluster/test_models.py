@@ -20,7 +20,7 @@ from cluster.errors import ApiError
 from cluster.metrics import IngressMetrics
 from cluster.models import SETTLE_SECONDS, Models
 from cluster.options import ServeOptions
-from cluster.preflight import absolute, check_options, check_visible
+from cluster.preflight import absolute, check_models, check_options, check_visible
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_api import NoReplica
 from tests.servers import tiny_model
@@ -288,7 +288,10 @@ def test_each_adapter_is_checked_against_its_own_base(tmp_path: Path) -> None:
         further = {"model": str(base), "adapter": str(path)}
         return read_options(ServeOptions, {"model": str(model), "adapter": str(adapter), "models": {"x": further}})
 
-    for check in (check_options, check_visible):
+    def check_all(chosen: ServeOptions) -> None:
+        check_models(chosen, check_options(chosen))
+
+    for check in (check_all, check_visible):
         check(options(fits))
         with pytest.raises(ConfigError, match=r"adapter tiny-adapter does not fit: made for tiny with .* x has"):
             check(options(adapter))

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -26,9 +27,11 @@ from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
 from tests.servers import (
+    MARK,
     REPOSITORY,
     Server,
     command,
+    end_all,
     free_port,
     kill_all,
     running,
@@ -63,6 +66,25 @@ def refused(*arguments: str) -> str:
     return line.removeprefix("tidar: ")
 
 
+def refused_beside_ray(tmp_path: Path, *arguments: str) -> str:
+    """The one line with which a command refuses what takes as long to know as Ray to start; nothing is left running."""
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        command("up", "--port", PORT, *arguments),
+        cwd=tmp_path,
+        env={**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == "starting Ray\n"
+    left_behind = end_all(mark)
+    assert not left_behind
+    (line,) = done.stderr.strip().splitlines()
+    return line.removeprefix("tidar: ")
+
+
 def test_a_model_that_is_not_there() -> None:
     assert "/no/such/model" in refused("up", "--port", PORT, "--model", "/no/such/model")
 
@@ -71,17 +93,17 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model")
     stated = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**stated, "model_type": "mamba"}))
-    assert "mamba" in refused("up", "--port", PORT, "--model", str(model))
+    assert "mamba" in refused_beside_ray(tmp_path, "--model", str(model))
 
 
 def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
     model = tiny_checkpoint(tmp_path / "model")
     other = tiny_checkpoint(tmp_path / "other", hidden=48)
     adapter = tiny_adapter(tmp_path / "adapter", other)
-    line = refused("up", "--port", PORT, "--model", str(model), "--adapter", str(adapter))
+    line = refused_beside_ray(tmp_path, "--model", str(model), "--adapter", str(adapter))
     assert "hidden_size 48" in line
     assert "96" in line
-    assert "no adapter" in refused("up", "--port", PORT, "--model", str(model), "--adapter", str(tmp_path / "none"))
+    assert "no adapter" in refused_beside_ray(tmp_path, "--model", str(model), "--adapter", str(tmp_path / "none"))
 
 
 def test_a_port_in_use(server: Server) -> None:

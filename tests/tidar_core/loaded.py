@@ -7,7 +7,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tidar_core.config import ModelConfig
-from tidar_core.model.loading import find_model, load_config, load_weights
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_weights
+from tidar_core.model.sources import find_model
 from tidar_core.model.weights import ModelWeights
 
 VARIANTS = [

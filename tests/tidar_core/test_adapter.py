@@ -26,7 +26,9 @@ from tidar_core.model.adapter import (
     shipped_adapters,
     tokenizer_fingerprint,
 )
-from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.sources import find_model
 from tidar_core.model.weights import LayerAdapter
 
 

@@ -10,7 +10,9 @@ from gguf import GGMLQuantizationType
 from tests.tiny import tiny_checkpoint, tiny_gguf
 from tidar_core.bench.peers.compare import WORKER, Engine, compare_engines, model_for, own_engines, peer_engine
 from tidar_core.config import ConfigError
-from tidar_core.model.loading import find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.sources import find_model
 
 
 def test_our_engine_and_transformers_do_the_same_work(tmp_path):

@@ -17,7 +17,8 @@ from tidar_core.bench.random_checkpoint import random_model
 from tidar_core.bench.shapes import QWEN3_8B, QWEN25_1_5B, SHAPES, SMOLLM2_135M
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine
-from tidar_core.model.loading import find_model, load_config
+from tidar_core.model.configuration import load_config
+from tidar_core.model.sources import find_model
 
 TEXTS = ["def add(first, second):\n    return first + second\n", "", "x", "The sum of two numbers is one number."]
 

@@ -39,8 +39,9 @@ from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepar
 from tidar_core.convert.trainer import Budget
 from tidar_core.engine import load_engine
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import ModelSource, find_model, load_tokenizer
+from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter, read_own_drafter
+from tidar_core.model.sources import ModelSource, find_model
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 

@@ -16,7 +16,9 @@ from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, referen
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, tiny_checkpoint, tiny_gguf
 from tidar_core.config import ConfigError
 from tidar_core.model import gguf as gguf_module
-from tidar_core.model.loading import find_model, load_config, load_tokenizer
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_tokenizer
+from tidar_core.model.sources import find_model
 
 
 @pytest.fixture(scope="module")

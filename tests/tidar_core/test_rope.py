@@ -19,9 +19,10 @@ from tidar_core.bench.exact import decode_ways
 from tidar_core.config import Architecture, ConfigError, EngineConfig, ModelConfig, RopeScaling
 from tidar_core.engine import load_engine
 from tidar_core.kernels.ops import rotary_tables
+from tidar_core.model.configuration import load_config
 from tidar_core.model.gguf import config_from_gguf, read_header
-from tidar_core.model.loading import find_model, load_config
 from tidar_core.model.rope import inverse_frequencies
+from tidar_core.model.sources import find_model
 from tidar_core.request import SamplingParams
 
 CPU = torch.device("cpu")

@@ -313,7 +313,8 @@ def peers(
         from tidar_core.bench.peers.compare import compare_engines, model_for, own_engines, peer_engine
         from tidar_core.bench.prompts import chat_text, read_set
         from tidar_core.kernels.cpu import cache_directory
-        from tidar_core.model.loading import find_model, load_tokenizer
+        from tidar_core.model.loading import load_tokenizer
+        from tidar_core.model.sources import find_model
 
         source = find_model(model)
         names = peer or [name for name in PeerName if (directory / name).exists()]

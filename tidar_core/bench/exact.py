@@ -11,7 +11,7 @@ from torch import Tensor
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import Engine
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import ModelSource, find_model
+from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.request import DraftMode, SamplingParams
 
 NEAR_TIE = 1e-3  # two best logits closer than this may fall either way between two implementations

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Co
 
 from tidar_core.bench.shapes import SHAPES
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
-from tidar_core.model.loading import find_model, load_tokenizer
+from tidar_core.model.loading import load_tokenizer
+from tidar_core.model.sources import find_model
 
 
 def random_model(shape: ModelConfig, device: str) -> PreTrainedModel:

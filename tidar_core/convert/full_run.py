@@ -27,8 +27,8 @@ from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replac
 from tidar_core.convert.shards import Corpus, cannot_write, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import ModelSource
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
+from tidar_core.model.sources import ModelSource
 
 MASK_TOKEN = "<|mask|>"
 HELD_OUT_DOCUMENTS = 24

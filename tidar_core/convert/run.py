@@ -51,8 +51,10 @@ from tidar_core.model.adapter import (
     read_adapter_config,
     tokenizer_fingerprint,
 )
+from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
 from tidar_core.transfer import choose_device
 

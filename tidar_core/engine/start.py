@@ -22,10 +22,12 @@ from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
-from tidar_core.model.loading import ModelSource, find_model, load_config, load_tokenizer, load_weights
+from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
+from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.transfer import choose_device
 

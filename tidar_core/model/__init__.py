@@ -3,7 +3,9 @@
     weights.py   the tensors as the decoder reads them, projections fused
     rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
-    loading.py   a directory, a hub id or a GGUF file becomes config, weights and tokenizer
+    sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
+    configuration.py its shape, as the checkpoint states it
+    loading.py   its weights, fused for the decoder, and its tokenizer
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
     adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from tidar_core.model.loading import ModelSource
+from tidar_core.model.sources import ModelSource
 
 
 def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
