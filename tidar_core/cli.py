@@ -1,5 +1,6 @@
 """`tidar`: get, serve and watch TiDAR models from the command line."""
 
+import gc
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Mod
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
+
+MANY_OBJECTS = 100_000  # made before the collector looks at them; Python's own number is 700
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -161,4 +164,10 @@ def generate(
 
 def main() -> None:
     """The entry point of the `tidar` command."""
-    app()
+    # The collector would walk through all that is imported, again and again, and Python at its end once more: some
+    # tenths of a second each, for nothing.
+    gc.set_threshold(MANY_OBJECTS)
+    try:
+        app()
+    finally:
+        gc.freeze()
