@@ -30,18 +30,24 @@ LANEWISE f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
 
 // Weights to fetch while others are multiplied: `blocks` neighbouring blocks from `first` on, `stride` bytes apart; none
 // where blocks is 0. Without it the memory would rest whenever several rows make the arithmetic take longer than the
-// loads.
-struct Ahead { const char* first; int64_t stride; int blocks; };
+// loads. soon: lines to fetch besides, of what the adapter needs.
+struct Ahead { const char* first; int64_t stride; int blocks; const char* soon = nullptr; int64_t lines = 0; };
 constexpr Ahead NOTHING{nullptr, 0, 0};
 constexpr int LINE = 64;  // bytes of a load, and of a cache line
 
 // The lines that are fetched beside each load of weights. Without anything to fetch, what is at hand is "fetched"
 // again: cheaper than to ask each time.
 struct Fetch {
-    const char *one, *two;
+    const char *one, *two, *soon;
+    int64_t lines;
     Fetch(Ahead ahead, const void* at_hand)
-        : one(ahead.blocks > 0 ? ahead.first : (const char*)at_hand), two(ahead.blocks > 1 ? ahead.first + ahead.stride : one) {}
-    void line(int64_t n) const { __builtin_prefetch(one + n * LINE); __builtin_prefetch(two + n * LINE); }
+        : one(ahead.blocks > 0 ? ahead.first : (const char*)at_hand), two(ahead.blocks > 1 ? ahead.first + ahead.stride : one),
+          soon(ahead.lines > 0 ? ahead.soon : one), lines(ahead.lines) {}
+    void line(int64_t n) const {
+        __builtin_prefetch(one + n * LINE);
+        __builtin_prefetch(two + n * LINE);
+        __builtin_prefetch(soon + (n < lines ? n : 0) * LINE);
+    }
 };
 
 // Rows x [rows, in] against packed weights of their own type.
@@ -110,7 +116,7 @@ void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<
         LowRank<T> mine{extra.low + int64_t(r) * extra.rank, extra.up, extra.rank};
         with_count<MOST_ROWS<B>>(take, [&](auto count) {
             tile<decltype(count)::value, B>(base, from + r, bias, mine, plain, first, out + r * stride, stride,
-                                            Ahead{ahead.first, ahead.stride, blocks});
+                                            Ahead{ahead.first, ahead.stride, blocks, ahead.soon, ahead.lines});
         });
         ahead = {ahead.first + blocks * ahead.stride, ahead.stride, ahead.blocks - blocks};
         r += take;
@@ -145,7 +151,9 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
         }
         for (int p = from; p < to; p++) {
             const int first = 2 * LANES * p;
-            const Ahead next = base.ahead(first + 2 * LANES, p + 1 < to ? 2 : 0);
+            Ahead next = base.ahead(first + 2 * LANES, p + 1 < to ? 2 : 0);
+            next.soon = (const char*)(extra.up + int64_t(first) * rank);
+            next.lines = extra.up ? int64_t(sizeof(T)) * 2 * LANES * rank / LINE : 0;
             rows_of_tiles<2>(base, 0, rows, bias, extra, plain, first, out, out_features, next);
         }
     }
