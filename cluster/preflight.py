@@ -9,6 +9,7 @@ from cluster.auth import read_keys
 from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.settings import suggestion
 
@@ -39,12 +40,15 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_options(options: ServeOptions) -> dict[str, ModelSource]:
-    """Where each model lies, by what it was asked for; a hub id is downloaded. Raises ConfigError where one is not
-    found, a key file is of no use, packages for traces are missing or Ray knows no such GPU."""
+    """Where each model lies, by what it was asked for; a hub id is downloaded. Raises ConfigError where a model or an
+    adapter is not there, a key file is of no use, packages for traces are missing or Ray knows no such GPU."""
     for file in (options.api_keys, options.metrics_keys):
         read_keys(file)
     check_traces(options.traces)
     check_accelerator(options.accelerator)
+    for served in options.served.values():
+        if served.config.adapter not in OWN_ADAPTERS:
+            read_adapter_config(Path(served.config.adapter))
     return {model: find_model(model) for model in models_of(options)}
 
 
@@ -96,8 +100,6 @@ def check_accelerator(name: str | None) -> None:
 
 def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
     """Raise ConfigError where the adapter's base has another shape than the model."""
-    from tidar_core.model.adapter import BaseIdentity, read_adapter_config
-
     base = read_adapter_config(directory).base
     for field in BaseIdentity.model_fields:
         ours = getattr(config, field, None)

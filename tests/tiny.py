@@ -22,7 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from tidar_core.config import DEFAULT_MODEL, Architecture
-from tidar_core.model.adapter import Adapter, AdapterConfig, Projection, identify_base, save_adapter
+from tidar_core.model.adapter import Adapter, identify_base, save_adapter
+from tidar_core.model.adapter_config import AdapterConfig, Projection
 from tidar_core.model.configuration import load_config
 from tidar_core.model.gguf import gguf_name
 from tidar_core.model.loading import load_tokenizer, load_weights

@@ -29,7 +29,8 @@ from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.run import ConvertOptions, convert
 from tidar_core.convert.shards import DataHeader, Document, content_key, open_store
 from tidar_core.convert.trainer import StepReport, TrainConfig
-from tidar_core.model.adapter import read_adapter_config, tokenizer_fingerprint
+from tidar_core.model.adapter import tokenizer_fingerprint
+from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import find_model
 

@@ -12,7 +12,7 @@ from tests.servers import REPOSITORY
 IMAGE = MANIFESTS / "image"
 LOOK = """
 import importlib.util, pathlib, cluster, playground, tidar_core
-from tidar_core.model.adapter import read_adapter_config
+from tidar_core.model.adapter_config import read_adapter_config
 core = pathlib.Path(tidar_core.__file__).parent
 print(core.parent)
 print(sorted(path.name for path in (core / "kernels").glob("*.cpp")))

@@ -16,16 +16,14 @@ from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.model.adapter import (
     Adapter,
-    AdapterConfig,
-    BaseIdentity,
     default_adapter_for,
     identify_base,
     load_adapter,
-    read_adapter_config,
     save_adapter,
     shipped_adapters,
     tokenizer_fingerprint,
 )
+from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model

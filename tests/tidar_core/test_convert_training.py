@@ -36,7 +36,7 @@ from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, learning_rate, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
-from tidar_core.model.adapter import read_adapter_config
+from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.weights import named_tensors
 from tidar_core.request import SamplingParams
 

@@ -11,7 +11,8 @@ from tidar_core.config import Architecture
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.shards import Corpus, content_key
 from tidar_core.layout import WithinBlock
-from tidar_core.model.adapter import BaseIdentity, identify_base, load_adapter
+from tidar_core.model.adapter import identify_base, load_adapter
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model

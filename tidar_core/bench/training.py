@@ -23,7 +23,8 @@ from tidar_core.convert.shards import Corpus
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
-from tidar_core.model.adapter import BaseIdentity, identify_base
+from tidar_core.model.adapter import identify_base
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model

@@ -12,7 +12,8 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
-from tidar_core.model.adapter import Adapter, AdapterConfig, BaseIdentity, save_adapter
+from tidar_core.model.adapter import Adapter, save_adapter
+from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {

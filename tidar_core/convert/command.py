@@ -13,7 +13,7 @@ from tidar_core.layout import WithinBlock
 
 if TYPE_CHECKING:  # it would import torch, and with it make every command slow to start
     from tidar_core.convert.run import ConvertOptions, Screen, Train
-    from tidar_core.model.adapter import Projection
+    from tidar_core.model.adapter_config import Projection
 
 
 LEARNING_RATES = {"adapter": 1.5e-3, "full": 1e-5}

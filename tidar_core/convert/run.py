@@ -43,14 +43,12 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
     WEIGHTS_FILE,
-    BaseIdentity,
-    Projection,
     default_adapter_for,
     identify_base,
     load_adapter,
-    read_adapter_config,
     tokenizer_fingerprint,
 )
+from tidar_core.model.adapter_config import BaseIdentity, Projection, read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import load_tokenizer, load_weights

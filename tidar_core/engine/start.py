@@ -21,7 +21,8 @@ from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, suppo
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
 from tidar_core.layout import WithinBlock
-from tidar_core.model.adapter import Adapter, BaseIdentity, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.adapter import Adapter, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded

@@ -8,7 +8,8 @@
     loading.py   its weights, fused for the decoder, and its tokenizer
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
-    adapter.py   the drafter adapter: its format on disk, its checks, the adapters that are shipped
+    adapter.py   the drafter adapter: its tensors on disk, its checks, the adapters that are shipped
+    adapter_config.py    what it says of itself
     slot_head.py     the drafter's second part: each slot corrected by the token before it
     own_drafter.py   full TiDAR checkpoints, which draft by themselves
     decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows

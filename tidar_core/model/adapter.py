@@ -1,13 +1,10 @@
-"""The drafter adapter: its format on disk, the checks that it fits a model, the adapters that are shipped.
+"""The drafter adapter: its tensors on disk, the checks that it fits a model, the adapters that are shipped.
 
-An adapter is a directory of two files. `adapter.json` is an `AdapterConfig`: which base it was made for and what its
+An adapter is a directory of two files. `adapter.json` (adapter_config.py) says which base it was made for and what its
 drafter does. `adapter.safetensors` holds `mask_embedding` ([block_length, hidden], the inputs of the mask rows by
 slot) and for every layer i and adapted projection `layers.{i}.{projection}.A` ([rank, in]) and `.B` ([out, rank]):
 on mask rows alone y = x Wᵀ + (x Aᵀ) Bᵀ, without another scale. Projections are fused as in `weights.py`. Where the
 drafter has a slot head, its four matrices are `slot_head.hidden`, `.token`, `.state` and `.out`.
-
-The format names more drafters than the engine runs today, so that other published lossless drafters can be described
-in it; what the engine cannot run is refused by name.
 """
 
 import hashlib
@@ -17,92 +14,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tidar_core.config import Architecture, ConfigError, ModelConfig
+from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity, Projection, read_adapter_config
 from tidar_core.model.loading import fingerprint
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, SlotHead, named_tensors
 
-CONFIG_FILE = "adapter.json"
 WEIGHTS_FILE = "adapter.safetensors"
-
-Projection = Literal["qkv", "o", "gate_up", "down"]
-
-_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class BaseIdentity(BaseModel):
-    """The model that an adapter is for: name, hashes of weights and vocabulary, and the shape an adapter must fit."""
-
-    model_config = _STRICT
-
-    name: str
-    fingerprint: str
-    tokenizer: str
-    architecture: Architecture
-    hidden_size: int = Field(ge=1)
-    intermediate_size: int = Field(ge=1)
-    layers: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-
-    def projection_shape(self, projection: Projection) -> tuple[int, int]:
-        """(in, out) of a fused projection."""
-        attention = self.heads * self.head_dim
-        shapes: dict[Projection, tuple[int, int]] = {
-            "qkv": (self.hidden_size, attention + 2 * self.kv_heads * self.head_dim),
-            "o": (attention, self.hidden_size),
-            "gate_up": (self.hidden_size, 2 * self.intermediate_size),
-            "down": (self.intermediate_size, self.hidden_size),
-        }
-        return shapes[projection]
-
-
-class AdapterConfig(BaseModel):
-    """`adapter.json`. Unknown keys are refused.
-
-    layers: those that are adapted, from 0 on, None for all.
-    slot_head: width of the head that corrects a slot by the token before it (`weights.SlotHead`), 0 without one.
-    block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
-    ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
-    the others. labels: "aligned" where slot s guesses its own position, "shifted" where it guesses the next.
-    holds: how often the draft of slot 1, 2, … holds where those before it do, as measured: what the draft policy
-    expects until it has seen some. training: how the drafter came about, free of form.
-    """
-
-    model_config = _STRICT
-
-    format: Literal[1] = 1
-    kind: Literal["low-rank", "projections"] = "low-rank"
-    base: BaseIdentity
-    rank: int = Field(ge=1)
-    projections: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
-    layers: tuple[int, ...] | None = None
-    slot_head: int = Field(default=0, ge=0)
-    block_length: int = Field(ge=2)
-    within_block: Literal["bidirectional", "causal"]
-    slot_0: Literal["mask", "anchor"] = "mask"
-    slot_tokens: Literal["mask", "random"] = "mask"
-    labels: Literal["aligned", "shifted"] = "aligned"
-    holds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    training: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _layers_are_the_bases(self) -> "AdapterConfig":
-        if self.layers is not None and not set(self.layers) <= set(range(self.base.layers)):
-            raise ValueError(f"layers {list(self.layers)} are not all from 0 to {self.base.layers - 1}")
-        return self
-
-    def adapts(self, layer: int, projection: Projection) -> bool:
-        return projection in self.projections and (self.layers is None or layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +104,6 @@ def load_adapter(
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} is not a readable safetensors file ({error})") from None
     return Adapter(config, _assemble(config, tensors), directory.name)
-
-
-def read_adapter_config(directory: Path) -> AdapterConfig:
-    """`adapter.json` of the adapter in `directory`, validated. Raises ConfigError in one line."""
-    path = directory / CONFIG_FILE
-    try:
-        return AdapterConfig.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no adapter at {directory}: there is no {CONFIG_FILE}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is not valid ({where + ': ' if where else ''}{first['msg']})") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error})") from None
 
 
 def save_adapter(adapter: Adapter, directory: Path) -> None:

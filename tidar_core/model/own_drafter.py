@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tidar_core.config import ConfigError
 from tidar_core.layout import WithinBlock
-from tidar_core.model.adapter import Adapter, AdapterConfig, BaseIdentity
+from tidar_core.model.adapter import Adapter
+from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
 from tidar_core.model.weights import AdapterWeights, LayerAdapter
 
 CONTRACT_FILE = "tidar.json"

@@ -1,0 +1,100 @@
+"""`adapter.json`: what a drafter adapter says of itself. Nothing here needs torch.
+
+The format names more drafters than the engine runs today, so that other published lossless drafters can be described
+in it; what the engine cannot run is refused by name.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tidar_core.config import Architecture, ConfigError
+
+CONFIG_FILE = "adapter.json"
+
+Projection = Literal["qkv", "o", "gate_up", "down"]
+
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class BaseIdentity(BaseModel):
+    """The model that an adapter is for: name, hashes of weights and vocabulary, and the shape an adapter must fit."""
+
+    model_config = _STRICT
+
+    name: str
+    fingerprint: str
+    tokenizer: str
+    architecture: Architecture
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    layers: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+
+    def projection_shape(self, projection: Projection) -> tuple[int, int]:
+        """(in, out) of a fused projection."""
+        attention = self.heads * self.head_dim
+        shapes: dict[Projection, tuple[int, int]] = {
+            "qkv": (self.hidden_size, attention + 2 * self.kv_heads * self.head_dim),
+            "o": (attention, self.hidden_size),
+            "gate_up": (self.hidden_size, 2 * self.intermediate_size),
+            "down": (self.intermediate_size, self.hidden_size),
+        }
+        return shapes[projection]
+
+
+class AdapterConfig(BaseModel):
+    """`adapter.json`. Unknown keys are refused.
+
+    layers: those that are adapted, from 0 on, None for all.
+    slot_head: width of the head that corrects a slot by the token before it (`weights.SlotHead`), 0 without one.
+    block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
+    ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
+    the others. labels: "aligned" where slot s guesses its own position, "shifted" where it guesses the next.
+    holds: how often the draft of slot 1, 2, … holds where those before it do, as measured: what the draft policy
+    expects until it has seen some. training: how the drafter came about, free of form.
+    """
+
+    model_config = _STRICT
+
+    format: Literal[1] = 1
+    kind: Literal["low-rank", "projections"] = "low-rank"
+    base: BaseIdentity
+    rank: int = Field(ge=1)
+    projections: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    layers: tuple[int, ...] | None = None
+    slot_head: int = Field(default=0, ge=0)
+    block_length: int = Field(ge=2)
+    within_block: Literal["bidirectional", "causal"]
+    slot_0: Literal["mask", "anchor"] = "mask"
+    slot_tokens: Literal["mask", "random"] = "mask"
+    labels: Literal["aligned", "shifted"] = "aligned"
+    holds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    training: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _layers_are_the_bases(self) -> "AdapterConfig":
+        if self.layers is not None and not set(self.layers) <= set(range(self.base.layers)):
+            raise ValueError(f"layers {list(self.layers)} are not all from 0 to {self.base.layers - 1}")
+        return self
+
+    def adapts(self, layer: int, projection: Projection) -> bool:
+        return projection in self.projections and (self.layers is None or layer in self.layers)
+
+
+def read_adapter_config(directory: Path) -> AdapterConfig:
+    """`adapter.json` of the adapter in `directory`, validated. Raises ConfigError in one line."""
+    path = directory / CONFIG_FILE
+    try:
+        return AdapterConfig.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no adapter at {directory}: there is no {CONFIG_FILE}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{path} is not valid ({where + ': ' if where else ''}{first['msg']})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
