@@ -61,10 +61,10 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             address = running_cluster()
             if address is None:
                 check_port(options.host, options.port)
-            chosen = absolute(options.serve)
-            sources = check_options(chosen)
+            options = options.model_copy(update={"serve": absolute(options.serve)})
+            sources = check_options(options.serve)
             with haproxy_settings(options.host) as front, ThreadPoolExecutor(max_workers=1) as beside:
-                fit = beside.submit(check_models, chosen, sources)  # Ray's start waits for others most of the time
+                fit = beside.submit(check_models, options.serve, sources)  # Ray's start is mostly waiting
                 with ray_cluster(address, say, interrupts, SHORT_WAYS | front):
                     fit.result()
                     if address is not None:
@@ -163,13 +163,12 @@ def refuse_running_serve(address: str) -> None:
 def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
     """The API, and the page where it is wanted, from ready to deleted, streams under way ended first; on a cluster that
     goes on, Serve ends too, as it began here. A Ray of our own that served nothing yet is not waited for."""
-    chosen = absolute(options.serve)
-    check_resources(chosen)
+    check_resources(options.serve)
     ready = False
     try:
         board = put_up_board()
         proxies = start_serve(options.host, options.port, interrupts)
-        targets = [serve.RunTarget(app.application(chosen), name=API, route_prefix="/")]
+        targets = [serve.RunTarget(app.application(options.serve), name=API, route_prefix="/")]
         if options.playground:
             from playground.app import build as build_playground
 
@@ -178,7 +177,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         proxies.result()
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
-        announce(base, options.playground, chosen, say)
+        announce(base, options.playground, options.serve, say)
         ready = True
         yield
     finally:

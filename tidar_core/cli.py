@@ -13,7 +13,7 @@ from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
 
-MANY_OBJECTS = 100_000  # made before the collector looks at them; Python's own number is 700
+MANY_OBJECTS = 100_000  # made before the collector looks at them
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -30,7 +30,7 @@ LANEWISE f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
 
 // Weights to fetch while others are multiplied: `blocks` neighbouring blocks from `first` on, `stride` bytes apart; none
 // where blocks is 0. Without it the memory would rest whenever several rows make the arithmetic take longer than the
-// loads. soon: lines to fetch besides, of what the adapter needs.
+// loads. soon: where `lines` more begin, of what the adapter needs.
 struct Ahead { const char* first; int64_t stride; int blocks; const char* soon = nullptr; int64_t lines = 0; };
 constexpr Ahead NOTHING{nullptr, 0, 0};
 constexpr int LINE = 64;  // bytes of a load, and of a cache line
@@ -152,8 +152,10 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
         for (int p = from; p < to; p++) {
             const int first = 2 * LANES * p;
             Ahead next = base.ahead(first + 2 * LANES, p + 1 < to ? 2 : 0);
-            next.soon = (const char*)(extra.up + int64_t(first) * rank);
-            next.lines = extra.up ? int64_t(sizeof(T)) * 2 * LANES * rank / LINE : 0;
+            if (extra.up) {
+                next.soon = (const char*)(extra.up + int64_t(first) * rank);
+                next.lines = int64_t(sizeof(T)) * 2 * LANES * rank / LINE;
+            }
             rows_of_tiles<2>(base, 0, rows, bias, extra, plain, first, out, out_features, next);
         }
     }
