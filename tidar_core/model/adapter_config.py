@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidar_core.config import Architecture, ConfigError
+from tidar_core.settings import first_mistake
 
 CONFIG_FILE = "adapter.json"
 
@@ -93,8 +94,6 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     except FileNotFoundError:
         raise ConfigError(f"no adapter at {directory}: there is no {CONFIG_FILE}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is not valid ({where + ': ' if where else ''}{first['msg']})") from None
+        raise ConfigError(f"{path} is not valid: {first_mistake(error, AdapterConfig)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None

@@ -17,6 +17,7 @@ from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import Adapter
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
 from tidar_core.model.weights import AdapterWeights, LayerAdapter
+from tidar_core.settings import first_mistake
 
 CONTRACT_FILE = "tidar.json"
 
@@ -49,9 +50,7 @@ def read_own_drafter(directory: Path) -> OwnDrafter | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path} is not valid ({where + ': ' if where else ''}{first['msg']})") from None
+        raise ConfigError(f"{path} is not valid: {first_mistake(error, OwnDrafter)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
 
