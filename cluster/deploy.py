@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Never
@@ -18,7 +19,7 @@ from typing import Any, Never
 import httpx
 import ray
 from ray import serve
-from ray._private import auto_init_hook
+from ray._private import auto_init_hook, parameter
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
@@ -42,6 +43,7 @@ SHORT_WAYS = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 LOOK_SECONDS = 0.25
+FIT_SECONDS = 5.0  # what remains of a check when all else ended
 WATCH_SECONDS = 5.0  # each look costs Serve's controller some 20 ms
 
 Say = Callable[[str], None]
@@ -63,21 +65,44 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 check_port(options.host, options.port)
             options = options.model_copy(update={"serve": absolute(options.serve)})
             sources = check_options(options.serve)
-            with haproxy_settings(options.host) as front, ThreadPoolExecutor(max_workers=1) as beside:
-                fit = beside.submit(check_models, options.serve, sources)  # Ray's start is mostly waiting
-                with ray_cluster(address, say, interrupts, SHORT_WAYS | front):
+            fit = beside(partial(check_models, options.serve, sources), "check-models")  # Ray's start is mostly waiting
+            try:
+                with (
+                    haproxy_settings(options.host) as front,
+                    ray_cluster(address, say, interrupts, SHORT_WAYS | front),
+                ):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)
                         check_port(options.host, options.port)
                     with applications(options, address is not None, say, interrupts):
                         watch(say, interrupts)
+            finally:
+                wait([fit], timeout=FIT_SECONDS)  # Python's end in the midst of torch's import might be a crash
         except (KeyboardInterrupt, SystemExit):
             say("stopped")
         except ConfigError:
             if not interrupts.asked:
                 raise
             say("stopped")  # what was interrupted failed for that reason
+
+
+def beside(work: Callable[[], Any], name: str) -> Future[Any]:
+    """What `work` returns or raises, from a thread of its own.
+
+    No pool's thread, which Python waits for until it ends: an interrupt of the main thread may leave a lock held (a
+    module's, logging's) that another thread then waits for for ever.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def running_cluster() -> str | None:
@@ -123,7 +148,9 @@ def ray_cluster(
                 keep_strangers_out()
                 for name, value in settings.items():
                     os.environ.setdefault(name, value)
-                ray.init(address="local", **common, **OWN_RAY)
+                # A node whose start is broken off leaves its agents behind, for a minute.
+                with free_agent_port(), interrupts.put_off():
+                    ray.init(address="local", **common, **OWN_RAY)
             else:
                 ray.init(address=address, **common)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -138,6 +165,22 @@ def ray_cluster(
         # starts a Ray that has ended anew: a second cluster, for its last moments.
         auto_init_hook.enable_auto_connect = False
         ray.shutdown()
+
+
+@contextmanager
+def free_agent_port() -> Iterator[None]:
+    """A Ray that starts meanwhile takes any free port for its node's agent.
+
+    Ray's own is one port for all: where another Ray has it, the agent tries for 3 s before it does without, and its
+    node waits. `ray.init` has no word for it, as `ray start` has.
+    """
+    room: Any = parameter
+    whole = room.RayParams
+    room.RayParams = partial(whole, dashboard_agent_listen_port=0)
+    try:
+        yield
+    finally:
+        room.RayParams = whole
 
 
 def keep_strangers_out() -> None:
@@ -199,17 +242,9 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
 def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
     """Start Serve, which takes applications from here on. The result comes once its proxies are ready: replicas load
     beside them."""
-    proxies: Future[Any] = Future()
-
-    def start() -> None:
-        try:
-            where = HTTPOptions(host=host, port=port)
-            proxies.set_result(serve.start(proxy_location=ProxyLocation.EveryNode, http_options=where))
-        except BaseException as error:
-            proxies.set_exception(error)
-
-    # No pool's thread, which Python would wait for: whoever interrupts the start does not wait for the proxies.
-    threading.Thread(target=start, name="serve-start", daemon=True).start()
+    where = HTTPOptions(host=host, port=port)
+    # Whoever interrupts the start does not wait for the proxies.
+    proxies = beside(partial(serve.start, proxy_location=ProxyLocation.EveryNode, http_options=where), "serve-start")
     while not proxies.done() and not serve.status().proxies:
         interrupts.check()
         time.sleep(LOOK_SECONDS / 5)

@@ -2,6 +2,8 @@
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -18,6 +20,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked = False
+        self._put_off = False
         self._before: dict[signal.Signals, Any] = {}
         self._tell_dropped = sys.unraisablehook
 
@@ -44,6 +47,19 @@ class Interrupts:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Within this a first signal waits for the end, where it raises; a second one raises at once.
+
+        For work that leaves something behind when it is broken off, and that seldom takes long.
+        """
+        self._put_off = True
+        try:
+            yield
+        finally:
+            self._put_off = False
+        self.check()
+
     def check(self) -> None:
         """Raise KeyboardInterrupt where a signal came, even if its own exception was lost."""
         if self.asked:
@@ -54,5 +70,6 @@ class Interrupts:
             self._tell_dropped(dropped)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        raise KeyboardInterrupt
+        first, self.asked = not self.asked, True
+        if not (first and self._put_off):
+            raise KeyboardInterrupt

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -39,8 +40,9 @@ def lose_node(engine: psutil.Process) -> None:
 
 def main() -> None:
     options, port = ServeOptions.model_validate_json(sys.argv[1]), int(sys.argv[2])
-    one = {"num_cpus": 1, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=one)
+    # Its agent on any port: where another Ray has the one that Ray chooses, the node waits for 3 s.
+    one: dict[str, Any] = {"num_cpus": 1, "dashboard_agent_listen_port": 0}
+    cluster = Cluster(initialize_head=True, head_node_args={**one, "include_dashboard": False})
     try:
         ray.init(address=cluster.address, namespace="tidar", log_to_driver=False, logging_level=logging.ERROR)
         for ends in (signal.SIGINT, signal.SIGTERM):  # a shell's background job would be deaf to the first
@@ -53,7 +55,7 @@ def main() -> None:
         while not answers(f"http://127.0.0.1:{port}/health"):
             time.sleep(0.2)
         for _ in range(options.replicas - 1):
-            cluster.add_node(num_cpus=1)
+            cluster.add_node(**one)
         while serve.status().applications[API].status is not ApplicationStatus.RUNNING:
             time.sleep(0.2)
         print("ready; Ctrl-C ends it", flush=True)

@@ -20,9 +20,10 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import running_cluster
+from cluster.deploy import free_agent_port, running_cluster
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
@@ -33,7 +34,6 @@ from tests.servers import (
     command,
     end_all,
     free_port,
-    kill_all,
     running,
     start,
     start_with,
@@ -179,10 +179,50 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> N
     try:
         wait_for_text(server, moment)
         assert server.interrupt() == 0
-        assert server.processes() == []
         assert server.log.read_text().splitlines()[-1] == "stopped"
     finally:
-        kill_all(server.processes())
+        left = end_all(server.mark)
+    assert not left
+
+
+def test_an_interrupt_that_is_put_off() -> None:
+    done = []
+
+    def interrupted(interrupts: Interrupts, times: int) -> None:
+        with interrupts.put_off():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+                done.append("went on")
+
+    with Interrupts() as interrupts:
+        with interrupts.put_off():
+            done.append("no interrupt")
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(interrupts, times=1)
+        assert done == ["no interrupt", "went on"]
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(interrupts, times=1)
+        assert done == ["no interrupt", "went on"], "the second interrupt of all"
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupted(interrupts, times=2)
+    assert done == ["no interrupt", "went on", "went on"]
+
+
+def test_python_does_not_wait_for_what_runs_beside(tmp_path: Path) -> None:
+    code = "from threading import Event; from cluster.deploy import beside; beside(Event().wait, 'stuck'); print('end')"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "end\n"), ended.stderr
+
+
+def test_a_cluster_of_our_own_leaves_rays_port_to_others() -> None:
+    usual = parameter.RayParams().dashboard_agent_listen_port
+    assert usual
+    with free_agent_port():
+        assert parameter.RayParams().dashboard_agent_listen_port == 0
+    assert parameter.RayParams().dashboard_agent_listen_port == usual
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
