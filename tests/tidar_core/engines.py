@@ -1,5 +1,6 @@
 """Engines on tiny checkpoints, for tests that run the real thing."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,3 +23,15 @@ def tiny_engine(
     adapter = tiny_adapter(directory / "adapter", model, rank=rank, within_block=within_block)
     config = EngineConfig(model=str(model), adapter=str(adapter), dtype="float32", device="cpu")
     return load_engine(replace(config, **settings))  # type: ignore[arg-type]
+
+
+def prompts(count: int, seed: int = 0, longest: int = 60) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(3, 512) for _ in range(draw.randint(1, longest))) for _ in range(count)]
+
+
+def pages_are_accounted_for(engine: Engine) -> bool:
+    scheduler = engine._scheduler
+    pool = scheduler.pool
+    held = {page for s in [*scheduler.running, *scheduler.waiting] for page in s.pages}
+    return len(held) == pool.owned and pool.free + pool.owned + pool.cached == engine.info.pages

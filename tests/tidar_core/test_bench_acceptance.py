@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.test_engine import prompts
+from tests.tidar_core.engines import prompts, tiny_engine
 from tidar_core.bench import prompts as sets
 from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
 from tidar_core.config import ConfigError

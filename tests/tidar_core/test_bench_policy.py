@@ -3,8 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.test_engine import prompts
+from tests.tidar_core.engines import prompts, tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.policy import record_traces, run_policy_bench
 from tidar_core.bench.simulate import Trace, compare_settings

@@ -1,7 +1,6 @@
 """Mixed traffic for seconds: what the longer run counts is counted here too."""
 
-from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.test_engine import prompts
+from tests.tidar_core.engines import prompts, tiny_engine
 from tidar_core.bench.soak import run_soak
 
 

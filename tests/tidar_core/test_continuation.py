@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.test_engine import pages_are_accounted_for, prompts
+from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tidar_core.engine import Engine
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, TokenLogprobs
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.tidar_core.test_convert_training import run_command
-from tests.tidar_core.trained import corpus_of, random_documents
+from tests.tidar_core.trained import corpus_of, random_documents, run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.bench.exact import (

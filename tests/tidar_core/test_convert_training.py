@@ -1,12 +1,7 @@
 """The trainer: it learns, resumes to the same loss, survives kills and bad luck, and leaves a folder that serves."""
 
 import errno
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +10,15 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
-from tests.tiny import tiny_checkpoint
+from tests.tidar_core.trained import SIMPLE, TinyBase, corpus_of, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import run, speed, trainer
+from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
-from tidar_core.convert.command import convert_command
 from tidar_core.convert.drafter import PROJECTIONS, new_drafter
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.losses import LossConfig
@@ -36,16 +27,12 @@ from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, learning_rate, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
-from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.weights import named_tensors
 from tidar_core.request import SamplingParams
 
 CONFIG = TrainConfig(
     block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
 )
-
-
-SIMPLE = {"layers": 1, "hidden": 48}  # a model whose words a small drafter can learn to foresee in seconds
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -268,195 +255,3 @@ def test_documents_come_once_an_epoch(corpus):
     while progress.epoch == 0:
         seen += [tokens.tobytes() for tokens, _ in sampler.next_documents(progress, 8, 16)]
     assert len(set(seen[: len(sampler)])) == len(sampler) == len(learnt)
-
-
-# The command
-
-
-def run_command(*arguments: object) -> tuple[int, str]:
-    app = typer.Typer()
-    app.command()(convert_command)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
-SMALL = ("--own-tokens", 3000, "--dtype", "float32", "--block-length", 4, "--rank", 8, "--rows", 256, "--threads", 1)
-
-
-def test_convert_makes_a_folder_that_serves(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 40, *SMALL)
-    assert status == 0, output
-    assert f"tidar up --model {model} --adapter {tmp_path / 'drafter'}" in output
-    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == [
-        "README.md", "adapter.json", "adapter.safetensors",
-    ]  # fmt: skip
-    config = read_adapter_config(tmp_path / "drafter")
-    assert config.training["data"]["own_tokens"] >= 3000
-    card = (tmp_path / "drafter" / "README.md").read_text()
-    assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
-    assert config.training["held_out"]["tokens_per_step"] > 1.1
-    assert np.cumprod(config.holds) == pytest.approx(config.training["held_out"]["all_right"], abs=0.005)
-    assert "Questions and answers are the base model's own" in card
-
-    # The base's answers with the adapter are bit for bit those without.
-    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
-    prompts = [tuple(tokens.tolist()) for tokens, _ in random_documents(12)]
-    answers = []
-    for adapter in (str(tmp_path / "drafter"), "none"):
-        engine = load_engine(EngineConfig(str(model), adapter, "float32", "cpu"))
-        assert engine.info.expected_holds == (() if adapter == "none" else config.holds)
-        answers.append(answer_all(engine, prompts, [params] * 12))
-    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
-    assert sum(step.accepted for answer in answers[0] for step in answer.steps) > 10
-
-    # Started again with more steps, it goes on: no new data, and the steps that were there are kept.
-    shards = sorted((tmp_path / "drafter.work" / "data").iterdir())
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 50, *SMALL)
-    assert status == 0, output
-    assert "going on from step 40" in output
-    assert sorted((tmp_path / "drafter.work" / "data").iterdir()) == shards
-
-    # Another training may begin from what this one made.
-    status, output = run_command(
-        model, "--out", tmp_path / "more", "--steps", 2, "--start", tmp_path / "drafter",
-        "--data", tmp_path / "drafter.work" / "data", *SMALL,
-    )  # fmt: skip
-    assert status == 0, output
-    assert read_adapter_config(tmp_path / "more").training["held_out"]["tokens_per_step"] > 1.1
-
-
-def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48)
-    chosen = ("--layers", "0,2", "--block-sizes", "growing", "--steps", 6)
-    status, output = run_command(model, "--out", tmp_path / "drafter", *chosen, *SMALL)
-    assert status == 0, output
-    assert read_adapter_config(tmp_path / "drafter").layers == (0, 2)
-    card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "of layers 0, 2;" in card
-    assert "blocks grew from 2 slots" in card
-    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, drafts="full")
-    prompts = [tuple(tokens.tolist()) for tokens, _ in random_documents(6)]
-    answers = []
-    for adapter in (str(tmp_path / "drafter"), "none"):
-        engine = load_engine(EngineConfig(str(model), adapter, "float32", "cpu"))
-        answers.append(answer_all(engine, prompts, [params] * 6))
-    assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
-
-    again = (model, "--start", tmp_path / "drafter", "--data", tmp_path / "drafter.work" / "data", *SMALL, "--steps", 1)
-    status, output = run_command(*again, "--out", tmp_path / "less", "--layers", "1-2", "--projections", "qkv,o")
-    assert status == 0, output
-    less = read_adapter_config(tmp_path / "less")
-    assert (less.layers, less.projections) == ((2,), ("qkv", "o"))
-    status, output = run_command(*again, "--out", tmp_path / "none", "--layers", "1")
-    assert (status, "drafter adapts nothing of what --projections and --layers name" in output) == (1, True)
-
-
-@pytest.mark.parametrize(("bf16", "wide"), [(1e9, True), (2e10, False)])
-def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeypatch, bf16, wide):
-    monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else bf16)
-    trained: list[torch.dtype] = []
-
-    def noted(base, *arguments):
-        trained.append(base.dtype)
-        return train_drafter(base, *arguments)
-
-    monkeypatch.setattr(run, "train_drafter", noted)
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    in_bf16 = [*SMALL[: SMALL.index("--dtype")], *SMALL[SMALL.index("--dtype") + 2 :]]
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 2, *in_bf16)
-    assert status == 0, output
-    assert ("training in fp32: this processor is slow in bfloat16" in output) == wide
-    assert trained == [torch.float32 if wide else torch.bfloat16]
-
-
-def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(400)))
-    (tmp_path / "prompts").write_text("What is the answer?\n" + json.dumps({"prompt": "Why do dogs mind?"}))
-    status, output = run_command(
-        model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
-        "--text", tmp_path / "text", "--prompts", tmp_path / "prompts", *SMALL,
-    )  # fmt: skip
-    assert status == 0, output
-    data = read_adapter_config(tmp_path / "drafter").training["data"]
-    assert data["documents"]["prompt"] == 2
-    assert data["documents"]["file"] >= 4
-    assert data["documents"]["chat"] > 4
-    card = (tmp_path / "drafter" / "README.md").read_text()
-    assert "The given prompts and texts came from elsewhere and may have terms of their own" in card
-    assert "are the base model's own" not in card
-
-    # Prompts that come later are answered, and those that were asked cost no start of the generator.
-    (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?")
-    for generating in (True, False):
-        status, output = run_command(
-            model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
-            "--prompts", tmp_path / "prompts", *SMALL,
-        )  # fmt: skip
-        assert status == 0, output
-        assert ("generating with transformers" in output) == generating
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--rank", 500), "rank 500 does not fit"),
-        (("--projections", "qkv,up"), "choose some of qkv, o, gate_up, down"),
-        (("--layers", "1-"), "--layers 1-: write all, or numbers from 0 on, as in 0,20-29"),
-        (("--layers", "0-2"), "has no layer 1: choose from 0 to 0"),
-        (("--start", "default"), "no drafter is shipped for"),
-        (("--start", "/nowhere"), "no adapter at /nowhere"),
-        (("--text", "/nowhere"), "the text /nowhere cannot be read"),
-        (("--prompts", "/nowhere"), "the prompts /nowhere cannot be read"),
-    ],
-)
-def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 1, *SMALL[:4], *arguments)
-    assert status == 1
-    errors = [line for line in output.splitlines() if line.startswith("tidar: ")]
-    assert len(errors) == 1
-    assert message in errors[0]
-    assert "Traceback" not in output
-
-
-KILLED = """
-import sys
-import tidar_core.convert.own_words as own_words, tidar_core.convert.trainer as trainer
-own_words.FLUSH_SECONDS = trainer.CHECKPOINT_SECONDS = 0.05
-import typer
-from tidar_core.convert.command import convert_command
-sys.argv[1:] = {arguments!r}
-typer.run(convert_command)
-"""
-
-
-def test_a_killed_conversion_goes_on(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    arguments = [
-        str(each) for each in (model, "--out", tmp_path / "drafter", "--steps", 60, *SMALL, "--learning-rate", 0.005)
-    ]
-    script = KILLED.format(arguments=arguments)
-    data, training = tmp_path / "drafter.work" / "data", tmp_path / "drafter.work" / "training"
-
-    def killed_when(there) -> None:
-        process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
-        until = time.monotonic() + 120
-        while not there() and time.monotonic() < until:
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-
-    killed_when(lambda: len(list(data.glob("*.safetensors"))) >= 2)
-    shards = set(data.glob("*.safetensors"))
-    killed_when(lambda: len(list(training.glob("*.safetensors"))) >= 2)
-    assert shards <= set(data.glob("*.safetensors"))
-    reached = max(int(path.stem.removeprefix("step-")) for path in training.glob("step-*.safetensors"))
-    status, output = run_command(*arguments)
-    assert status == 0, output
-    assert f"going on from step {reached}" in output
-    tiny = load_engine(EngineConfig(str(model), str(tmp_path / "drafter"), "float32", "cpu"))
-    assert tiny.info.block_length == 4

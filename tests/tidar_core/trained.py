@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import typer
+from typer.testing import CliRunner
 
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.config import Architecture
+from tidar_core.convert.command import convert_command
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.shards import Corpus, content_key
 from tidar_core.layout import WithinBlock
@@ -17,6 +20,8 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights
+
+SIMPLE = {"layers": 1, "hidden": 48}  # a model whose words a small drafter can learn to foresee in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +72,12 @@ def corpus_of(documents: list[tuple[np.ndarray, np.ndarray]]) -> Corpus:
         kinds=np.zeros(len(documents), np.int64),
         jobs=np.arange(len(documents)),
     )
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """`tidar convert` with these arguments: its exit status and what it said."""
+    app = typer.Typer()
+    app.command()(convert_command)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output

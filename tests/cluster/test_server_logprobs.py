@@ -1,0 +1,119 @@
+"""Log-probabilities of answers and of prompts, as OpenAI and vLLM give them, from a real server."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.servers import Server
+
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as made:
+        yield made
+
+
+def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    whole = client.completions.create(model="tiny", prompt="The quick", max_tokens=12, logprobs=2, **GREEDY)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == 12
+    for best, own in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True):
+        assert max(best.values()) == own  # greedy: the token is the likeliest
+    messages: Any = [{"role": "user", "content": "Who?"}]
+    chat = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=12, logprobs=True, top_logprobs=3, stream=True, **GREEDY
+    )
+    entries = [
+        entry
+        for chunk in chat
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for entry in choice.logprobs.content or []
+    ]
+    assert len(entries) == 12
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    spoken = bytes(byte for entry in entries for byte in entry.bytes or ())
+    same = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, **GREEDY)
+    assert spoken.decode(errors="replace") == same.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(model="tiny", messages=messages, top_logprobs=3)
+
+
+def test_a_prompt_is_repeated_with_its_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "max_tokens": 6, "logprobs": 2, "seed": 2}
+    prompts: Any = {"text": "The quick größe", "ids": [300, 5, 301], "one": [300]}
+    for prompt in prompts.values():
+        plain = client.completions.create(prompt=prompt, **body)
+        echoed = client.completions.create(prompt=prompt, echo=True, n=2, **body)
+        given = (
+            prompt
+            if isinstance(prompt, str)
+            else client.completions.create(
+                prompt=prompt, echo=True, model="tiny", max_tokens=1, logit_bias={"300": 100}, temperature=0
+            )
+            .choices[0]
+            .text.removesuffix(plain_text_of(client, 300))
+        )
+        assert echoed.choices[0].text == given + plain.choices[0].text
+        logprobs, answer = echoed.choices[0].logprobs, plain.choices[0].logprobs
+        assert logprobs is not None
+        assert answer is not None
+        known = len(logprobs.tokens or []) - 6
+        assert (logprobs.tokens or [])[known:] == answer.tokens
+        assert (logprobs.token_logprobs or [])[known:] == answer.token_logprobs
+        assert (logprobs.token_logprobs or [])[0] is None
+        assert (logprobs.top_logprobs or [])[0] is None
+        assert all(value < 0 for value in (logprobs.token_logprobs or [])[1:])
+        assert (logprobs.text_offset or [])[0] == 0
+        streamed: list[Any] = [[], []]
+        for chunk in client.completions.create(prompt=prompt, echo=True, n=2, stream=True, **body):
+            streamed[chunk.choices[0].index].append(chunk.choices[0])
+        for chunks, whole in zip(streamed, echoed.choices, strict=True):
+            assert "".join(one.text for one in chunks) == whole.text
+            assert whole.logprobs is not None
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                told = [item for one in chunks for item in getattr(one.logprobs, name)]
+                assert told == getattr(whole.logprobs, name)
+    again = client.completions.create(prompt="The quick größe", echo=True, model="tiny", max_tokens=1)
+    assert again.choices[0].logprobs is None
+    assert again.choices[0].text.startswith("The quick größe")
+
+
+def plain_text_of(client: openai.OpenAI, token: int) -> str:
+    answer = client.completions.create(
+        model="tiny", prompt="a", max_tokens=1, temperature=0, logit_bias={str(token): 100}
+    )
+    return answer.choices[0].text
+
+
+def test_prompt_log_probabilities_in_vllms_form(http: httpx.Client) -> None:
+    prompt = http.post("/tokenize", json={"prompt": "In the beginning there was"}).json()["tokens"]
+    body = {"prompt": prompt, "max_tokens": 2, "prompt_logprobs": 1}
+    first, second = (http.post("/v1/completions", json=body).json()["choices"][0] for _ in range(2))
+    assert first["prompt_logprobs"] == second["prompt_logprobs"]
+    nothing, *told = first["prompt_logprobs"]
+    assert nothing is None
+    for token, entry in zip(prompt[1:], told, strict=True):
+        assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"}
+        assert {one["rank"] for one in entry.values()} == {1, entry[str(token)]["rank"]}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "prompt_logprobs": 0}
+    answer = http.post("/v1/chat/completions", json=chat).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    for wrong in ({"stream": True}, {"prompt_logprobs": 21}):
+        refused = http.post("/v1/completions", json=body | wrong)
+        assert (refused.status_code, "prompt_logprobs" in refused.text) == (400, True)
