@@ -4,7 +4,6 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,18 +15,6 @@ from tests.servers import Server
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 LONG = 2000
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as made:
-        yield made
 
 
 def with_tidar(**fields: Any) -> dict[str, Any]:

@@ -1,27 +1,12 @@
 """Log-probabilities of answers and of prompts, as OpenAI and vLLM give them, from a real server."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.servers import Server
-
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=120) as made:
-        yield made
 
 
 def test_log_probabilities_whole_and_streamed(client: openai.OpenAI) -> None:
