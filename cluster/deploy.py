@@ -43,7 +43,7 @@ SHORT_WAYS = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
 LOOK_SECONDS = 0.25
-FIT_SECONDS = 5.0  # what remains of a check when all else ended
+FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 WATCH_SECONDS = 5.0  # each look costs Serve's controller some 20 ms
 
 Say = Callable[[str], None]
@@ -148,7 +148,7 @@ def ray_cluster(
                 keep_strangers_out()
                 for name, value in settings.items():
                     os.environ.setdefault(name, value)
-                # A node whose start is broken off leaves its agents behind, for a minute.
+                # A node whose start is broken off may leave its agents behind, for up to a minute.
                 with free_agent_port(), interrupts.put_off():
                     ray.init(address="local", **common, **OWN_RAY)
             else:

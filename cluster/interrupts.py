@@ -11,7 +11,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """While entered, either signal raises KeyboardInterrupt in the main thread, whatever it is doing.
+    """While entered, either signal raises KeyboardInterrupt in the main thread, whatever it is doing, unless it is
+    `put_off`.
 
     Python drops an exception that is raised inside some of its own hooks (at a fork, in a destructor), so a long
     piece of work asks `check` between its steps too. It would say so in some lines of its own, a forked child perhaps

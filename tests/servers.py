@@ -24,10 +24,7 @@ REPOSITORY = Path(__file__).parent.parent
 MARK = "TIDAR_TEST_MARK"  # inherited by every process that a server starts, so that orphans can be told
 START_SECONDS = 180
 STOP_SECONDS = 60
-HELPERS = (
-    "multiprocessing.forkserver", "multiprocessing.resource_tracker",  # of Ray's dashboard
-    "ray/dashboard/agent.py", "runtime_env/agent/main.py",  # of a raylet that was killed while it started
-)  # fmt: skip
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of Ray's dashboard
 ENDING_SECONDS = 60  # for these, which notice only after a while that it is gone, and end then
 
 

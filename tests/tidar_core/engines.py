@@ -26,11 +26,13 @@ def tiny_engine(
 
 
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[tuple[int, ...]]:
+    """Random tokens of the tiny checkpoints, 1 to `longest` a prompt."""
     draw = random.Random(seed)
     return [tuple(draw.randrange(3, 512) for _ in range(draw.randint(1, longest))) for _ in range(count)]
 
 
 def pages_are_accounted_for(engine: Engine) -> bool:
+    """Whether every page is free, cached or held by a sequence that is here."""
     scheduler = engine._scheduler
     pool = scheduler.pool
     held = {page for s in [*scheduler.running, *scheduler.waiting] for page in s.pages}
