@@ -44,6 +44,7 @@ SHORT_WAYS = {
 }
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
+PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
 WATCH_SECONDS = 5.0  # each look costs Serve's controller some 20 ms
 
 Say = Callable[[str], None]
@@ -269,7 +270,7 @@ def check_resources(options: ServeOptions) -> None:
 
 def wait_until_ready(names: Sequence[str], board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
     """Until these applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
-    seen = 0
+    seen, told, since = 0, "", time.monotonic()
     while True:
         interrupts.check()
         for line in ray.get(board.since.remote(seen)):
@@ -281,17 +282,25 @@ def wait_until_ready(names: Sequence[str], board: Any, base: str, say: Say, inte
         for name in names:
             if name in states and states[name].status is ApplicationStatus.DEPLOY_FAILED:
                 raise ConfigError(f"the {name} application could not be started: {last_line(states[name].message)}")
-        running = all(name in states and states[name].status is ApplicationStatus.RUNNING for name in names)
-        if running and answers(f"{base}/health"):
+        starting = [
+            name for name in names if name not in states or states[name].status is not ApplicationStatus.RUNNING
+        ]
+        missing = f"the {starting[0]} application to start" if starting else unhealthy(f"{base}/health")
+        if missing is None:
             return
+        if time.monotonic() - since > PATIENT_SECONDS and missing != told:
+            say(f"still waiting for {missing}")
+            told = missing
         time.sleep(LOOK_SECONDS)
 
 
-def answers(url: str) -> bool:
+def unhealthy(url: str) -> str | None:
+    """What is amiss with the answer that `url` gives; None where all is well."""
     try:
-        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
+        status = httpx.get(url, timeout=5, trust_env=False).status_code
+    except httpx.HTTPError as error:
+        return f"{url}: {first_line(error)}"
+    return None if status == 200 else f"{url}, which answers {status}"
 
 
 def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> None:

@@ -18,7 +18,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
 from cluster import app
-from cluster.deploy import API, answers
+from cluster.deploy import API, unhealthy
 from cluster.options import ServeOptions
 from tests.servers import Server, free_port, kill_all, launch
 
@@ -52,7 +52,7 @@ def main() -> None:
         target = serve.RunTarget(app.application(options), name=API, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         # The ingress asks for no CPU: it goes where there is a node, and so far there is one.
-        while not answers(f"http://127.0.0.1:{port}/health"):
+        while unhealthy(f"http://127.0.0.1:{port}/health") is not None:
             time.sleep(0.2)
         for _ in range(options.replicas - 1):
             cluster.add_node(**one)

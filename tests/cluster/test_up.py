@@ -23,7 +23,7 @@ import ray
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import free_agent_port, running_cluster
+from cluster.deploy import free_agent_port, running_cluster, unhealthy
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
@@ -140,6 +140,13 @@ def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="no Ray cluster runs here"):
         running_cluster()
+
+
+def test_what_a_start_waits_for_is_told(server: Server) -> None:
+    assert unhealthy(f"{server.url}/health") is None
+    assert unhealthy(f"{server.url}/nowhere") == f"{server.url}/nowhere, which answers 404"
+    nobody = f"http://127.0.0.1:{free_port()}/health"
+    assert "refused" in (unhealthy(nobody) or "")
 
 
 def test_status_of_a_running_server(server: Server) -> None:
