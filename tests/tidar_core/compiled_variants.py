@@ -15,13 +15,20 @@ from tidar_core.bench.launches import Variant, compile_variant, noted_launches, 
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
 from tidar_core.engine.batch import BatchSize, inputs_of
+from tidar_core.kernels.reference import split_heads
 from tidar_core.kernels.succession import Carried
+from tidar_core.kernels.triton_blocks import BlockSizes, BlockTiles, block_attention
 from tidar_core.kernels.triton_gemm import WIDEST_RANK, measured_tiles
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
 
 BF16, FP32 = torch.bfloat16, torch.float32
+TRAINED = [
+    (9, 3, 64, 8, False), (9, 3, 64, 8, True), (9, 3, 64, 3, False), (12, 2, 128, 8, False), (32, 8, 128, 8, False),
+    (28, 4, 128, 16, True), (32, 32, 64, 8, False),
+]  # fmt: skip
+"""Heads, K/V heads and head size of models whose drafters are trained, slots of a block, causal within it or not."""
 ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
 
 
@@ -58,7 +65,21 @@ def variants_in_use() -> list[Variant]:
     for width in (0, 3, 7, 15):
         launches += noted_launches(partial(hand_on, width))
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
+    for heads, kv_heads, head_dim, slots, causal in TRAINED:
+        launches += noted_launches(partial(train, BlockSizes(heads, kv_heads, head_dim, slots, causal)))
     return list(dict.fromkeys(launch.variant for launch in launches))
+
+
+def train(sizes: BlockSizes) -> None:
+    """One layer's attention of the drafter's training, both ways."""
+    clean, rows = (
+        torch.empty(count, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, dtype=BF16, device="meta")
+        for count in (1000, 90 * sizes.slots)
+    )
+    _, k, v = split_heads(clean, sizes.kv_heads, sizes.head_dim)
+    tiles = BlockTiles(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((50, 8), (90,))))
+    out = block_attention(rows.requires_grad_(), k.transpose(0, 1), v.transpose(0, 1), tiles, sizes)
+    out.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def hand_on(width: int) -> None:

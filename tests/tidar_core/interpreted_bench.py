@@ -46,7 +46,7 @@ KERNELS = {
 }
 BESIDES = {
     torch.float32: {"rotated", "added o", "gated", "added down"},  # as in bf16, which is not right when interpreted
-    torch.float16: {"linear, 8 bits"},
+    torch.float16: {"linear, 8 bits", "attend_blocks"},
 }
 
 

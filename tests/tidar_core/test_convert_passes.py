@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,14 +14,14 @@ from tests.tidar_core.trained import TinyBase, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
-from tidar_core.convert.flex import TILE, mask_rows_see, tiles
-from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks
+from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
+from tidar_core.convert.forward import Attends, Clean, FrozenBase, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, judge_windows, measure_held_out
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import empty_cache
-from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
+from tidar_core.kernels.reference import REFERENCE_OPS, attend_blocks, rotate_qkv
 from tidar_core.layout import Shape
 from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
 from tidar_core.model.weights import named_tensors
@@ -64,26 +63,17 @@ def test_blocks_lie_behind_own_words(count, block, seed, per_document):
 
 def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, within_block: str) -> torch.Tensor:
     """Mask rows by one dense mask over all clean rows and all mask rows, in torch's own autograd."""
-    config, block = base.config, blocks.block
-    starts = torch.tensor([clean.pack.spans[each][0] for each in blocks.document]).repeat_interleave(block)
-    ends = starts + torch.from_numpy(blocks.context).repeat_interleave(block)
-    key, row = torch.arange(len(clean.pack.tokens)), torch.arange(len(blocks.positions))
-    same = row // block == row[:, None] // block
-    if within_block == "causal":
-        same &= row <= row[:, None]
-    visible = torch.cat(((key >= starts[:, None]) & (key < ends[:, None]), same), dim=1)
+    config = base.config
+    starts = torch.tensor([clean.pack.spans[each][0] for each in blocks.document])[:, None]
+    row = torch.arange(len(clean.pack.tokens))
+    seen = (row >= starts) & (row < starts + torch.from_numpy(blocks.context)[:, None])
 
     def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
         norms = layer_qk_norm(base.weights.layers[layer], config.norm_eps)
-        rotated = rotate_qkv(qkv, blocks.positions, base.rotary, config.kv_heads, norms)
-        q, k, v = (each.transpose(0, 1) for each in split_heads(rotated, config.kv_heads, config.head_dim))
-        groups = config.heads // config.kv_heads
-        keys = torch.cat((clean.kv.keys[layer], k), dim=1).repeat_interleave(groups, 0)
-        values = torch.cat((clean.kv.values[layer], v), dim=1).repeat_interleave(groups, 0)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible)
-        return out.transpose(0, 1).reshape(len(qkv), -1)
+        rows = rotate_qkv(qkv, blocks.positions, base.rotary, config.kv_heads, norms)
+        return attend_blocks(rows, clean.kv.keys[layer], clean.kv.values[layer], seen, within_block == "causal")
 
-    x = adapter.slot_embeddings[:block].repeat(len(blocks), 1)
+    x = adapter.slot_embeddings[: blocks.block].repeat(len(blocks), 1)
     return run_layers(REFERENCE_OPS, config, base.weights, adapter, x, 0, attention)
 
 
@@ -113,11 +103,12 @@ def test_flex_attention_is_the_same_attention(tmp_path, within_block):
     pack = pack_documents(random_documents(3, longest=200), CPU)
     assert max(length for _, length in pack.spans) > 64  # more than one chunk of rows
     blocks = draw_blocks(pack, 8, 3, 1024, np.random.default_rng(0))
+    flex = Attends(flex_clean_attention, flex_mask_attention)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a GPU, FlexAttention is its plain definition
         (a, b), (c, d) = (
             ((clean := run_clean(base, pack)).hidden, run_masks(base, tiny.adapter, clean, blocks, within_block))
-            for base in (tiny.base, replace(tiny.base, flex=True))
+            for base in (tiny.base, replace(tiny.base, attends=flex))
         )
     torch.testing.assert_close(a, c, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(b, d, rtol=1e-5, atol=2e-5)

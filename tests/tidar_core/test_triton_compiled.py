@@ -12,6 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 ROOT = Path(__file__).parents[2]
+TRAINING = ("attend_blocks", "attend_blocks_back")
 PRODUCTS = ("linear", "rotated_linear", "added_linear", "gated_linear")
 
 
@@ -65,6 +66,13 @@ def test_two_programs_of_the_attention_share_a_multiprocessor(compiled):
     most = REGISTERS // PROGRAMS_A_PROCESSOR
     assert [one["name"] for one in attention if one["shared"] > room] == []
     assert [one["name"] for one in attention if -(-one["registers"] // 8) * 8 * threads[one["name"]] > most] == []
+
+
+def test_the_trainers_attention_copies_ahead_and_multiplies_by_warpgroups(compiled):
+    training = [one for one in compiled if one["name"].split()[0] in TRAINING]
+    assert {one["name"].split()[0] for one in training} == set(TRAINING)
+    assert [one["name"] for one in training if one["copies_ahead"] < 2 or one["wide_copies"] == 0] == []
+    assert [one["name"] for one in training if one["matrix_instructions"] > one["warpgroup_instructions"]] == []
 
 
 def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):

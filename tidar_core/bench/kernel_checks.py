@@ -13,12 +13,14 @@ from torch import Tensor
 from tidar_core import sampling
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
+from tidar_core.convert.fused import block_error
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.flight import nearest_outcomes, plan_table
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels import reference
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.succession import Carried
+from tidar_core.kernels.triton_blocks import BlockSizes, supports
 from tidar_core.kernels.triton_gemm import product_planner
 from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
 from tidar_core.kernels.triton_ops import tiles_of
@@ -104,6 +106,7 @@ def check_kernels(
         yield from _check_layers(config, dtype, device, chosen)
     yield from _check_picks(config, device)
     yield from _check_succession(ops, config, device, chosen)
+    yield from _check_blocks(config, dtype, device, chosen)
 
 
 def _check_rows(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:
@@ -361,3 +364,12 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
         found.append((numbers, left, *tensors))
     same = all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     yield Check("succession", f"{count} sequences", "int32", float(not same), 0.0)
+
+
+def _check_blocks(config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """The trainer's attention of mask blocks, the greater error of its result and its gradient."""
+    for causal in (False, True):
+        blocks = BlockSizes(config.heads, config.kv_heads, config.head_dim, sizes.block, causal)
+        if supports(blocks, dtype):
+            case = f"{sizes.block} slots{', causal' if causal else ''}"
+            yield Check("attend_blocks", case, str(dtype)[6:], block_error(blocks, dtype, device), ALLOWED[dtype])

@@ -1,4 +1,5 @@
-"""The trainer's attention on a GPU: FlexAttention over packed rows, one call for all documents and blocks.
+"""The trainer's attention by FlexAttention over packed rows, one call for all documents or blocks: of clean rows on a
+GPU, and of mask rows where `fused.py` cannot be.
 
 What a row sees is at most two runs of keys: of its document, and of its own block. Which tiles of 128 rows and 128
 keys matter follows from the runs' ends directly, so that no mask over all rows and keys is ever made.
@@ -58,7 +59,7 @@ def flex_clean_attention(
     mask = block_mask(Seen(row - pack.positions.int(), row + 1, none, none), rows)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = _rotated(config, weights, rotary, pack.positions, layer, qkv)
+        q, k, v = _heads(config, rotated(config, weights, rotary, pack.positions, layer, qkv))
         keep.keys.append(k)
         keep.values.append(v)
         return _attend(q, k, v, mask)
@@ -80,7 +81,7 @@ def flex_mask_attention(
     mask = block_mask(seen, len(pack.tokens) + len(blocks.positions))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = _rotated(config, weights, rotary, blocks.positions, layer, qkv)
+        q, k, v = _heads(config, rotated(config, weights, rotary, blocks.positions, layer, qkv))
         return _attend(q, torch.cat((clean.keys[layer], k), dim=1), torch.cat((clean.values[layer], v), dim=1), mask)
 
     return attention
@@ -144,13 +145,18 @@ def _listed(table: Tensor) -> tuple[Tensor, Tensor]:
     return table.sum(1, dtype=torch.int32)[None, None], order[None, None]
 
 
-def _rotated(
+def rotated(
     config: ModelConfig, weights: ModelWeights, rotary: Rotary, positions: Tensor, layer: int, qkv: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, [heads, rows, head_dim] each."""
+) -> Tensor:
+    """`rotate_qkv` of a layer's rows."""
     norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
-    rotated = _rotation(qkv.device.type)(qkv, positions, rotary, config.kv_heads, norms)
-    q, k, v = (each.transpose(0, 1) for each in split_heads(rotated, config.kv_heads, config.head_dim))
+    turned: Tensor = _rotation(qkv.device.type)(qkv, positions, rotary, config.kv_heads, norms)
+    return turned
+
+
+def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, [heads, rows, head_dim] each."""
+    q, k, v = (each.transpose(0, 1) for each in split_heads(qkv, config.kv_heads, config.head_dim))
     return q, k, v
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV, clean_attention, mask_attention
 from tidar_core.convert.blocks import Blocks, Pack
-from tidar_core.convert.flex import flex_clean_attention, flex_mask_attention, flex_runs
+from tidar_core.convert.flex import flex_clean_attention, flex_runs
 from tidar_core.convert.ops import training_ops
 from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
@@ -19,14 +19,26 @@ from tidar_core.model.weights import AdapterWeights, ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
+class Attends:
+    """How clean rows and mask rows attend: with the arguments and the results of `attention.clean_attention` and
+    `attention.mask_attention`."""
+
+    clean: Callable[..., Attention]
+    masks: Callable[..., Attention]
+
+
+PLAIN = Attends(clean_attention, mask_attention)
+
+
+@dataclass(frozen=True, slots=True)
 class FrozenBase:
-    """The base model as the trainer runs it: its weights never change. flex: attention by FlexAttention."""
+    """The base model as the trainer runs it: its weights never change."""
 
     config: ModelConfig
     weights: ModelWeights
     rotary: Rotary
     ops: Ops
-    flex: bool
+    attends: Attends
 
     @property
     def device(self) -> torch.device:
@@ -51,16 +63,22 @@ def frozen_base(
 ) -> FrozenBase:
     """The loaded model, ready to train a drafter for. report gets a line where something makes it slower."""
     device = weights.embedding.device
-    flex = device.type == "cuda" and flex_runs(report)
-    return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report), flex)
+    attends = gpu_attends() if device.type == "cuda" and flex_runs(report) else PLAIN
+    return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report), attends)
+
+
+def gpu_attends() -> Attends:
+    """Clean rows by FlexAttention, mask rows by kernels of their own; needs Triton, as FlexAttention does."""
+    from tidar_core.convert.fused import fused_mask_attention
+
+    return Attends(flex_clean_attention, fused_mask_attention)
 
 
 @torch.no_grad()
 def run_clean(base: FrozenBase, pack: Pack) -> Clean:
     """Reads the documents as the engine reads them: causal, without the adapter."""
     kv = CleanKV([], [])
-    attend = flex_clean_attention if base.flex else clean_attention
-    attention = attend(base.config, base.weights, base.rotary, pack, kv)
+    attention = base.attends.clean(base.config, base.weights, base.rotary, pack, kv)
     x = base.weights.embedding[pack.tokens]
     return Clean(pack, kv, run_layers(base.ops, base.config, base.weights, None, x, len(x), attention))
 
@@ -70,8 +88,7 @@ def run_masks(
 ) -> Tensor:
     """Final hidden states of the mask rows, [blocks * block, hidden], differentiable in `adapter` (of the base's
     dtype)."""
-    attend = flex_mask_attention if base.flex else mask_attention
-    attention: Attention = attend(base.config, base.weights, base.rotary, clean.pack, clean.kv, blocks, within_block)
+    attention = base.attends.masks(base.config, base.weights, base.rotary, clean.pack, clean.kv, blocks, within_block)
     slots = adapter.slot_embeddings[: blocks.block]
     x = slots.expand(len(blocks), -1, -1).reshape(-1, slots.shape[1])
     return run_layers(base.ops, base.config, base.weights, adapter, x, 0, attention)

@@ -7,13 +7,14 @@ machine; `cpu_pass.py` binds `cpu_pass.cpp`, all layers as one call, `cpu_slots.
 whole proposals as one. They are written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512, two with
 AVX2, four elsewhere.
 The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention
-over a list of work that the device makes itself, row-wise operations, and products with one tile shape and one
-order of sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the
-products done within them. Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a
-kernel begin while the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it
-(`succession.py`). They are tested interpreted and compiled for Hopper, and against their oracles on an H100
-(`tidar bench kernels`), but for `triton_layers.py`, `triton_succession.py` and 8 bits, which have not run on a GPU yet,
-nor has attention since its keys come ahead.
+over a list of work that the device makes itself, row-wise operations, and products with one tile shape and one order
+of sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the products
+done within them. Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel
+begin while the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it
+(`succession.py`). `triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are
+tested interpreted and compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`), but for
+`triton_layers.py`, `triton_succession.py`, `triton_blocks.py` and 8 bits, which have not run on a GPU yet, nor has
+attention since its keys come ahead.
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep

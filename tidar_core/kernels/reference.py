@@ -109,6 +109,21 @@ def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
     return out.view(qkv.shape[0], -1)
 
 
+def attend_blocks(qkv: Tensor, keys: Tensor, values: Tensor, seen: Tensor, causal: bool) -> Tensor:
+    """Attention of the trainer's rotated mask rows [blocks * slots, (heads + 2 kv_heads) * d] -> [rows, heads * d].
+
+    A row sees the clean rows that its block sees, and the slots of its block, if `causal` those up to its own alone.
+    keys, values: the clean rows', [kv_heads, clean rows, d]; seen: bool [blocks, clean rows].
+    """
+    kv_heads, _, head_dim = keys.shape
+    q, k, v = split_heads(qkv, kv_heads, head_dim)
+    block = torch.arange(len(qkv), device=qkv.device) // (len(qkv) // len(seen))
+    own = block[:, None] == block
+    visible = torch.cat((seen[block], own.tril() if causal else own), dim=1)
+    all_keys, all_values = (torch.cat((clean, mine.transpose(0, 1)), dim=1) for clean, mine in ((keys, k), (values, v)))
+    return _mix(q, all_keys, all_values, visible).reshape(len(qkv), -1)
+
+
 def _mix(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Attention of q [rows, heads, head_dim] over keys and values [kv_heads, keys, head_dim], in fp32.
 
