@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.engine import Engine
 from tidar_core.engine.batch import BatchSize
+from tidar_core.engine.flight import Flight, launch
 from tidar_core.engine.graphs import MOST_ROWS, Graphs, Replay, bucket
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.request import SamplingParams
@@ -89,6 +91,44 @@ def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap):
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert sum(step.accepted for answer in found for step in answer.steps) > 0
     assert len(graphs) > 3
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
+"""Operations that a GPU's host cannot go on from before the GPU is through."""
+
+
+class NothingIsWaitedFor(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in WAITING, name
+        assert name != "repeat_interleave" or (kwargs or {}).get("output_size") is not None
+        if name in ("index", "index_put", "index_put_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "bool index"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, temperature):
+    """Between two steps that overlap the host asks for no number that the device is still to compute."""
+    engine, launches = tiny_engine(tmp_path, overlap=True), []
+
+    def refused(*arguments: object) -> None:
+        raise AssertionError("the host asks for numbers")
+
+    def watched(*arguments: object) -> Flight:
+        launches.append(arguments)
+        with NothingIsWaitedFor(), monkeypatch.context() as patched:
+            for question in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+                patched.setattr(Tensor, question, refused)
+            return launch(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("tidar_core.engine.engine.launch", watched)
+    params = [
+        SamplingParams(max_tokens=14, temperature=temperature, seed=5, ignore_eos=True, drafts=mode, block=block)
+        for mode, block in (("full", None), ("off", None), ("full", 2), ("auto", None))
+    ]
+    decoded(engine, Graphs(repeat), params)
+    assert len(launches) > 12
 
 
 def test_captured_proposals_draft_the_same(tmp_path):
