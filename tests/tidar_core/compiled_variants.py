@@ -18,7 +18,7 @@ from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.reference import split_heads
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockSizes, BlockTiles, block_attention
-from tidar_core.kernels.triton_gemm import WIDEST_RANK, measured_tiles
+from tidar_core.kernels.triton_gemm import WIDEST_RANK, Gpu, measured_tiles
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
@@ -44,7 +44,7 @@ def variants_in_use() -> list[Variant]:
     """Steps of every measured shape with an H100's tiles, with and without mask rows; with mask rows, which take more
     registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, with the widest adapter, and in the
     other dtypes; other attention sizes; the token rule; the bench's reading kernel."""
-    launches, tiles = [], measured_tiles("NVIDIA H100 80GB HBM3", BF16)
+    launches, tiles = [], measured_tiles(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132), BF16)
     for config in SHAPES.values():
         for mask in (0, 56):
             launches += step_launches(config, BF16, 16, 8, mask, layers=2, measured=tiles)

@@ -17,7 +17,7 @@ from tidar_core.bench.shapes import QWEN3_8B, projections
 from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
 from tidar_core.bench.tuning import candidate_tiles, tune
 from tidar_core.kernels import reference, triton_gemm
-from tidar_core.kernels.triton_gemm import GemmTiles
+from tidar_core.kernels.triton_gemm import GemmTiles, Gpu, measured_tiles
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.layout import Shape
 
@@ -143,13 +143,25 @@ def test_tuned_tiles_are_found_again_by_the_kernels(monkeypatch, tmp_path):
     sizes = {(320, 64), (64, 192), (192, 64), (64, 96), (600, 64)}
     assert {(entry["outs"], entry["ins"]) for entry in entries} == sizes
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "gemm_tiles.json").write_text(json.dumps({"some GPU": entries}))
+    tables = {
+        "other": {"capability": [9, 0], "processors": 132, "weights": []},
+        "some GPU": {"capability": [9, 0], "processors": 132, "weights": entries},
+        "small": {"capability": [8, 9], "processors": 58, "weights": entries},
+    }
+    (tmp_path / "data" / "gemm_tiles.json").write_text(json.dumps(tables))
     monkeypatch.setattr(triton_gemm.resources, "files", lambda package: tmp_path)
-    measured = triton_gemm.measured_tiles("some GPU", torch.float32)
+    measured = measured_tiles(Gpu("some GPU", (9, 0), 132), torch.float32)
     assert set(measured) == sizes
     assert asdict(measured[600, 64]) == entries[-1]["tiles"]
-    assert triton_gemm.measured_tiles("some GPU", torch.bfloat16) == {}
-    assert triton_gemm.measured_tiles("another", torch.float32) == {}
+    assert measured_tiles(Gpu("some GPU", (9, 0), 132), torch.bfloat16) == {}
+    assert measured_tiles(Gpu("small one's sister", (8, 9), 58), torch.float32) == measured
+    assert measured_tiles(Gpu("a smaller one", (8, 9), 46), torch.float32) == {}
+
+
+def test_an_h200_takes_the_tiles_of_an_h100():
+    known = measured_tiles(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132), torch.bfloat16)
+    assert len(known) == 15
+    assert measured_tiles(Gpu("NVIDIA H200", (9, 0), 132), torch.bfloat16) == known
 
 
 def test_candidates_keep_every_multiprocessor_busy():

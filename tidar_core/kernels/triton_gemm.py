@@ -62,15 +62,35 @@ def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
     return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), 4, stages)
 
 
-def measured_tiles(device: str, dtype: torch.dtype) -> dict[tuple[int, int], GemmTiles]:
-    """The tiles of weights [outs, ins] that were measured on a kind of GPU (its name), for one dtype; none, mostly."""
-    table = resources.files("tidar_core").joinpath("data", "gemm_tiles.json")
-    if not table.is_file():
-        return {}
-    entries = json.loads(table.read_text(encoding="utf-8")).get(device, [])
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU: its name, its compute capability and its number of multiprocessors."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """The kind of a CUDA device."""
+    found = torch.cuda.get_device_properties(device)
+    return Gpu(found.name, (found.major, found.minor), found.multi_processor_count)
+
+
+def measured_tiles(gpu: Gpu, dtype: torch.dtype) -> dict[tuple[int, int], GemmTiles]:
+    """The tiles of weights [outs, ins] that were measured, for one dtype: on a GPU of this name, else on one that has
+    as many multiprocessors of the same architecture (an H200 is an H100 with other memory); none, mostly."""
+    path = resources.files("tidar_core").joinpath("data", "gemm_tiles.json")
+    tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    alike = [
+        table
+        for table in tables.values()
+        if (tuple(table["capability"]), table["processors"]) == (gpu.capability, gpu.processors)
+    ]
+    table = tables.get(gpu.name) or (alike[0] if alike else {"weights": []})
     return {
         (entry["outs"], entry["ins"]): GemmTiles(**entry["tiles"])
-        for entry in entries
+        for entry in table["weights"]
         if entry["dtype"] == str(dtype).removeprefix("torch.")
     }
 

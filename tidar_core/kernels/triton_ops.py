@@ -11,7 +11,14 @@ from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
-from tidar_core.kernels.triton_gemm import BYTES_BEHIND, GemmTiles, exact_linear, measured_tiles, product_planner
+from tidar_core.kernels.triton_gemm import (
+    BYTES_BEHIND,
+    GemmTiles,
+    exact_linear,
+    gpu_of,
+    measured_tiles,
+    product_planner,
+)
 from tidar_core.kernels.triton_layers import bind_layers
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
 from tidar_core.kernels.triton_sampling import pick_tokens
@@ -41,7 +48,7 @@ def programs_at_once(device: torch.device) -> int:
 
 def tiles_of(device: torch.device, dtype: torch.dtype) -> Mapping[tuple[int, int], GemmTiles]:
     """The tiles in the package for this kind of GPU."""
-    return measured_tiles(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else {}
+    return measured_tiles(gpu_of(device), dtype) if device.type == "cuda" else {}
 
 
 def triton_ops(
