@@ -1,6 +1,7 @@
 """Where the model computes, and numbers on their way there from the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,3 +31,12 @@ def choose_device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)
+
+
+@contextmanager
+def enough_memory(advice: str) -> Iterator[None]:
+    """Raises ConfigError with this advice where the GPU's memory does not hold what is done within."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ConfigError(f"the GPU's memory is full: {advice}") from None

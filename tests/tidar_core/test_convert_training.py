@@ -90,6 +90,38 @@ def test_tokens_per_step_rise(tiny, corpus, tmp_path, within_block, loss):
     assert progress.best == max(measured)
 
 
+def full_over(rows: int) -> Callable[..., torch.Tensor]:
+    """`run_masks` where memory holds so many rows, and no more."""
+    whole = trainer.run_masks
+
+    def run(base, adapter, clean, blocks, within_block):
+        if len(blocks.positions) > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(base, adapter, clean, blocks, within_block)
+
+    return run
+
+
+def test_a_training_goes_on_in_smaller_parts_where_memory_is_full(tiny, corpus, tmp_path, monkeypatch):
+    whole, _ = train(tiny, corpus, tmp_path / "whole", 6)
+    monkeypatch.setattr(trainer, "run_masks", full_over(40))
+    lines: list[str] = []
+    parts, _ = train(tiny, corpus, tmp_path / "parts", 6, line=lines.append)
+    assert [line.split(": ")[1] for line in lines] == [f"{rows} mask rows at once from here on" for rows in (64, 32)]
+    assert [step.mask_rows for step in parts] == [step.mask_rows for step in whole]
+    assert [step.loss for step in parts] == pytest.approx([step.loss for step in whole], rel=1e-4)
+    assert [step.norm for step in parts] == pytest.approx([step.norm for step in whole], rel=1e-3)
+
+
+def test_memory_that_is_too_small_is_told_in_one_line(tiny, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "run_masks", full_over(0))
+    with pytest.raises(ConfigError, match="full, even with one block at a time"):
+        train(tiny, corpus, tmp_path / "blocks", 3)
+    monkeypatch.setattr(trainer, "run_clean", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(ConfigError, match=r"memory is full: .* lower --rows \(now 128\)$"):
+        train(tiny, corpus, tmp_path / "reading", 3)
+
+
 @pytest.mark.parametrize(("sizes", "seen"), [("mixed", {2, 3, 4}), ("growing", {2, 3, 4})])
 def test_blocks_may_be_of_several_sizes(tiny, corpus, tmp_path, monkeypatch, sizes, seen):
     found: list[int] = []

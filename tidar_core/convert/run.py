@@ -54,7 +54,7 @@ from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
-from tidar_core.transfer import choose_device
+from tidar_core.transfer import choose_device, enough_memory
 
 TEXT_LONGEST = 512  # tokens of a document from a file
 GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
@@ -250,7 +250,8 @@ def _load_base(
     screen: Screen,
 ) -> tuple[BaseIdentity, ModelConfig, ModelWeights]:
     config = load_config(source)
-    weights = load_weights(source, config, getattr(torch, options.dtype), device, screen.loading)
+    with enough_memory(f"it does not hold the weights of {source.name} in {options.dtype}"):
+        weights = load_weights(source, config, getattr(torch, options.dtype), device, screen.loading)
     return identify_base(source.name, config, weights, tokenizer), config, weights
 
 
@@ -268,10 +269,13 @@ def _train_full(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, seed=train.seed,
     )  # fmt: skip
-    return train_full(
-        source, tokenizer, corpus, config, _budget(options, spent), train.patience, device, options.out,
-        options.work / "training", screen,
-    )  # fmt: skip
+    with enough_memory(
+        f"training all weights of {source.name} wants more, or lower --rows (now {config.tokens_a_step})"
+    ):
+        return train_full(
+            source, tokenizer, corpus, config, _budget(options, spent), train.patience, device, options.out,
+            options.work / "training", screen,
+        )  # fmt: skip
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:

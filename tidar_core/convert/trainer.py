@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.blocks import BlockSizes, block_of_step, draw_blocks, narrowed, pack_documents
+from tidar_core.convert.blocks import Blocks, BlockSizes, block_of_step, draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
@@ -21,13 +21,14 @@ from tidar_core.convert.checkpoint import (
 )
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import trainable
-from tidar_core.convert.forward import FrozenBase, run_clean, run_masks, run_slot_head
+from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
 from tidar_core.convert.sampler import Sampler
-from tidar_core.convert.vocabulary import Vocabulary
+from tidar_core.convert.vocabulary import Columns, Vocabulary
 from tidar_core.layout import WithinBlock
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
+from tidar_core.transfer import enough_memory
 
 CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
@@ -231,7 +232,7 @@ class _Training:
 
     def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
         """One optimizer step, of which each worker computes its part: all draw the same blocks, and the loss is over
-        them all. Raises ConfigError where the loss or its gradient is not a number."""
+        them all. Raises ConfigError where the loss or its gradient is not a number, and where memory is too small."""
         began, config, base, progress, crew = time.monotonic(), self.config, self.base, self.progress, self.crew
         draw = sampler.draw(progress)
         block = block_of_step(config.block_sizes, config.block, used, draw)
@@ -243,17 +244,9 @@ class _Training:
         alone = torch.from_numpy(draw.random(len(drawn))[first:last] < ALONE_SHARE).to(base.device)
         normaliser = len(drawn) * float(config.loss.profile(block).sum())
         pack, blocks = narrowed(pack, drawn.part(first, last))
-        clean = run_clean(base, pack)
-        loss = torch.zeros((), device=base.device)
-        at_once = max(1, self.rows_a_pass // block)
-        for first in range(0, len(blocks), at_once):
-            part = blocks.part(first, min(first + at_once, len(blocks)))
-            drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
-            drafted = run_masks(base, drafter, clean, part, config.within_block)
-            drafted = run_slot_head(base, drafter, clean, part, drafted, alone[first : first + len(part)])
-            judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
-            judged.loss.backward()  # type: ignore[no-untyped-call]
-            loss += judged.loss.detach()
+        with enough_memory(f"it does not hold what a step reads, lower --rows (now {self.rows_a_step})"):
+            clean = run_clean(base, pack)
+        loss = self._learn(clean, blocks, columns, alone, normaliser)
         crew.add_up([loss, *(tensor.grad for tensor in self.tensors if tensor.grad is not None)])
         norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
         if not math.isfinite(float(norm)) or not math.isfinite(float(loss)):
@@ -272,6 +265,37 @@ class _Training:
         self.watch.step(
             StepReport(progress, float(loss), float(norm), len(blocks.positions), len(pack.tokens), seconds)
         )
+
+    def _learn(self, clean: Clean, blocks: Blocks, columns: Columns, alone: Tensor, normaliser: float) -> Tensor:
+        """The loss of these blocks, whose gradient is added up. Goes through fewer rows at once from where memory does
+        not hold more. Raises ConfigError where it does not hold one block."""
+        while True:
+            try:
+                return self._pass_by_pass(clean, blocks, columns, alone, normaliser)
+            except torch.OutOfMemoryError:
+                if self.rows_a_pass <= blocks.block:
+                    raise ConfigError(
+                        "the GPU's memory is full, even with one block at a time: free some of it"
+                    ) from None
+            # Behind the handler, which would hold on to all that was computed.
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+            self.rows_a_pass = max(blocks.block, min(self.rows_a_pass, len(blocks.positions)) // 2)
+            self.watch.line(f"the GPU's memory is full: {self.rows_a_pass} mask rows at once from here on")
+
+    def _pass_by_pass(self, clean: Clean, blocks: Blocks, columns: Columns, alone: Tensor, normaliser: float) -> Tensor:
+        base, config = self.base, self.config
+        loss = torch.zeros((), device=base.device)
+        at_once = max(1, self.rows_a_pass // blocks.block)
+        for first in range(0, len(blocks), at_once):
+            part = blocks.part(first, min(first + at_once, len(blocks)))
+            drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
+            drafted = run_masks(base, drafter, clean, part, config.within_block)
+            drafted = run_slot_head(base, drafter, clean, part, drafted, alone[first : first + len(part)])
+            judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
+            judged.loss.backward()  # type: ignore[no-untyped-call]
+            loss += judged.loss.detach()
+        return loss
 
 
 def learning_rate(config: TrainConfig, step: int, used: float) -> float:

@@ -30,7 +30,7 @@ from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import pack_adapter, pack_model
-from tidar_core.transfer import choose_device
+from tidar_core.transfer import choose_device, enough_memory
 
 GIB = 2**30
 CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
@@ -53,7 +53,8 @@ def load_engine(
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")
-    weights = load_weights(source, model, dtype, device, progress)
+    with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
+        weights = load_weights(source, model, dtype, device, progress)
     tokenizer = load_tokenizer(source)
     base = identify_base(source.name, model, weights, tokenizer)
     adapter = _adapter(config.adapter, source, base, weights.embedding, report)
