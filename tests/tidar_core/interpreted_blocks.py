@@ -44,7 +44,7 @@ def poisoned_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_result_and_gradient_are_plain_torchs(sizes, dtype):
-    assert block_error(sizes, dtype, CPU) <= TOLERANCE[dtype]
+    assert block_error(sizes, dtype, CPU, ((300, 24), (70, 9), (3, 2), (150, 1))) <= TOLERANCE[dtype]
 
 
 @settings(deadline=None)

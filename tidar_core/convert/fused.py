@@ -5,7 +5,7 @@ they fail or do not fit, FlexAttention takes their place.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -23,7 +23,9 @@ from tidar_core.layout import WithinBlock
 from tidar_core.model.weights import ModelWeights
 
 ALLOWED = 1e-2  # of the largest number, in 16 bits
-PROBED = ((300, 24), (70, 9), (3, 2), (150, 1))  # documents: clean rows, blocks behind them
+PROBED = ((900, 24), (70, 9), (3, 2), (150, 1))
+"""Documents: clean rows, blocks behind them. The first is so long that a tile goes through all stages of shared memory
+more than once."""
 
 log = logging.getLogger("tidar")
 
@@ -60,8 +62,11 @@ def proven(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> bool:
         return False
     try:
         error = block_error(sizes, dtype, device)
-    except Exception as failed:  # Triton, the compiler or the GPU may fail in many ways
-        log.warning("training with FlexAttention, which is slower: %s", type(failed).__name__)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # the one passes, with the other nothing goes on
+    except Exception as failed:  # Triton and the compiler may fail in many ways
+        reason = str(failed).strip().partition("\n")[0]
+        log.warning("training with FlexAttention, which is slower: %s: %s", type(failed).__name__, reason)
         return False
     if not error <= ALLOWED:
         log.warning("training with FlexAttention: the kernels are off by %.2g of the largest number here", error)
@@ -70,14 +75,17 @@ def proven(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @torch.inference_mode(False)
-def block_error(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> float:
-    """max|Δ| / max|oracle| of the kernels' result and of its gradient, the greater of the two, on random inputs."""
+def block_error(
+    sizes: BlockSizes, dtype: torch.dtype, device: torch.device, documents: Sequence[tuple[int, int]] = PROBED
+) -> float:
+    """max|Δ| / max|oracle| of the kernels' result and of its gradient, the greater of the two, on random inputs behind
+    documents of so many clean rows, with so many blocks each."""
     draw, random = np.random.default_rng(0), torch.Generator(device).manual_seed(0)
-    lengths, counts = (list(column) for column in zip(*PROBED, strict=True))
+    lengths, counts = (list(column) for column in zip(*documents, strict=True))
     starts = np.cumsum([0, *lengths[:-1]])
-    document = np.repeat(np.arange(len(PROBED)), counts)
+    document = np.repeat(np.arange(len(documents)), counts)
     context = np.concatenate(
-        [np.sort(draw.choice(length, count, replace=False)) + 1 for length, count in PROBED]
+        [np.sort(draw.choice(length, count, replace=False)) + 1 for length, count in documents]
     ).astype(np.int64)
     tiles = block_tiles(document, context, starts, sizes, device)
 
@@ -90,7 +98,7 @@ def block_error(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> 
     first = torch.from_numpy(starts[document])[:, None]
     row = torch.arange(sum(lengths))
     seen = ((row >= first) & (row < first + torch.from_numpy(context)[:, None])).to(device)
-    slope = torch.randn(len(qkv), sizes.heads * sizes.head_dim, generator=random, device=device)
+    slope = torch.randn(len(qkv), sizes.heads * sizes.head_dim, generator=random, device=device).to(dtype)
     ours = _with_gradient(lambda x: block_attention(x, keys, values, tiles, sizes), qkv, slope)
     theirs = _with_gradient(
         lambda x: attend_blocks(x, keys.float(), values.float(), seen, sizes.causal), qkv.float(), slope

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidar_core.transfer import sent
+
 LOG2E = 1.4426950408889634
 TILE_ROWS = 128  # mask rows times group, two of Hopper's matrix instructions
 COLUMNS = tl.constexpr(8)  # of the list of tiles
@@ -72,7 +74,7 @@ def block_tiles(
     tiles[:, 0], tiles[:, 1] = first * sizes.slots, (end - first) * sizes.slots
     tiles[:, 2], tiles[:, 3], tiles[:, 4] = starts[document[first]], context[first], context[end - 1]
     tiles = tiles[np.argsort(-tiles[:, 4], kind="stable")]
-    return BlockTiles(torch.from_numpy(tiles).to(device), torch.from_numpy(context.astype(np.int32)).to(device))
+    return BlockTiles(sent(torch.from_numpy(tiles), device), sent(torch.from_numpy(context.astype(np.int32)), device))
 
 
 @triton.jit
