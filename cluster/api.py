@@ -165,12 +165,13 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         repeated = [prompt for prompt in prompts for _ in choices]
         asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
         echoes = echoes_of(body, prompts, backend)
-        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools)
+        follows = "tools" if tools is not None else body.grammar_field
+        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools, follows)
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
-            return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage))
+            return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage, body.counts_on))
         gathered = [Gathered() for _ in params]
         async with aclosing(pieces):
             async for piece in pieces:
@@ -264,7 +265,7 @@ def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
     ]
     logprobs = body.logprobs is not None
     pairs = zip(texts, prompts, strict=True)
-    return [Echo(text, prompt[0], logprobs) for text, prompt in pairs for _ in range(body.n or 1)]
+    return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
 
 
 BodyT = TypeVar("BodyT", bound=Body)

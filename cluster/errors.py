@@ -32,6 +32,14 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+class FieldError(ValueError):
+    """What pydantic is told of a body whose fields do not go together; `param` is the one at fault."""
+
+    def __init__(self, message: str, param: str):
+        super().__init__(message)
+        self.param = param
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
 
@@ -69,10 +77,11 @@ def from_request_error(error: RequestError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
+    cause = first.get("ctx", {}).get("error")
     # The branch of a union that was tried is no part of the name that a client would know.
     parts = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or "(" in part))]
-    param = ".".join(parts) or None
+    param = cause.param if isinstance(cause, FieldError) else ".".join(parts) or None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = f"unknown field `{param}`"

@@ -16,7 +16,7 @@ Spell = Callable[[int], str]
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
     """`logprobs` of a chat choice: each token with its likeliest rivals. The `bytes` of all tokens joined are the
-    answer's, where a token is but a part of a character too."""
+    answer's, where a token is but a part of a character too; a stop string at its end is among them."""
     content = [
         ChatCompletionTokenLogprob(
             token=spell(entry.token),
@@ -37,13 +37,16 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """`logprobs` of a completion choice, as OpenAI's `Logprobs` has it. `offset`: characters before the first of these
     tokens, each spelled by itself. `leading`: a token in front that has no log-probability, which no type of OpenAI's
-    allows, though its server said null there."""
+    allows, though its server said null there. Each token is among its own `top_logprobs`, likely or not."""
     front = [] if leading is None else [leading]
     texts = [spell(token) for token in (*front, *(entry.token for entry in entries))]
     told = Logprobs(
         tokens=texts,
         token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[{spell(token): logprob for token, logprob in entry.top} for entry in entries],
+        top_logprobs=[
+            {spell(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
+            for entry in entries
+        ],
         text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     ).model_dump()
     for name in ("token_logprobs", "top_logprobs"):

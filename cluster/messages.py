@@ -11,11 +11,16 @@ class TextPart(BaseModel):
     text: str
 
 
-Content = str | list[TextPart] | None
+class RefusalPart(BaseModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = str | list[TextPart | RefusalPart] | None
 
 
 def check_content(value: object) -> str | None:
-    """A message's text: a string, or text parts, which are joined by line ends as vLLM does."""
+    """A message's text: a string, or parts of text or of a refusal, which are joined by line ends as vLLM does."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -23,11 +28,11 @@ def check_content(value: object) -> str | None:
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
+        if kind not in ("text", "refusal"):
             raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a text part needs a string in `text`")
-        texts.append(part["text"])
+        if not isinstance(part.get(kind), str):
+            raise ValueError(f"a {kind} part needs a string in `{kind}`")
+        texts.append(part[kind])
     return "\n".join(texts)
 
 
@@ -60,19 +65,22 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. content may be null where the assistant called tools instead."""
+    """One turn. content may be null where the assistant called tools or refused instead."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(check_content, json_schema_input_type=Content)] = None
+    refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
     def says_something(self) -> "Message":
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.refusal is None and not self.tool_calls:
             raise ValueError("content is missing")
+        if self.refusal is not None and self.role != "assistant":
+            raise ValueError("refusal is for messages of the assistant")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls are for messages of the assistant")
         if self.role == "tool" and self.tool_call_id is None:
@@ -90,7 +98,7 @@ class Message(BaseModel):
         """As chat templates expect it: arguments as an object, and of what is not there no word."""
         # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        turn["content"] = self.content or ""
+        turn["content"] = self.content or self.refusal or ""
         if self.tool_calls:
             turn["tool_calls"] = [
                 {

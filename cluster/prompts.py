@@ -71,7 +71,7 @@ def render_chat(
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     if any(message.is_of_tools for message in messages):
-        tool_format(card.tokenizer)  # other templates leave calls out without a word
+        tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
     try:
         text = card.tokenizer.apply_chat_template(
             [message.for_template() for message in messages],

@@ -147,8 +147,9 @@ def whole(head: Head, answer: Answer, gathered: Sequence[Gathered]) -> bytes:
     return dump(Completion(object="text_completion", **common, **extra))
 
 
-def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: bool) -> bytes:
-    """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is."""
+def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: bool, counts_on: bool) -> bytes:
+    """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is. counts_on:
+    the usage so far is told with it."""
     end: dict[str, Any] = {
         "index": piece.choice,
         "finish_reason": finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None,
@@ -158,7 +159,7 @@ def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: boo
         end["stop_reason"] = stop_reason(piece.finish, answer.card.eos_ids)
     extra: dict[str, Any] = {}
     if with_usage:  # OpenAI: null in all chunks but the last
-        extra["usage"] = None
+        extra["usage"] = usage_of(answer.choices) if counts_on else None
     if piece.trace is not None:
         extra["tidar"] = piece.trace
     if head.chat:
@@ -211,7 +212,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 async def event_stream(
-    head: Head, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None], with_usage: bool
+    head: Head, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None], with_usage: bool, counts_on: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream whose first piece is here already; ends with [DONE], after an error too."""
     begun: set[int] = set()
@@ -223,7 +224,7 @@ async def event_stream(
                 shows = piece.text or piece.calls or piece.finish or piece.trace is not None or piece.logprobs
                 if shows or (is_first and head.chat):
                     begun.add(piece.choice)
-                    yield chunk(head, answer, piece, is_first, with_usage)
+                    yield chunk(head, answer, piece, is_first, with_usage, counts_on)
         if with_usage:
             yield usage_chunk(head, answer)
     except ApiError as error:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
 
 from cluster.card import ModelCard
-from cluster.errors import bad_request, from_request_error, too_long
+from cluster.errors import FieldError, bad_request, from_request_error, too_long
 from cluster.messages import Message
 from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
 from cluster.tools import MAX_TOOLS, NamedTool, Tool, Toolbox, ToolChoice
@@ -128,6 +128,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Body(BaseModel):
@@ -168,23 +169,35 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def prompt_is_read_whole(self) -> "Body":
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs is not available where stream is true")
+            raise FieldError("prompt_logprobs is not available where stream is true", "prompt_logprobs")
         return self
 
     @model_validator(mode="after")
     def usage_needs_stream(self) -> "Body":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed where stream is true")
+            raise FieldError("stream_options is only allowed where stream is true", "stream_options")
         return self
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def counts_on(self) -> bool:
+        """vLLM's `continuous_usage_stats`: every chunk tells the usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
     @cached_property
     def grammar(self) -> Grammar | None:
         """What the answer has to follow, if anything. Slow for large schemas. Raises ApiError (400)."""
         return grammar_of(self.response_format, self.structured_outputs)
+
+    @property
+    def grammar_field(self) -> str:
+        """Where that is said."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -212,6 +225,11 @@ class CompletionBody(Body):
     echo: bool | None = None
 
     @property
+    def reads_alone(self) -> bool:
+        """Nothing is asked for but the prompt again, mostly for its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
 
@@ -237,24 +255,26 @@ class ChatBody(Body):
     @model_validator(mode="after")
     def top_needs_logprobs(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed where logprobs is true")
+            raise FieldError("top_logprobs is only allowed where logprobs is true", "top_logprobs")
         return self
 
     @model_validator(mode="after")
     def choice_is_among_tools(self) -> "ChatBody":
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two functions have the same name")
+            raise FieldError("tools: two functions have the same name", "tools")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice names `{self.tool_choice.function.name}`, which is not among the tools")
+            name = self.tool_choice.function.name
+            raise FieldError(f"tool_choice names `{name}`, which is not among the tools", "tool_choice")
         if self.tool_choice == "required" and not names:
-            raise ValueError("tool_choice required needs tools to choose from")
+            raise FieldError("tool_choice required needs tools to choose from", "tool_choice")
         return self
 
     @model_validator(mode="after")
     def one_thing_to_follow(self) -> "ChatBody":
         if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
-            raise ValueError("structured_outputs cannot be combined with tools; use response_format")
+            message = "structured_outputs cannot be combined with tools; use response_format"
+            raise FieldError(message, "structured_outputs")
         return self
 
     @property
@@ -329,6 +349,8 @@ def sampling_params(
     wanted = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if isinstance(body, CompletionBody) and body.reads_alone:
+        wanted = 1  # which a step says anyway, and nobody is told
     if wanted is not None and wanted < 1:
         raise bad_request(f"{name} must be at least 1", name)
     room = card.max_model_len - prompt_tokens
@@ -363,4 +385,6 @@ def sampling_params(
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
         )
     except RequestError as error:
+        if chat and error.param == "logprobs":  # the number has a name of its own there
+            raise bad_request(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from error
         raise from_request_error(error) from error

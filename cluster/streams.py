@@ -45,11 +45,12 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt that is repeated in front of its answer: its text and its first token, of which no log-probability
-    can be told. logprobs: whether those of the others are."""
+    can be told. logprobs: whether those of the others are. alone: no answer is told behind it."""
 
     text: str
     first: int
     logprobs: bool
+    alone: bool
 
 
 @dataclass(slots=True)
@@ -77,6 +78,9 @@ class Choice:
 
     def add(self, output: StepOutput, replica: str) -> Piece:
         """Count one step and turn its tokens into the text to show."""
+        if self.echo is not None and self.echo.alone:
+            trace = None if output.trace is None else replace(output.trace, anchor=None)
+            output = replace(output, tokens=(), logprobs=(), trace=trace, finish=Finish(FinishReason.LENGTH))
         finish = self.finish = output.finish
         self.acceptance.add(output)
         self.completion_tokens += len(output.tokens)
@@ -88,9 +92,9 @@ class Choice:
         text = pushed.text
         if finish and pushed.stop is None:
             text += self.text.finish()
-        trace = None
+        shown_trace = None
         if self.spelling is not None and output.trace is not None:
-            trace = self.spelling.describe(output, output.trace, replica)
+            shown_trace = self.spelling.describe(output, output.trace, replica)
         entries = output.logprobs[: len(shown)]
         offset = self.characters
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
@@ -101,7 +105,7 @@ class Choice:
             text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
         text, calls = self._calls(text)
-        return Piece(self.number, text, finish, trace, entries, calls, offset)
+        return Piece(self.number, text, finish, shown_trace, entries, calls, offset)
 
     def _calls(self, text: str) -> tuple[str, tuple[CallDelta, ...]]:
         """What of a step's text is no call, and what it adds to calls."""
@@ -167,6 +171,7 @@ class Answer:
     echoes: Sequence[Echo] = ()
     tells_prompt: bool = False
     tools: Toolbox | None = None
+    follows: str = "response_format"  # the field that says what the answer has to follow
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -254,6 +259,8 @@ class Answer:
             try:
                 pieces.append(choice.add(finished_well(event), news.replica))
             except ApiError as error:
+                if error.param == "grammar":  # the engine's word for it
+                    error.param = self.follows
                 return pieces, error
         return pieces, None
 

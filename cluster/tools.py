@@ -173,10 +173,10 @@ _SPELLINGS = (
 )
 
 
-def tool_format(tokenizer: "PreTrainedTokenizerFast") -> ToolFormat:
+def tool_format(tokenizer: "PreTrainedTokenizerFast", param: str = "tools") -> ToolFormat:
     """How the model's chat template writes a call: it is asked to write one.
 
-    Raises ApiError (400) where it has no tools, or writes calls in a way that is not read here.
+    Raises ApiError (400), which names `param`, where it has no tools, or writes calls in a way that is not read here.
     """
     tools: list[Any] = [{"type": "function", "function": _PROBE_TOOL}]
     try:
@@ -185,7 +185,7 @@ def tool_format(tokenizer: "PreTrainedTokenizerFast") -> ToolFormat:
         text = ""
     if "probe description" not in text:
         raise bad_request(
-            "this model's chat template has no tools: ask without them, or serve a model whose template has", "tools"
+            "this model's chat template has no tools: ask without them, or serve a model whose template has", param
         )
     for form, spelling in _SPELLINGS:
         if re.search(spelling, text):
@@ -193,5 +193,5 @@ def tool_format(tokenizer: "PreTrainedTokenizerFast") -> ToolFormat:
     raise bad_request(
         "this model's chat template writes tool calls in a way that is not read here; Hermes' <tool_call> and "
         "Llama 3's JSON are",
-        "tools",
+        param,
     )

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.servers import Server, tiny_server
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
 LONGEST = Path("tidar_core/test_exact.py")
+
+settings.register_profile("shared machine", deadline=None)  # an example may wait for whatever else computes here
+settings.load_profile("shared machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

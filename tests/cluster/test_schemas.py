@@ -138,11 +138,24 @@ def test_values_out_of_range_are_named(card: ModelCard, fields: dict[str, Any], 
         ({"tidar": {"speed": 3}}, "tidar.speed"),
         ({"tidar": {"drafts": "some"}}, "tidar.drafts"),
         ({"tidar": {"block": 0}}, "tidar.block"),
-        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
-def test_wrong_shapes_are_named(fields: dict[str, Any], param: str | None) -> None:
+def test_wrong_shapes_are_named(fields: dict[str, Any], param: str) -> None:
     assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ],
+)
+def test_fields_of_a_chat_that_do_not_go_together_are_named(fields: dict[str, Any], param: str) -> None:
+    assert refused(chat, **fields).param == param
 
 
 @pytest.mark.parametrize(
@@ -153,10 +166,19 @@ def test_wrong_shapes_are_named(fields: dict[str, Any], param: str | None) -> No
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages.0.content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content"),
         ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
+        ({"role": "assistant", "content": [{"type": "refusal"}]}, "messages.0.content"),
+        ({"role": "user", "refusal": "no"}, "messages.0"),
     ],
 )
 def test_messages_that_cannot_be_read(message: dict[str, Any], param: str) -> None:
     assert refused(chat, messages=[message]).param == param
+
+
+def test_what_the_assistant_refused_is_what_it_said() -> None:
+    parts = [{"type": "text", "text": "Well"}, {"type": "refusal", "refusal": "no"}]
+    for turn, said in (({"refusal": "no", "content": None}, "no"), ({"content": parts}, "Well\nno")):
+        (message,) = chat(messages=[{"role": "assistant", **turn}]).messages
+        assert message.for_template() == {"role": "assistant", "content": said}
 
 
 def test_a_prompt_that_leaves_no_room(card: ModelCard) -> None:
@@ -200,6 +222,8 @@ def test_zero_logprobs_is_a_wish_for_logprobs(card: ModelCard) -> None:
     assert (wanted(chat(logprobs=True)), wanted(chat(logprobs=False))) == (0, None)
     assert wanted(chat(logprobs=True, top_logprobs=5)) == 5
     assert refused(sampling_params, completion(logprobs=21), card, 4, 1).param == "logprobs"
+    error = refused(sampling_params, chat(logprobs=True, top_logprobs=21), card, 4, 1)
+    assert (error.param, error.message.split()[0]) == ("top_logprobs", "top_logprobs")
 
 
 def test_unknown_fields_are_ignored_and_known() -> None:

@@ -117,6 +117,16 @@ def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
     assert chunks[-1].model_dump()["metrics"]["tidar"]["decode_steps"] > 0
     assert all(chunk.usage is None for chunk in chunks[:-1])
+    counted = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=60, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        **greedy("stream"),
+    )  # fmt: skip
+    usages = [chunk.usage for chunk in counted]
+    counts = [usage.completion_tokens for usage in usages if usage is not None]
+    assert len(counts) == len(usages)
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 60
 
 
 def test_the_trace_tells_the_answer_step_by_step(http: httpx.Client) -> None:

@@ -79,6 +79,37 @@ def test_a_prompt_is_repeated_with_its_log_probabilities_whole_and_streamed(clie
     assert again.choices[0].text.startswith("The quick größe")
 
 
+def test_a_prompt_may_be_read_alone(client: openai.OpenAI) -> None:
+    """`echo` with no token to generate, as those ask who score texts."""
+    body: Any = {"model": "tiny", "prompt": "The quick größe", "echo": True, "logprobs": 2, "temperature": 0}
+    alone = client.completions.create(max_tokens=0, **body)
+    further = client.completions.create(max_tokens=1, **body)
+    assert alone.choices[0].text == body["prompt"]
+    assert alone.choices[0].finish_reason == "length"
+    assert alone.usage is not None
+    assert (alone.usage.completion_tokens, alone.usage.total_tokens) == (0, alone.usage.prompt_tokens)
+    assert alone.choices[0].logprobs is not None
+    assert further.choices[0].logprobs is not None
+    read, more = alone.choices[0].logprobs.model_dump(), further.choices[0].logprobs.model_dump()
+    assert len(read["tokens"]) == alone.usage.prompt_tokens
+    for name, told in read.items():
+        assert told == more[name][:-1]
+    assert all(token in best for token, best in zip(read["tokens"][1:], read["top_logprobs"][1:], strict=True))
+    (chunk,) = client.completions.create(max_tokens=0, stream=True, **body)
+    assert (chunk.choices[0].text, chunk.choices[0].finish_reason) == (body["prompt"], "length")
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(max_tokens=0, **body | {"echo": False})
+
+
+def test_an_unlikely_token_is_among_its_own_top_logprobs(client: openai.OpenAI) -> None:
+    said = client.completions.create(model="tiny", prompt="a", max_tokens=12, temperature=2, seed=1, logprobs=1)
+    logprobs = said.choices[0].logprobs
+    assert logprobs is not None
+    rows = zip(logprobs.tokens or [], logprobs.token_logprobs or [], logprobs.top_logprobs or [], strict=True)
+    assert all(best[token] == own and len(best) <= 2 for token, own, best in rows)
+    assert any(len(best) == 2 for best in logprobs.top_logprobs or [])
+
+
 def plain_text_of(client: openai.OpenAI, token: int) -> str:
     answer = client.completions.create(
         model="tiny", prompt="a", max_tokens=1, temperature=0, logit_bias={str(token): 100}

@@ -243,7 +243,7 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
     head, gathered = new_head("tiny", chat), Gathered()
     gathered.add(piece)
-    for raw in (whole(head, answer, [gathered]), chunk(head, answer, piece, True, False)[6:]):
+    for raw in (whole(head, answer, [gathered]), chunk(head, answer, piece, True, False, False)[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:
             assert b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode() == piece.text

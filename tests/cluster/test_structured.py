@@ -131,7 +131,7 @@ def test_a_grammar_that_does_not_compile_is_a_400(client: openai.OpenAI, stream:
             client.completions.create(
                 model="tiny", prompt="a", stream=stream, extra_body={"structured_outputs": wanted}
             )
-        assert caught.value.type == "invalid_request_error"
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", "structured_outputs")
     fine = client.completions.create(model="tiny", prompt="a", max_tokens=3, extra_body={"ignore_eos": True})
     assert fine.usage is not None
     assert fine.usage.completion_tokens == 3
