@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from cluster.errors import ApiError
 from tidar_core.config import ConfigError
 
@@ -64,7 +66,7 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
                 raise ConfigError(f"{ASKED}=1 needs Linux and the host {' or '.join(LOCAL_HOSTS)}: unset it")
             yield {}
             return
-        yield {
+        settings = {
             ASKED: "1",
             "RAY_SERVE_HAPROXY_BINARY_PATH": start,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
@@ -80,6 +82,19 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             # An ingress that ends waits so long for balancers to notice: this one, on its own machine, is told.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         }
+        try:
+            yield settings
+        finally:
+            end_what_is_left(directory)
+
+
+def end_what_is_left(directory: str) -> None:
+    """Ends every HAProxy that has its settings in `directory`. It outlives the process that watches it where that is
+    killed, as it is where a busy machine takes longer over Serve's end than Ray waits, and would keep the port."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(word.startswith(f"{directory}/") for word in process.cmdline()):
+                process.kill()
 
 
 def where_sockets_fit() -> str:

@@ -1,5 +1,7 @@
 """HAProxy before Serve: what Serve is told of it, what it opens, what a client gets where its ingress dies."""
 
+import signal
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -43,6 +45,16 @@ def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeyp
         assert len(directories) == 2
         assert all(directory.stat().st_mode & 0o077 == 0 for directory in directories), "nobody else gets at its socket"
     assert not any(directory.exists() for directory in directories)
+
+
+def test_one_that_outlived_its_watcher_is_ended() -> None:
+    with haproxy_settings("127.0.0.1") as settings, haproxy_settings("127.0.0.1") as others:
+        left, other = (
+            subprocess.Popen(["sh", "-c", "sleep 60; exit", "-f", each["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]])
+            for each in (others, settings)
+        )
+        assert left.poll() is other.poll() is None
+    assert left.wait(10) == other.wait(10) == -signal.SIGKILL
 
 
 def test_ports_differ() -> None:
