@@ -36,7 +36,7 @@ def show_status(address: str, key: str | None = None, live: bool = False, consol
     Raises ConfigError where nothing answers at `address`.
     """
     console = console or Console()
-    base = address.rstrip("/")
+    base = (address if "://" in address else f"http://{address}").rstrip("/")
     console.print(model_table(base, key), highlight=False)
     before = look(base, key)
     time.sleep(FIRST_SECONDS)

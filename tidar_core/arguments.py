@@ -1,5 +1,6 @@
 """What the commands have in common: options, errors in one line, the engine with a progress bar."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
@@ -24,7 +25,8 @@ KV = Annotated[
 ]
 DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads of the engine; 0 leaves it to torch.")]
+MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # far more than processors only wait for each other
+Threads = Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads of the engine; 0 leaves it to torch.")]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,21 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command("convert")(convert_command)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(metadata.version("tidar-cluster"))
+        raise typer.Exit
+
+
+@app.callback()
+def tidar(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -158,6 +174,8 @@ def generate(
     with user_errors():
         from tidar_core.terminal import print_answer
 
+        if any("\udc80" <= letter <= "\udcff" for letter in prompt):
+            raise ConfigError("the prompt is not UTF-8")
         engine = load(EngineConfig(model, adapter, dtype, device, threads, drafts))
         print_answer(
             engine, prompt, raw=raw, plain=plain or not sys.stdout.isatty(), max_tokens=max_tokens,

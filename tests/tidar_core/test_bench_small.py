@@ -34,6 +34,8 @@ def test_it_is_the_models_own(tmp_path):
     assert (found.texts, found.tokens) == (len(rows), sum(row.shape[1] - 1 for row in rows))
     assert found.nats == pytest.approx(sum(nats) / found.tokens, rel=1e-4)
     assert found.perplexity == pytest.approx(math.exp(found.nats))
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        measure_perplexity(engine, TEXTS[1:3])
 
 
 def test_a_known_prefix_is_measured(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from importlib import metadata
 
 import pytest
 from typer.testing import CliRunner
@@ -79,11 +80,13 @@ def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, batch
         (["--model", "/no/such/model"], "no model at '/no/such/model'"),
         (["--adapter", "/no/such/adapter"], "no adapter at /no/such/adapter"),
         (["--temperature", "-1"], "temperature must lie between"),
+        (["caf\udce9"], "the prompt is not UTF-8"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(model, arguments, line):
     base = [] if "--model" in arguments else ["--model", model / "tiny"]
-    result = tidar("generate", "Who?", *base, *arguments)
+    asked = [] if not arguments[0].startswith("--") else ["Who?"]
+    result = tidar("generate", *asked, *base, *arguments)
     assert result.exit_code == 1
     assert line in result.stderr
     assert result.stderr.strip().count("\n") == 0
@@ -99,7 +102,19 @@ def test_an_unknown_architecture_is_named(tmp_path):
     assert result.stderr.strip().count("\n") == 0
 
 
-def test_status_without_a_server_is_one_line():
-    result = tidar("status", "--address", "http://127.0.0.1:9")
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_status_without_a_server_is_one_line(address):
+    result = tidar("status", "--address", address)
     assert result.exit_code == 1
+    assert "nothing answers at http://127.0.0.1:9/" in result.stderr
     assert "tidar up" in result.stderr
+
+
+def test_the_version_is_that_of_the_package():
+    assert tidar("--version").stdout.strip() == metadata.version("tidar-cluster")
+
+
+def test_more_threads_than_any_machine_has_use_for_are_refused(model):
+    result = tidar("generate", "Who?", "--model", model / "tiny", "--threads", 10**8)
+    assert result.exit_code == 2
+    assert "--threads" in result.stderr

@@ -57,6 +57,15 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert "going on from step 40" in output
     assert sorted((tmp_path / "drafter.work" / "data").iterdir()) == shards
 
+    # Another base of the same shape does not go on with it.
+    other = tiny_checkpoint(tmp_path / "other", seed=1, **SIMPLE)
+    status, output = run_command(other, "--out", tmp_path / "drafter", "--steps", 60, *SMALL)
+    assert status == 1
+    assert "holds the words of model: they are trained on as they are" in output
+    assert "holds a training with base model (" in output
+    assert ", not other (" in output
+    assert read_adapter_config(tmp_path / "drafter").base.name == "model"
+
     # Another training may begin from what this one made.
     status, output = run_command(
         model, "--out", tmp_path / "more", "--steps", 2, "--start", tmp_path / "drafter",
@@ -149,6 +158,9 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
         (("--start", "/nowhere"), "no adapter at /nowhere"),
         (("--text", "/nowhere"), "the text /nowhere cannot be read"),
         (("--prompts", "/nowhere"), "the prompts /nowhere cannot be read"),
+        (("--mode", "full", "--slot-head", 5), "--slot-head is for drafters: leave it out where --mode is full"),
+        (("--rows", 3, "--block-length", 4), "--rows 3 is less than one block of 4 slots"),
+        (("--out", "/dev/null"), "/dev/null cannot be used (Not a directory): choose a new folder for --out"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
@@ -159,6 +171,15 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in output
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    status, output = run_command(model, "--out", model, "--steps", 1, *SMALL)
+    assert status == 1
+    assert "holds something else than a drafter: choose a new or empty folder" in output
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
 KILLED = """

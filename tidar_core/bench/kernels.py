@@ -22,7 +22,7 @@ from tidar_core.config import ConfigError
 def require_gpu() -> None:
     """Raises ConfigError, one line, where the kernels cannot run."""
     if not torch.cuda.is_available():
-        raise ConfigError("bench kernels needs an NVIDIA GPU, and torch sees none here")
+        raise ConfigError("this bench needs an NVIDIA GPU, and torch sees none here")
     if find_spec("triton") is None:
         raise ConfigError("bench kernels needs triton: pip install 'tidar-cluster[cuda]'")
 

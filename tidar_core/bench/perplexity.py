@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from tidar_core.config import ConfigError
 from tidar_core.engine import Engine
 from tidar_core.request import Request, SamplingParams
 
@@ -29,7 +30,8 @@ class Perplexity:
 
 
 def measure_perplexity(engine: Engine, texts: Sequence[str]) -> Perplexity:
-    """Perplexity of texts (their first 512 tokens; shorter ones than two tokens are left out), without a template."""
+    """Perplexity of texts (their first 512 tokens; shorter ones than two tokens are left out), without a template.
+    Raises ConfigError where none is left."""
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     count, total, asked = 0, 0.0, 0
     for number, text in enumerate(texts):
@@ -37,6 +39,8 @@ def measure_perplexity(engine: Engine, texts: Sequence[str]) -> Perplexity:
         if len(tokens) > 1:
             engine.submit(Request(str(number), tokens, params))
             asked += 1
+    if not asked:
+        raise ConfigError("no text has two tokens or more: there is nothing to measure")
     while engine.has_work:
         for output in engine.step():
             count += len(output.prompt_logprobs)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
-from tidar_core.model.adapter import Adapter, save_adapter
-from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
+from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
+from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {
@@ -49,6 +50,16 @@ def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfi
     return Made(base, model, documents, corpus.own_tokens(), config, device)
 
 
+def check_folder(out: Path) -> None:
+    """Raises ConfigError where a drafter cannot be written to `out`, or would be among other things there."""
+    try:
+        found = {path.name for path in out.iterdir() if path.suffix != ".part"} if out.exists() else set()
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out") from None
+    if found and not found & {CONFIG_FILE, WEIGHTS_FILE}:
+        raise ConfigError(f"{out} holds something else than a drafter: choose a new or empty folder for --out")
+
+
 def write_folder(
     directory: Path, made: Made, weights: AdapterWeights, progress: Progress, result: HeldOutResult
 ) -> None:
@@ -71,11 +82,11 @@ def write_folder(
         training=_training_record(made, progress, result),
     )
     adapter = Adapter(config, map_tensors(weights, lambda tensor: tensor.to(torch.bfloat16)), directory.name)
-    write_atomically(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
     try:
         save_adapter(adapter, directory)
     except OSError as error:
         raise cannot_write(directory, error) from None
+    write_atomically(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
 
 
 def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
                 f"{path} is no checkpoint that this version can read: go on with the version that wrote it, or choose "
                 "another --out"
             )
-        made_with = UNNAMED | about["settings"]
+        made_with = UNNAMED | {"base": settings.get("base")} | about["settings"]  # older ones do not name their base
         differing = [name for name in settings if made_with.get(name) != settings[name]]
         if differing:
             name = differing[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
+from tidar_core.arguments import Threads
 from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName
 from tidar_core.layout import WithinBlock
 
@@ -17,9 +18,14 @@ if TYPE_CHECKING:  # it would import torch, and with it make every command slow 
 
 
 LEARNING_RATES = {"adapter": 1.5e-3, "full": 1e-5}
+OF_DRAFTERS = (
+    "start", "rank", "projections", "layers", "block_sizes", "slot_head", "anchors", "kl_share", "slot_weights",
+    "rows_at_once",
+)  # fmt: skip
 
 
 def convert_command(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")
     ] = DEFAULT_MODEL,
@@ -83,7 +89,7 @@ def convert_command(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where it runs; auto takes a GPU where there is one.")
     ] = "auto",
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves it to torch.")] = 0,
+    threads: Threads = 0,
     workers: Annotated[
         int,
         typer.Option(min=1, help="Train on so many GPUs (or CPU workers) of a Ray cluster, each with --rows a step."),
@@ -96,6 +102,10 @@ def convert_command(
     """
     console = Console(stderr=True)
     try:
+        sources = {name: context.get_parameter_source(name) for name in OF_DRAFTERS}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        if mode == "full" and given:
+            raise ConfigError(f"--{given[0].replace('_', '-')} is for drafters: leave it out where --mode is full")
         from tidar_core.convert.losses import LossConfig
         from tidar_core.convert.run import ConvertOptions, convert
         from tidar_core.convert.screen import TerminalScreen

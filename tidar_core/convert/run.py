@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
-from tidar_core.convert.card import made_from, write_folder
+from tidar_core.convert.card import check_folder, made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
@@ -145,6 +145,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     if options.mode == "full":
         read = (source.directory, options.data, options.prompts, options.text)
         prepare_folder(options.out, [path for path in read if path is not None])
+    else:
+        check_folder(options.out)
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
@@ -177,6 +179,8 @@ def _gather(
         if known.tokenizer == tokenizer_fingerprint(tokenizer):
             stored = _open(options, directory, known, tokenizer, screen).read()
             if _reached(goal, stored) and not unanswered(tokenizer, prompts, stored):
+                if known.model != source.name:
+                    screen.line(f"{directory} holds the words of {known.model}: they are trained on as they are")
                 return stored.corpus, stored.seconds
     plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
     generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
@@ -322,7 +326,8 @@ def _train(
 
     watch = Watch(stepped, measured, screen.line) if crew.leads else Watch()
     directory = options.work / "training"
-    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew)
+    name = f"{identity.name} ({identity.fingerprint})"
+    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, name)
 
 
 def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:
@@ -337,6 +342,8 @@ def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokeni
 
 def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError."""
+    if 0 < options.train.rows_a_step < options.train.block:
+        raise ConfigError(f"--rows {options.train.rows_a_step} is less than one block of {options.train.block} slots")
     path, layers = _start_path(options, identity), check_layers(identity, options.layers)
     if path is None:
         check_rank(identity, options.rank, options.projections)
