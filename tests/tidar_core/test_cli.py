@@ -114,6 +114,12 @@ def test_the_version_is_that_of_the_package():
     assert tidar("--version").stdout.strip() == metadata.version("tidar-cluster")
 
 
+def test_a_record_that_cannot_be_written_is_refused_at_the_start(model, tmp_path):
+    result = tidar("bench", "acceptance", "--model", model / "tiny", "--json", tmp_path / "nowhere" / "record.json")
+    assert result.exit_code == 2
+    assert "there is no folder" in result.stderr
+
+
 def test_more_threads_than_any_machine_has_use_for_are_refused(model):
     result = tidar("generate", "Who?", "--model", model / "tiny", "--threads", 10**8)
     assert result.exit_code == 2

@@ -13,8 +13,19 @@ from rich.table import Table
 from tidar_core.arguments import DeviceName, Model, Threads, user_errors
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """The path of a record, refused before anything is measured where its folder is not there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures here as a record.")
+    Path | None,
+    typer.Option(
+        "--json", dir_okay=False, writable=True, callback=in_a_folder, help="Write the figures here as a record."
+    ),
 ]
 
 Shapes = Annotated[

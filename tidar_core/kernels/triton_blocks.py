@@ -78,6 +78,21 @@ def block_tiles(
 
 
 @triton.jit
+def _tile(tiles, context, kv, GROUP: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr):
+    """This program's tile as `BlockTiles` lists it: first mask row, mask rows, first clean row, fewest and most clean
+    rows that a block sees; and of each of its rows: which mask row of the tile, which head, whether there is one, how
+    many clean rows it sees."""
+    tile = tiles + tl.program_id(0) * COLUMNS
+    first, rows = tl.load(tile), tl.load(tile + 1)
+    m = tl.arange(0, ROWS)
+    row = m // GROUP
+    mine = row < rows
+    end = tl.load(context + (first + row) // SLOTS, mask=mine, other=0)
+    fewest, most = tl.load(tile + 3), tl.load(tile + 4)
+    return first, rows, tl.load(tile + 2), fewest, most, row, kv * GROUP + m % GROUP, mine, end
+
+
+@triton.jit
 def _own_visible(row, key, rows, SLOTS: tl.constexpr, CAUSAL: tl.constexpr):
     """Which rows of a tile see which: those of their own block, of `rows` that there are."""
     visible = (row[:, None] // SLOTS == key[None, :] // SLOTS) & (key[None, :] < rows)
@@ -117,19 +132,12 @@ def _attend_blocks(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     kv = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * COLUMNS
-    first, rows = tl.load(tile), tl.load(tile + 1)
-    fewest, most = tl.load(tile + 3), tl.load(tile + 4)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, KEYS)
-    m = tl.arange(0, ROWS)
-    row = m // GROUP
-    head = kv * GROUP + m % GROUP
-    mine = row < rows
-    end = tl.load(context + (first + row) // SLOTS, mask=mine, other=0)
+    first, rows, start_row, fewest, most, row, head, mine, end = _tile(tiles, context, kv, GROUP, SLOTS, ROWS)
     of_row = (first + row).to(tl.int64)
     q = tl.load(qkv + (of_row * WIDTH + head * HEAD_DIM)[:, None] + d[None, :], mask=mine[:, None], other=0.0)
-    clean = tl.load(tile + 2).to(tl.int64) * CLEAN_WIDTH + kv * HEAD_DIM
+    clean = start_row.to(tl.int64) * CLEAN_WIDTH + kv * HEAD_DIM
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0, tl.float32)
@@ -179,16 +187,9 @@ def _attend_blocks_back(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     kv = tl.program_id(1)
-    tile = tiles + tl.program_id(0) * COLUMNS
-    first, rows = tl.load(tile), tl.load(tile + 1)
-    fewest, most = tl.load(tile + 3), tl.load(tile + 4)
     d = tl.arange(0, HEAD_DIM)
     n = tl.arange(0, KEYS)
-    m = tl.arange(0, ROWS)
-    row = m // GROUP
-    head = kv * GROUP + m % GROUP
-    mine = row < rows
-    end = tl.load(context + (first + row) // SLOTS, mask=mine, other=0)
+    first, rows, start_row, fewest, most, row, head, mine, end = _tile(tiles, context, kv, GROUP, SLOTS, ROWS)
     of_row = (first + row).to(tl.int64)
     of_query = (of_row * WIDTH + head * HEAD_DIM)[:, None] + d[None, :]
     of_out = (of_row * (HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None] + d[None, :]
@@ -197,7 +198,7 @@ def _attend_blocks_back(
     mixed = tl.load(out + of_out, mask=mine[:, None], other=0.0)
     along = tl.sum(mixed.to(tl.float32) * slope_out.to(tl.float32), 1)
     level = tl.load(levels + of_row * HEADS + head, mask=mine, other=0.0)
-    clean = tl.load(tile + 2).to(tl.int64) * CLEAN_WIDTH + kv * HEAD_DIM
+    clean = start_row.to(tl.int64) * CLEAN_WIDTH + kv * HEAD_DIM
 
     d_q = tl.full([ROWS, HEAD_DIM], 0, tl.float32)
     whole = fewest // KEYS * KEYS
