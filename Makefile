@@ -54,7 +54,7 @@ check: .venv/.test-installed
 # others.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
 LONGEST := tests/tidar_core/test_exact.py
-LEFT_OVER := $(shell command -v chrt >/dev/null 2>&1 && echo chrt --idle 0 || echo nice -n 19)
+LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test: servers longest
