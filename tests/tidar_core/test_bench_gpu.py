@@ -15,7 +15,7 @@ def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
     kept = []
     record = run_gpu_bench(chosen, 10.0, lambda line: None, lambda found: kept.append(sorted(found["phases"])))
     assert record["phases"]["no GPU"]["error"] == "exit status 1"
-    assert "bench kernels needs an NVIDIA GPU" in " ".join(record["phases"]["no GPU"]["output"].split())
+    assert "this bench needs an NVIDIA GPU" in " ".join(record["phases"]["no GPU"]["output"].split())
     assert record["phases"]["too slow"]["error"] == "stopped after 0 s"
     works_record = record["phases"]["works"]
     assert "error" not in works_record
