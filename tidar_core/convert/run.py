@@ -326,8 +326,9 @@ def _train(
 
     watch = Watch(stepped, measured, screen.line) if crew.leads else Watch()
     directory = options.work / "training"
-    name = f"{identity.name} ({identity.fingerprint})"
-    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, name)
+    return train_drafter(
+        base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, identity.fingerprint
+    )
 
 
 def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:

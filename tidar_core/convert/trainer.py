@@ -125,10 +125,10 @@ def train_drafter(
     directory: Path,
     watch: Watch,
     crew: Crew = ALONE,
-    name: str = "",
+    fingerprint: str = "",
 ) -> Progress:
-    """Trains from `start`, or from the last checkpoint in `directory` where there is one that was made for the base of
-    this name.
+    """Trains from `start`, or from the last checkpoint in `directory` where there is one that was made for the base
+    whose weights have this fingerprint.
 
     The workers of a crew call it with the same arguments, but for `watch`, which hears of every worker's own doings.
     They go through the same steps and end at the same one.
@@ -138,7 +138,7 @@ def train_drafter(
     """
     if len(sampler) < crew.size or not held_out.documents:
         raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
-    training = _Training(base, start, config, directory, watch, crew, name)
+    training = _Training(base, start, config, directory, watch, crew, fingerprint)
     progress = training.progress
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
     while True:
@@ -174,7 +174,7 @@ class _Training:
         directory: Path,
         watch: Watch,
         crew: Crew,
-        name: str,
+        fingerprint: str,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
         self.adapter, self.progress, self.looked = trainable(start), Progress(), False
@@ -188,7 +188,8 @@ class _Training:
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.settings = {"base": name, **config.settings(), "rank": _rank(self.adapter), "tensors": len(self.tensors)}
+        made_for = {"base": fingerprint, "rank": _rank(self.adapter), "tensors": len(self.tensors)}
+        self.settings = made_for | config.settings()
         device = base.device.type
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
