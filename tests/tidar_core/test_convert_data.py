@@ -1,26 +1,20 @@
-"""Own words as data: the template's open turn, conversations, both generators."""
+"""Own words as data: the template's open turn, jobs and conversations, the user's own text and prompts."""
 
 import itertools
-import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
-from tests.tidar_core.documents import HEADER, document
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
-from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import own_words
+from tests.tidar_core.documents import HEADER
+from tests.tiny import tiny_tokenizer
+from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
-from tidar_core.convert.own_words import Goal, add_text, gather_own_words, read_prompts, unanswered
-from tidar_core.convert.shards import KINDS, content_key, open_store
-from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
+from tidar_core.convert.own_words import add_text, read_prompts
+from tidar_core.convert.shards import content_key, open_store
+from tidar_core.convert.sources import Completion
 from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
-from tidar_core.engine import load_engine
-from tidar_core.request import SamplingParams
 
 SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
 
@@ -28,16 +22,6 @@ SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=51
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", likely=0)
-
-
-@pytest.fixture(scope="module")
-def engine(model_directory):
-    return load_engine(EngineConfig(model=str(model_directory), dtype="float32", device="cpu", threads=1))
 
 
 # The template
@@ -191,181 +175,6 @@ def test_a_loop_is_cut_behind_its_second_round(head, loop):
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=60))
 def test_what_does_not_loop_is_kept(tokens):
     assert loop_start(tokens) == len(tokens)
-
-
-# Gathering
-
-
-def engine_source(engine, capacity: int = 8) -> EngineSource:
-    return EngineSource(engine, capacity)
-
-
-def test_gathering_goes_on_where_it_was_killed(engine, tmp_path, monkeypatch):
-    tokenizer = engine.tokenizer
-    whole = open_store(tmp_path / "whole", HEADER)
-    gather_own_words(engine_source(engine), tokenizer, SHORT, whole, Goal(own_tokens=1500))
-
-    class Killed(Exception):
-        pass
-
-    killed = open_store(tmp_path / "killed", HEADER)
-    monkeypatch.setattr(own_words, "FLUSH_SECONDS", 0.0)
-    steps = itertools.count()
-
-    def kill(_) -> None:
-        if next(steps) > 60:
-            raise Killed
-
-    with pytest.raises(Killed):
-        gather_own_words(engine_source(engine), tokenizer, SHORT, killed, Goal(own_tokens=1500), progress=kill)
-    while engine.has_work:  # what was on its way is lost, as with the process
-        engine.step()
-    before = killed.read()
-    assert 0 < before.corpus.own_tokens() < 1500
-    gather_own_words(engine_source(engine), tokenizer, SHORT, killed, Goal(own_tokens=1500))
-    after = killed.read()
-    assert after.corpus.own_tokens() >= 1500
-    assert before.done < after.done
-    jobs = [job for job in after.corpus.jobs.tolist() if job >= 0]
-    assert len(jobs) == len(set(jobs))
-    assert len(set(after.corpus.keys.tolist())) == len(after.corpus)
-    # A job gives the same document, whichever run made it.
-    expected = {int(job): i for i, job in enumerate(whole.read().corpus.jobs)}
-    same = [job for job in jobs if job in expected]
-    assert len(same) > 10
-    for job in same:
-        mine = after.corpus.document(after.corpus.jobs.tolist().index(job))
-        assert mine[0].tolist() == whole.read().corpus.document(expected[job])[0].tolist()
-
-
-def test_prompts_are_answered_once(engine, tmp_path):
-    store = open_store(tmp_path, HEADER)
-    prompts = ["What is the answer?", "Why do dogs mind?", "What is the answer?"]
-    for _ in range(2):
-        gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
-    kinds = store.read().corpus.kinds.tolist()
-    assert kinds.count(3) == 2
-
-
-@pytest.mark.parametrize("goal", [Goal(own_tokens=200), Goal(seconds=60.0)])
-def test_prompts_that_come_later_are_answered_though_the_goal_is_reached(engine, tmp_path, goal):
-    store = open_store(tmp_path, HEADER)
-    gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=200))
-    store.append([], [], 60.0)
-    before = store.read()
-    prompts = [f"What is the answer to {number}?" for number in range(15)]
-    gather_own_words(engine_source(engine, 4), engine.tokenizer, SHORT, store, goal, prompts)
-    kinds = store.read().corpus.kinds[len(before.corpus) :].tolist()
-    assert kinds == [KINDS.index("prompt")] * len(prompts)
-    assert {number for number in store.read().done if number >= 0} == {n for n in before.done if n >= 0}
-    assert unanswered(engine.tokenizer, prompts, store.read()) == []
-
-
-def test_prompts_have_the_time_of_the_goal_in_a_run_and_no_more(engine, tmp_path, monkeypatch):
-    store = open_store(tmp_path, HEADER)
-    store.append([], [], 500.0)
-    now, passed = time.monotonic, itertools.count()
-    monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
-    steps = 0
-
-    def a_second_passes(_) -> None:
-        nonlocal steps
-        steps = next(passed)
-
-    prompts = [f"What is the answer to {number}?" for number in range(400)]
-    source = engine_source(engine, 4)
-    gather_own_words(source, engine.tokenizer, SHORT, store, Goal(seconds=100.0), prompts, a_second_passes)
-    assert 80 < steps <= 100
-    assert 0 < len(unanswered(engine.tokenizer, prompts, store.read())) < 400
-    while engine.has_work:
-        engine.step()
-
-
-def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_words, "HOPELESS", 2)  # which a user's prompts say nothing about
-
-    class Terse(EngineSource):
-        def step(self):
-            return [Completion(c.key, c.tokens[:2], True) for c in super().step()]
-
-    store = open_store(tmp_path, HEADER)
-    store.append([document(0, 400)], [0], 1.0)
-    prompts = [f"What is the answer to {number}?" for number in range(4)]
-    gather_own_words(Terse(engine, 8), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
-    stored = open_store(tmp_path, HEADER).read()
-    assert len(stored.corpus) == 1
-    assert unanswered(engine.tokenizer, [*prompts, "Why?"], stored) == ["Why?"]
-
-
-def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):
-    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(200)))
-    store = open_store(tmp_path / "data", HEADER)
-    add_text(engine.tokenizer, tmp_path / "text", store, 64)
-    text = store.read().corpus
-    assert text.own_tokens() > 1000
-    assert text.generated_tokens() == 0
-    gathered = gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=300))
-    corpus = store.read().corpus
-    assert gathered.own_tokens == corpus.generated_tokens() >= 300
-    assert corpus.own_tokens() == text.own_tokens() + corpus.generated_tokens()
-
-
-def test_a_model_without_a_template_continues_texts(engine, tmp_path):
-    store = open_store(tmp_path, HEADER)
-    gather_own_words(engine_source(engine), engine.tokenizer, replace(SHORT, chat=False), store, Goal(own_tokens=300))
-    corpus = store.read().corpus
-    assert set(corpus.kinds.tolist()) <= {KINDS.index("code"), KINDS.index("text")}
-    assert len(corpus) >= 10
-
-
-def test_gathering_keeps_to_its_time(engine, tmp_path):
-    store = open_store(tmp_path, HEADER)
-    gathered = gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(seconds=1.0))
-    assert gathered.seconds < 3.0
-    assert gathered.documents == len(store.read().corpus) > 0
-    while engine.has_work:
-        engine.step()
-
-
-def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(own_words, "HOPELESS", 8)
-
-    class Silent(EngineSource):
-        def step(self):
-            return [Completion(c.key, (2,), True) for c in super().step()]
-
-    with pytest.raises(ConfigError, match="use --text"):
-        gather_own_words(Silent(engine, 8), engine.tokenizer, SHORT, open_store(tmp_path, HEADER), Goal(500))
-    while engine.has_work:
-        engine.step()
-
-
-@pytest.mark.parametrize("harm", [{}, {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 9}])
-def test_transformers_generates_the_same_greedy_answers(engine, model_directory, harm):
-    model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
-    model.generation_config.update(**harm)  # a checkpoint's own wishes are no part of what its weights say
-    other = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512)
-    ours = engine_source(engine)
-    params = SamplingParams(max_tokens=20, temperature=0.0)
-    found = []
-    for source in (other, ours):
-        for key in range(6):
-            assert source.submit(key, tuple(range(30 + key, 40 + 3 * key)), params)
-        done = {}
-        while source.in_flight:
-            done |= {c.key: (c.tokens, c.ended) for c in source.step()}
-        found.append(done)
-    assert found[0] == found[1]
-    assert other.emitted == ours.emitted
-
-
-def test_transformers_gathers_documents(engine, model_directory, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
-    source = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 8, 512)
-    store = open_store(tmp_path, HEADER)
-    gathered = gather_own_words(source, engine.tokenizer, SHORT, store, Goal(own_tokens=400))
-    assert gathered.own_tokens >= 400
-    assert store.read().corpus.own_tokens() == gathered.own_tokens
 
 
 # The user's own

@@ -11,7 +11,7 @@ needed.
     conversations.py  jobs fixed by number and seed, each led to a finished document
     sources.py        who generates: the engine, or transformers
     own_words.py      drives jobs through a source into shards; the user's prompts and text
-    shards.py         documents on disk: append-only, whole or absent
+    shards.py         documents on disk: append-only, whole or absent; growing.py: those that are not finished
 
     blocks.py         anchors at random, mask blocks behind them, whole or of several sizes
     forward.py        the two passes of a step: clean rows once without gradient, mask rows behind them

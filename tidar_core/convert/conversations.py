@@ -85,7 +85,8 @@ class Wish:
 @dataclass(slots=True)
 class Conversation:
     """One job on its way. `start` gives its first wish, `advance` the next one, or None when it is over: then
-    `document` is what came of it, None where that is worth nothing."""
+    `document` is what came of it, None where that is worth nothing. heard: what its wishes have brought, from which
+    all else follows."""
 
     job: Job
     plan: Plan
@@ -96,6 +97,7 @@ class Conversation:
     own: list[bool] = field(default_factory=list)
     key: int = 0
     asking: bool = False
+    heard: list[Completion] = field(default_factory=list)
 
     def start(self) -> Wish | None:
         if self.job.kind in ("code", "text"):
@@ -107,6 +109,7 @@ class Conversation:
 
     def advance(self, completion: Completion) -> Wish | None:
         """Takes what a wish brought."""
+        self.heard.append(completion)
         if self.asking:
             self.asking = False
             return self._take_question(completion) if self.job.kind == "chat" else self._take_stem(completion)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Conversation, Job, Plan, Wish, plan_job, prompt_job
+from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
 from tidar_core.convert.sources import TextSource
 from tidar_core.convert.template import encode
@@ -78,13 +79,16 @@ class _Run:
         if self.useless >= HOPELESS and not self.made:
             raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
 
-    def flush(self, now_and_then: bool) -> None:
-        """Writes what is fresh; with `now_and_then` only when it is time."""
+    @property
+    def due(self) -> bool:
         waited = time.monotonic() - self.flushed
-        due = waited > FLUSH_SECONDS or sum(len(document.tokens) for document in self.fresh) > FLUSH_TOKENS
-        if (self.fresh or self.fresh_done) and (due or not now_and_then):
-            self.store.append(self.fresh, self.fresh_done, waited)
-            self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
+        return waited > FLUSH_SECONDS or sum(len(document.tokens) for document in self.fresh) > FLUSH_TOKENS
+
+    def flush(self, growing: Sequence[Growing]) -> None:
+        """Writes what is fresh, and what is still growing."""
+        self.store.append(self.fresh, self.fresh_done, time.monotonic() - self.flushed)
+        write_growing(self.store.directory, growing)
+        self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
 
 
 def gather_own_words(
@@ -98,14 +102,20 @@ def gather_own_words(
 ) -> Gathered:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
-    Prompts come first; they are asked once, and also where the goal is reached already. Finished documents are on disk
-    half a minute later at most. Raises ConfigError where the disk is full or the model says nothing that can be used.
+    Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk half a
+    minute later at most, and a later run goes on with what this one leaves unfinished. Raises ConfigError where the
+    disk is full or the model says nothing that can be used.
     """
     stored = store.read()
     seen = set(stored.corpus.keys.tolist())
     run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds)
+
+    def to_do(kept: Growing) -> bool:
+        return bool(unanswered(tokenizer, [kept.prompt], stored)) if kept.number < 0 else kept.number not in stored.done
+
     asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
     planned = (plan_job(plan, number) for number in count() if number not in stored.done)
+    left = {kept.job: kept for kept in read_growing(store.directory) if to_do(kept)}
     drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
     open_ones: dict[int, Conversation] = {}
     first_emitted, landed, number = source.emitted, 0, 0
@@ -119,11 +129,15 @@ def gather_own_words(
     def has_time(end: float) -> bool:
         return not goal.seconds or run.seconds < end
 
-    def go_on(key: int, conversation: Conversation, wish: Wish | None) -> None:
-        if wish is not None and source.submit(key, wish.prompt, wish.params):
+    def go_on(key: int, conversation: Conversation, wish: Wish | None, said: tuple[int, ...] = ()) -> None:
+        if wish is not None and source.submit(key, wish.prompt, wish.params, said):
             open_ones[key] = conversation
         else:
             run.finish(conversation)
+
+    def flush() -> None:
+        growing = [growing_of(conversation, source.said(key)) for key, conversation in open_ones.items()]
+        run.flush([*growing, *left.values()])
 
     while True:
         growing = max(0, source.emitted - first_emitted - landed)
@@ -133,7 +147,8 @@ def gather_own_words(
             break
         while source.in_flight < source.capacity + source.capacity // 4 and (job := next_job(growing)) is not None:
             conversation = Conversation(job, plan, tokenizer, seen)
-            go_on(number, conversation, conversation.start())
+            kept = left.pop(job.opening if job.kind == "prompt" else job.number, None)
+            go_on(number, conversation, *take_up(conversation, kept))
             number += 1
         if not open_ones:
             break
@@ -141,8 +156,10 @@ def gather_own_words(
             landed += len(completion.tokens)
             conversation = open_ones.pop(completion.key)
             go_on(completion.key, conversation, conversation.advance(completion))
-        run.flush(now_and_then=True)
-    run.flush(now_and_then=False)
+        if run.due:
+            flush()
+    if run.fresh_done or open_ones:
+        flush()
     return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds)
 
 

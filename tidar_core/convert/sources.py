@@ -14,6 +14,8 @@ from tidar_core.config import ConfigError
 from tidar_core.engine import Engine
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
+WAVE_SECONDS = 20.0  # what is said is on disk a minute later at most (`own_words.FLUSH_SECONDS`)
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -27,7 +29,8 @@ class Completion:
 
 
 class TextSource(Protocol):
-    """Completes prompts. `capacity` is how many it works on at once; `emitted` counts the tokens made so far."""
+    """Completes prompts. `capacity` is how many it works on at once; `emitted` counts the tokens made so far, those
+    that a submission brought along among them."""
 
     capacity: int
     emitted: int
@@ -35,8 +38,12 @@ class TextSource(Protocol):
     @property
     def in_flight(self) -> int: ...
 
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams) -> bool:
-        """Queues one completion; False where it does not fit the model."""
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
+        """Queues one completion, of which an earlier run made `said`; False where it does not fit the model."""
+        ...
+
+    def said(self, key: int) -> tuple[int, ...]:
+        """What there is so far of a completion in flight."""
         ...
 
     def step(self) -> list[Completion]:
@@ -57,13 +64,17 @@ class EngineSource:
     def in_flight(self) -> int:
         return len(self._tokens)
 
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams) -> bool:
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
         try:
-            self.engine.submit(Request(str(key), prompt, params))
+            self.engine.submit(Request(str(key), prompt, params, emitted=said))
         except RequestError:
             return False
-        self._tokens[key] = []
+        self._tokens[key] = list(said)
+        self.emitted += len(said)
         return True
+
+    def said(self, key: int) -> tuple[int, ...]:
+        return tuple(self._tokens[key])
 
     def step(self) -> list[Completion]:
         complete = []
@@ -81,10 +92,27 @@ class EngineSource:
         return complete
 
 
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    key: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    said: tuple[int, ...]
+
+    @property
+    def remaining(self) -> int:
+        return self.params.max_tokens - len(self.said)
+
+    def rule(self) -> SamplingParams:
+        """What the submissions of one wave must have in common: all but the seed."""
+        return replace(self.params, seed=0, max_tokens=self.remaining)
+
+
 class TransformersSource:
     """transformers' `generate`, a wave of prompts at a time. Slower than the engine: a wave lasts as long as its
-    longest answer; needs nothing of ours but the checkpoint. The checkpoint's own settings for generation (a penalty,
-    say) are dropped: the text is to be what the weights say."""
+    longest answer, or `WAVE_SECONDS`, and what is incomplete then goes on in another; needs nothing of ours but the
+    checkpoint. The checkpoint's own settings for generation (a penalty, say) are dropped: the text is to be what the
+    weights say."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], capacity: int, longest: int
@@ -96,63 +124,69 @@ class TransformersSource:
         self.emitted = 0
         self._eos_ids = eos_ids
         self._longest = longest
-        self._waiting: deque[tuple[int, tuple[int, ...], SamplingParams]] = deque()
+        self._waiting: deque[_Submission] = deque()
 
     @property
     def in_flight(self) -> int:
         return len(self._waiting)
 
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams) -> bool:
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
         if not prompt or len(prompt) + params.max_tokens > self._longest:
             return False
-        self._waiting.append((key, prompt, params))
+        self._waiting.append(_Submission(key, prompt, params, said))
+        self.emitted += len(said)
         return True
+
+    def said(self, key: int) -> tuple[int, ...]:
+        return next(each.said for each in self._waiting if each.key == key)
 
     def step(self) -> list[Completion]:
         if not self._waiting:
             return []
-        first = self._waiting[0][2]
-        alike = [item for item in self._waiting if _rule(item[2]) == _rule(first)][: self.capacity]
-        chosen = {key for key, _, _ in alike}
-        self._waiting = deque(item for item in self._waiting if item[0] not in chosen)
-        return self._wave(alike)
+        rule = self._waiting[0].rule()
+        alike = [each for each in self._waiting if each.rule() == rule][: self.capacity]
+        chosen = {each.key for each in alike}
+        self._waiting = deque(each for each in self._waiting if each.key not in chosen)
+        return self._wave(alike, rule)
 
     @torch.inference_mode()
-    def _wave(self, items: list[tuple[int, tuple[int, ...], SamplingParams]]) -> list[Completion]:
-        params, width = items[0][2], max(len(prompt) for _, prompt, _ in items)
+    def _wave(self, wave: list[_Submission], rule: SamplingParams) -> list[Completion]:
+        texts = [each.prompt + each.said for each in wave]
+        width = max(len(text) for text in texts)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-        ids = torch.full((len(items), width), pad)
+        ids = torch.full((len(texts), width), pad)
         mask = torch.zeros_like(ids)
-        for row, (_, prompt, _) in enumerate(items):
-            ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
-        stops = sorted(params.stop_token_ids | set(self._eos_ids))
+        for row, text in enumerate(texts):
+            ids[row, width - len(text) :], mask[row, width - len(text) :] = torch.tensor(text), 1
+        stops = sorted(rule.stop_token_ids | set(self._eos_ids))
         device = next(self.model.parameters()).device
         sampling: dict[str, Any] = {"do_sample": False}
-        if params.temperature > 0:
+        if rule.temperature > 0:
             sampling = {
-                "do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k,
+                "do_sample": True, "temperature": rule.temperature, "top_p": rule.top_p, "top_k": rule.top_k,
             }  # fmt: skip
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(params.seed)
+            torch.manual_seed(wave[0].params.seed + len(wave[0].said))
             out = self.model.generate(
-                ids.to(device), attention_mask=mask.to(device), max_new_tokens=params.max_tokens,
-                eos_token_id=stops or None, pad_token_id=pad, **sampling,
+                ids.to(device), attention_mask=mask.to(device), max_new_tokens=rule.max_tokens,
+                eos_token_id=stops or None, pad_token_id=pad, max_time=WAVE_SECONDS, **sampling,
             )  # fmt: skip
         return [
-            self._completion(key, out[row, width:].tolist(), own, set(stops)) for row, (key, _, own) in enumerate(items)
+            complete
+            for row, each in enumerate(wave)
+            if (complete := self._complete(each, out[row, width:].tolist(), set(stops))) is not None
         ]
 
-    def _completion(self, key: int, tokens: list[int], params: SamplingParams, stops: set[int]) -> Completion:
-        """One row of a wave: what lies behind its own stop is padding."""
-        tokens = tokens[: params.max_tokens]
-        end = next((index for index, token in enumerate(tokens) if token in stops), None)
-        tokens = tokens if end is None else tokens[: end + 1]
-        self.emitted += len(tokens)
-        text = self.tokenizer.decode(tokens) if params.stop else ""
+    def _complete(self, submission: _Submission, fresh: list[int], stops: set[int]) -> Completion | None:
+        """One row of a wave: what lies behind its own stop is padding. None where it has to go on in another wave."""
+        end = next((index for index, token in enumerate(fresh) if token in stops), None)
+        fresh = fresh if end is None else fresh[: end + 1]
+        self.emitted += len(fresh)
+        tokens, params = (*submission.said, *fresh), submission.params
+        text = self.tokenizer.decode(list(tokens)) if params.stop else ""
         stop = next((each for each in params.stop if each in text), None)
-        return Completion(key, tuple(tokens), end is not None or stop is not None, stop)
-
-
-def _rule(params: SamplingParams) -> SamplingParams:
-    """What the prompts of one wave must have in common: all but the seed."""
-    return replace(params, seed=0)
+        ended = end is not None or stop is not None
+        if not ended and len(tokens) < params.max_tokens:
+            self._waiting.appendleft(replace(submission, said=tokens))
+            return None
+        return Completion(submission.key, tokens, ended, stop)

@@ -1,0 +1,71 @@
+"""Conversations on their way, on disk beside the shards: a run that is killed loses what the last half minute said.
+
+A conversation follows from its job and from what the model said to it, so that this is all that is kept. A slow machine
+needs minutes for the first whole document, and would begin anew each time.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tidar_core.convert.conversations import Conversation, Wish
+from tidar_core.convert.shards import write_atomically
+from tidar_core.convert.sources import Completion
+
+GROWING_FILE = "growing.json"
+
+
+class Growing(BaseModel):
+    """One conversation. number: its job's, -1 for the user's `prompt`. heard: what its wishes have brought so far.
+    said: the beginning of what the next one brings."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    number: int
+    prompt: str
+    heard: tuple[Completion, ...]
+    said: tuple[int, ...]
+
+    @property
+    def job(self) -> int | str:
+        """What tells it from the others."""
+        return self.prompt if self.number < 0 else self.number
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    format: int = 1
+    conversations: tuple[Growing, ...]
+
+
+def growing_of(conversation: Conversation, said: tuple[int, ...]) -> Growing:
+    """What to keep of a conversation whose wish has brought `said` so far."""
+    job = conversation.job
+    prompt = job.opening if job.kind == "prompt" else ""
+    return Growing(number=job.number, prompt=prompt, heard=tuple(conversation.heard), said=said)
+
+
+def take_up(conversation: Conversation, kept: Growing | None) -> tuple[Wish | None, tuple[int, ...]]:
+    """Leads a new conversation to where it was; gives its wish, and what that has brought already."""
+    wish, said = conversation.start(), kept.said if kept else ()
+    for completion in kept.heard if kept else ():
+        if wish is not None:
+            wish = conversation.advance(completion)
+    fits = wish is not None and len(said) < wish.params.max_tokens  # no longer, where answers are to be shorter now
+    return wish, said if fits else ()
+
+
+def write_growing(directory: Path, conversations: Iterable[Growing]) -> None:
+    """Replaces what is kept in a data directory. Raises ConfigError on a full disk."""
+    content = _File(conversations=tuple(conversations)).model_dump_json()
+    write_atomically(directory / GROWING_FILE, content.encode())
+
+
+def read_growing(directory: Path) -> list[Growing]:
+    """What is kept in a data directory; nothing where it cannot be read, since their jobs can begin anew."""
+    try:
+        return list(_File.model_validate_json((directory / GROWING_FILE).read_bytes()).conversations)
+    except (OSError, ValidationError):
+        return []
