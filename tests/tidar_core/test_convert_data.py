@@ -196,6 +196,14 @@ def test_text_is_cut_into_documents_once(tokenizer, tmp_path):
     assert set(whole) <= set(encode(tokenizer, path.read_text()))
 
 
+def test_a_text_too_short_to_learn_from_is_told(tokenizer, tmp_path):
+    store = open_store(tmp_path / "data", HEADER)
+    for text in ("", "Too short."):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(ConfigError, match="nothing to learn from"):
+            add_text(tokenizer, tmp_path / "text", store, 64)
+
+
 def test_prompts_are_read_plain_or_as_json(tmp_path):
     path = tmp_path / "prompts"
     path.write_text('Why?\n\n{"prompt": "How so?", "more": 1}\n')

@@ -106,11 +106,14 @@ def convert_command(
         given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
         if mode == "full" and given:
             raise ConfigError(f"--{given[0].replace('_', '-')} is for drafters: leave it out where --mode is full")
+        from transformers.utils.logging import disable_progress_bar
+
         from tidar_core.convert.losses import LossConfig
         from tidar_core.convert.run import ConvertOptions, convert
         from tidar_core.convert.screen import TerminalScreen
         from tidar_core.convert.trainer import TrainConfig
 
+        disable_progress_bar()  # beside ours it would write a bar of its own for each file
         train = TrainConfig(
             block=block_length, block_sizes=block_sizes, slot_head=slot_head, within_block=within_block,
             anchors=anchors, loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,

@@ -180,12 +180,14 @@ def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], store
 
 def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int) -> int:
     """Cuts the text of a file into documents of at most `longest` tokens; those that are stored already are left
-    out. Gives how many were added. Raises ConfigError where the file cannot be read or the disk is full."""
+    out. Gives how many were added. Raises ConfigError where the file cannot be read or is too short, or the disk is
+    full."""
     seen = set(store.read().corpus.keys.tolist())
     fresh: list[Document] = []
-    added = 0
+    added = useful = 0
     for tokens in _windows(tokenizer, path, longest):
         key = content_key(tokens)
+        useful += len(tokens) > LEAST_OWN_TOKENS
         if key in seen or len(tokens) <= LEAST_OWN_TOKENS:
             continue
         seen.add(key)
@@ -194,6 +196,8 @@ def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, 
         if len(fresh) * longest >= FLUSH_TOKENS:
             store.append(fresh, [], 0.0)
             fresh = []
+    if not useful:
+        raise ConfigError(f"the text {path} has nothing to learn from: it takes more than {LEAST_OWN_TOKENS} tokens")
     if fresh:
         store.append(fresh, [], 0.0)
     return added

@@ -87,7 +87,8 @@ class TerminalScreen:
         self._begin("training")
         self._rate.see(used)
         self._rows.see(progress.rows)
-        say = f"step {progress.step:,}, loss {report.loss:.3f}, {self._rows.a_second():,.0f} mask rows a second"
+        rows = f"{speed:,.0f} mask rows a second" if (speed := self._rows.a_second()) else "mask rows not counted yet"
+        say = f"step {progress.step:,}, loss {report.loss:.3f}, {rows}"
         of_peak = "" if fraction is None else f" ({fraction:.0%} of peak)"
         say += f"{of_peak}, {time_left(self._rate.seconds_for(1.0 - used))}"
         self._show("training", used, say)
