@@ -17,6 +17,7 @@ from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
 from tidar_core.convert.forward import Attends, Clean, FrozenBase, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, judge_windows, measure_held_out
+from tidar_core.convert.ops import compiled, training_ops
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
@@ -135,8 +136,6 @@ def test_flex_attentions_tiles_cover_what_is_seen(count, seed, block, causal):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient_of", ["normed", "total", "both"])
 def test_the_trainers_operations_are_the_references(dtype, gradient_of):
-    from tidar_core.convert.ops import training_ops
-
     ops, draw = training_ops(CPU, print), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -218,3 +217,27 @@ def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
     assert 1.0 < result.tokens_per_step < 4.0
     assert result.by_kind == {"chat": result.tokens_per_step}
     assert np.cumprod(result.holds) == pytest.approx(result.all_right)
+
+
+def test_a_full_gpu_is_not_taken_for_a_broken_compiler(monkeypatch):
+    """The trainer goes on with fewer rows, and without the compiler it would hold fewer still."""
+    said: list[str] = []
+    failures = iter([torch.OutOfMemoryError("full"), None, RuntimeError("no compiler"), None])
+
+    def through(function, dynamic):
+        def run(*arguments):
+            failure = next(failures)
+            if failure is not None:
+                raise failure
+            return "compiled"
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", through)
+    run = compiled(lambda: "plain", said.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        run()
+    assert run() == "compiled"
+    assert said == []
+    assert run() == run() == "plain"
+    assert said == ["running without torch.compile, which is slower: RuntimeError"]

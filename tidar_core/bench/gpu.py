@@ -46,15 +46,15 @@ def phases(model: str) -> list[Phase]:
     found += [
         Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 90),
         Phase("decode, one step at a time", (*decode, *batches, "--no-overlap"), 90),
-        Phase("decode without graphs", (*decode, "--batch", "1", "--no-graphs"), 50),
-        Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 60),
+        Phase("decode without graphs", (*decode, "--batch", "1", "--prompts", "4", "--no-graphs"), 60),
+        Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 90),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
     ]
     found += [
         Phase(
             "decode, 8 bits",
             (*decode, "--batch", "1", "--batch", "32", "--dtype", "float8", "--kv-dtype", "float8"),
-            60,
+            90,
         ),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]

@@ -121,6 +121,8 @@ def compiled(function: Callable[..., Any], report: Callable[[str], None]) -> Cal
     def run(*arguments: Any) -> Any:
         try:
             return chosen[0](*arguments)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # the one passes with fewer rows, with the other nothing goes on
         except Exception as error:  # a missing or broken compiler shows itself in many ways
             if chosen[0] is function:
                 raise
