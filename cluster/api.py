@@ -106,11 +106,11 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [card.describe() for card in models.cards]})
+        return JSONResponse({"object": "list", "data": [card.describe() for card in models.cards()]})
 
     @app.get("/v1/models/{name:path}")
     async def show_model(name: str) -> JSONResponse:
-        _ = models.cards  # while nothing is served, nobody is told that a name is wrong
+        models.cards()  # while nothing is served, nobody is told that a name is wrong
         card, _ = models.named(name).directory.model
         return JSONResponse(card.describe())
 
@@ -216,7 +216,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
         served = await models.wanted(raw)
-        return JSONResponse(await asyncio.to_thread(work, raw, *served.directory.model))
+        return JSONResponse(await asyncio.to_thread(work, raw, *await served.directory.known()))
 
 
 def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> None:

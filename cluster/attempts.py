@@ -148,7 +148,7 @@ class Attempt:
         self.span.over()
 
     async def _acceptance(self) -> list[Item]:
-        """Wait until somebody has the request; its events that came before that was known."""
+        """Wait until somebody has the request; what came before that was known."""
         early: list[Item] = []
         news = self._reception.news
         while not isinstance(heard := await next_arrival(news, self.start.wait, "not accepted"), Accepted):
@@ -158,7 +158,7 @@ class Attempt:
                 early.append(heard)
         if self.start.kind not in (None, heard.kind):
             raise Lost("another kind of engine", refused=heard.replica)
-        self._channels.accepted(self._reception, heard.replica)
+        early += self._channels.accepted(self._reception, heard.replica)
         self.accepted, self.accepted_at = heard, time.monotonic()
         return early
 
@@ -195,7 +195,7 @@ class Attempt:
             log.error("request %s failed: %s", self.start.request.request_id, heard)
             raise server_error() from heard
         if isinstance(heard, Lost):
-            raise Lost(heard.cause, self.replica) from heard
+            raise Lost(heard.cause, self.replica, heard.refused) from heard
         if isinstance(heard, GONE) or (isinstance(heard, RuntimeError) and "StatusCode" in str(heard)):
             raise Lost(type(heard).__name__, self.replica) from heard
         raise heard

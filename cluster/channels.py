@@ -36,7 +36,7 @@ class Call(Protocol):
 
 class Lost(Exception):
     """An attempt is over before its answer: under the replica that had accepted it, where one had. refused: one that
-    shall not be asked again."""
+    shall not be asked again, lost or not."""
 
     def __init__(self, cause: str, replica: str | None = None, refused: str | None = None):
         super().__init__(cause)
@@ -69,11 +69,14 @@ class Mail:
 
 @dataclass(slots=True)
 class Reception:
-    """Where one request's news arrive: what its own call says, its events, and the exception that its events end of."""
+    """Where one request's news arrive: what its own call says, its events, and the exception that its events end of.
+    early: events that came before it was known who has it, each with the replica that sent it. Serve sends a call again
+    whose line was cut before it was accepted: then two replicas may have begun, and one of them counts."""
 
     request_id: str
     mail: Mail
     replica: str | None = None
+    early: list[tuple[str, Event]] = field(default_factory=list)
     news: asyncio.Queue[Accepted | Event | Ended | Turn | Exception] = field(default_factory=asyncio.Queue)
 
 
@@ -94,8 +97,9 @@ class Channels:
         reception = mail.waiting[request_id] = Reception(request_id, mail)
         return reception
 
-    def accepted(self, reception: Reception, replica: str) -> None:
-        """Say who has the request. Raises Lost where its events may have been lost on the way already."""
+    def accepted(self, reception: Reception, replica: str) -> list[Event]:
+        """Say who has the request; gives what it has sent already. Raises Lost where its events may have been lost on
+        the way."""
         mail = reception.mail
         if replica in mail.failed:
             raise Lost("call failed", replica)
@@ -103,6 +107,8 @@ class Channels:
         if replica not in mail.fetching:
             # In a context of its own: it is for all requests, and must not end with the one that happens to be first.
             mail.fetching[replica] = asyncio.create_task(self._fetch(mail, replica), context=Context())
+        early, reception.early = reception.early, []
+        return [event for sender, event in early if sender == replica]
 
     def forget(self, reception: Reception) -> None:
         """The request is over, for whatever reason."""
@@ -137,9 +143,13 @@ class Channels:
             while not isinstance(heard, Ended):
                 for event in heard.events:
                     if isinstance(event, Failure):
-                        raise Lost("engine failed")
+                        raise Lost("engine failed", refused=replica)
                     found = mail.waiting.get(event.request_id)
-                    if found is not None and found.replica in (None, replica):
+                    if found is None:
+                        continue
+                    if found.replica is None:
+                        found.early.append((replica, event))
+                    elif found.replica == replica:
                         found.news.put_nowait(event)
                 heard = await self._next(mail, replica, arrivals)
         except BaseException:  # whatever ends the listening, the call shall not go on

@@ -94,6 +94,16 @@ class Directory:
             raise not_ready()
         return self._card, self._backend
 
+    async def known(self) -> tuple[ModelCard, Tokenizer]:
+        """As `model`; a model that slept whenever this ingress looked is woken, and waited for: only its replicas know
+        it. Raises ApiError as `awake` does."""
+        return await self.awake() if self._card is None else self.model
+
+    def wake(self) -> None:
+        """Wake a model that sleeps, unless that is under way, or its card is known."""
+        if self._card is None and self._wake is not None and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.create_task(self._call_for_one())
+
     @property
     def serves(self) -> bool:
         """Whether a request has somebody to answer it, even if it must wake the model first."""
@@ -200,7 +210,8 @@ class Directory:
             )
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
-            alive = set(await self._ask_each(known, REPLY_SECONDS, "alive", self._name))
+            asked = [self._ask_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)]
+            alive = set[str]().union(*await asyncio.gather(*asked))
             self.silent = (self.silent | known) - alive
         else:
             alive = {answer for answer in answers if isinstance(answer, str)}
@@ -231,6 +242,18 @@ class Directory:
         return {
             name: answer for name, answer in zip(asked, answers, strict=True) if not isinstance(answer, BaseException)
         }
+
+    async def _ask_a_stranger(self, known: set[str]) -> set[str]:
+        """The name of a replica beside the known ones, if there is one that answers."""
+        response = ask(self.engine, "alive", self._name, way=Way(never=frozenset(known)))
+        try:
+            async with asyncio.timeout(REPLY_SECONDS):
+                return {await response}
+        except TimeoutError:
+            response.cancel()
+        except Exception as error:
+            log.debug("no other replica answers: %s", error)
+        return set()
 
     async def _read_card(self, alive: set[str]) -> None:
         """Ask a replica for the card, a new one where there is one: it may have another drafter.

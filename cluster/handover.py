@@ -56,10 +56,12 @@ class Replicas(Protocol):
 @dataclass(frozen=True, slots=True)
 class Patience:
     """silence: a replica that says nothing for so many seconds hangs. give_up: a stream may be without a replica for
-    so many. losses: it may lose so many replicas without a new token, lest a request that breaks engines goes round."""
+    so many, or where none has had it yet for `wake`, if that is longer. losses: it may lose so many replicas without a
+    new token, lest a request that breaks engines goes round."""
 
     silence: float
     give_up: float
+    wake: float = 0.0
     losses: int = 4
 
     @property
@@ -74,8 +76,8 @@ class Story:
 
     emitted: the tokens that were passed on, the last of them at `heard_at`. kind: of the engine that said the first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
-    one beside that which is followed. losses: replicas lost since the last token; refused: those that said no; tries:
-    calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
+    one beside that which is followed. losses: replicas lost since the last token, in turn; refused: those that said no;
+    tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
     prefixes.
     """
 
@@ -88,7 +90,7 @@ class Story:
     kind: EngineKind | None = None
     replica: str | None = None
     step: int = 0
-    losses: int = 0
+    losses: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     tries: int = 0
     lost_at: float | None = None
@@ -109,7 +111,7 @@ class Story:
         if output.tokens:
             self.emitted += output.tokens
             self.heard_at = time.monotonic()
-            self.losses = 0
+            self.losses.clear()
         trace = output.trace
         if trace is None:
             return output
@@ -278,25 +280,28 @@ class Carrier:
         if story.lost_at is None:
             story.lost_at = now
         self._note(story, lost)
+        again = 0
         if lost.replica is not None:
-            story.cause = lost.cause
-            story.losses += 1
+            story.cause, again = lost.cause, story.losses.count(lost.replica)
+            story.losses.append(lost.replica)
         log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
         if rival is None or not rival.won:
             self._check_patience(story, now, lost)
         if rival is not None:
             story.rival = None
             return rival
-        if lost.replica is None:
-            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2**story.tries))
-            story.tries += 1
+        if lost.replica is None or again:
+            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2 ** (again or story.tries)))
+        story.tries += lost.replica is None
         return self._next(story)
 
     def _check_patience(self, story: Story, now: float, lost: Lost) -> None:
         """Raises ApiError where there shall be no further attempt."""
-        if story.losses >= self._patience.losses or now - (story.lost_at or now) > self._patience.give_up:
-            tried = f"{story.losses} engine replicas were lost under this request"
-            waited = f"no engine replica took this request on within {self._patience.give_up:g} s"
-            message = tried if story.losses >= self._patience.losses else waited
+        patience, lost_ones = self._patience, len(set(story.losses))
+        give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
+        if lost_ones >= patience.losses or now - (story.lost_at or now) > give_up:
+            tried = f"{lost_ones} engine replicas were lost under this request"
+            waited = f"no engine replica took this request on within {give_up:g} s"
+            message = tried if lost_ones >= patience.losses else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
             raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost

@@ -86,6 +86,12 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
             # An ingress that ends waits so long for balancers to notice: this one, on its own machine, is told.
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            # With any change of who is there a new HAProxy takes the place of the old one, which keeps its streams:
+            # Serve's two minutes would cut off the longer ones. Serve derives the other from it: for how long a port
+            # is given to no other ingress, which would run out of them.
+            "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+            "RAY_SERVE_PORT_QUARANTINE_S": "150",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",  # three in a row, and a HAProxy that died is started anew
         }
         try:
             yield settings

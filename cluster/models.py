@@ -37,7 +37,8 @@ class Models:
     ):
         self._began = time.monotonic()
         self._met: set[str] = set()
-        patience = Patience(options.stall_seconds, options.carry_seconds)
+        wake = options.wake_seconds if options.sleeps else 0.0
+        patience = Patience(options.stall_seconds, options.carry_seconds, wake)
         self._served = {
             name: Served(directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
             for name, directory in directories.items()
@@ -58,15 +59,15 @@ class Models:
         settled = self._met == set(self._served) or time.monotonic() - self._began > SETTLE_SECONDS
         return bool(found) and settled
 
-    @property
     def cards(self) -> list[ModelCard]:
-        """Those of all that can be asked for now. Raises ApiError (503) where there is none."""
+        """Those of all that can be asked for now; one that slept whenever this ingress looked is woken, lest it is
+        never listed. Raises ApiError (503) where there is none."""
         found = []
         for served in self._served.values():
             try:
                 found.append(served.directory.model[0])
             except ApiError:
-                continue
+                served.directory.wake()
         if not found:
             raise not_ready()
         return found

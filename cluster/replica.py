@@ -328,6 +328,11 @@ class EngineReplica:
             if isinstance(event, Refusal):
                 self._end(found, event, FinishReason.ERROR, now)
                 continue
+            if event.finish is not None and event.finish.reason is FinishReason.ABORT:
+                # Of an earlier call by the same name, whose line was cut: this one has begun meanwhile, and ends too.
+                found.mailbox.push(event)
+                found.over.set()
+                continue
             self._metrics.stepped(event, found.timing, now)
             if event.finish is None:
                 found.mailbox.push(event)

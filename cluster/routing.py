@@ -85,8 +85,9 @@ class ReplicaRouter(RequestRouter):
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
         places = fitting(names, way)
         if not places and pending_request is not None and not pending_request.future.done():
-            # Serve would ask again and again, and let others wait behind it.
+            # Serve would ask again and again, let others wait behind it, and keep it for good though it has an answer.
             pending_request.future.set_exception(LookupError("no replica fits the call"))
+            self._remove_pending_request_from_indices(pending_request)
             return [candidate_replicas]
         if way.only is not None or not places:
             return [[candidate_replicas[place] for place in places]]

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import grpc.aio
@@ -298,6 +298,41 @@ def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:
         carry(cast)
     assert (caught.value.status, caught.value.code) == (503, "replica_lost")
     assert len(cast.calls) == 4
+
+
+class Alone(Cast):
+    """The one replica that there is: each call is of the same name, and what happens comes by one line."""
+
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+        call = super().generate(request, mailbox, kind, way)
+        call.name, call.said = "r0", self.calls[0].said
+        return call
+
+
+def test_one_replica_that_loses_a_stream_again_and_again_is_one_loss() -> None:
+    cast = Alone([Act(2), *[Act(0, end="aborts")] * 5, Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert len(cast.calls) == 7
+
+
+def test_a_broken_engine_is_not_asked_again() -> None:
+    """It takes requests on until its process ends, which would lose a stream four times before another is there."""
+    cast = Cast([Act(2, end="breaks"), Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert cast.ways[1].never == {"r0"}
+
+
+def test_who_may_wait_for_a_model_to_wake_does_though_it_fell_asleep_in_that_moment() -> None:
+    short = Patience(silence=0.1, give_up=0.2)
+    acts = [*[Act(end="never accepts")] * 2, Act()]
+    with pytest.raises(ApiError, match=r"within 0.2 s"):
+        carry(Cast(acts), short)
+    outputs, _ = carry(Cast(acts), replace(short, wake=10))
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    with pytest.raises(ApiError, match=r"within 0.2 s"):  # a stream that has begun is not for a model that sleeps
+        carry(Cast([Act(3), *acts]), replace(short, wake=10))
 
 
 def test_a_stream_without_a_replica_is_given_up_in_time() -> None:

@@ -103,13 +103,21 @@ def test_events_of_a_replica_that_has_not_the_request_are_left_out() -> None:
     play(scene)
 
 
-def test_events_that_come_before_the_acceptance_are_kept() -> None:
+def test_events_that_come_before_the_acceptance_count_where_they_are_of_who_accepts() -> None:
+    """A call that Serve sent again may have begun at another replica too."""
+
     async def scene(channels: Channels, lines: Lines) -> None:
-        one, two = channels.expect("one"), channels.expect("two")
+        one, two, again = (channels.expect(name) for name in ("one", "two", "again"))
         channels.accepted(one, "r0")
         await settle()
-        lines.made[0].said.put_nowait(token("two", 1))
-        assert await heard(two) == token("two", 1)
+        for event in (token("two", 1), token("again", 1), token("two", 2)):
+            lines.made[0].said.put_nowait(event)
+        await settle()
+        assert channels.accepted(two, "r0") == [token("two", 1), token("two", 2)]
+        assert channels.accepted(again, "r1") == []
+        lines.made[0].said.put_nowait(token("two", 3))
+        assert await heard(two) == token("two", 3)
+        assert again.news.empty()
 
     play(scene)
 

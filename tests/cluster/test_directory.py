@@ -5,10 +5,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from opentelemetry.trace import NoOpTracer
 
+from cluster import directory as room
 from cluster.card import ModelCard
-from cluster.directory import Directory
+from cluster.directory import Directory, Wake
 from cluster.errors import ApiError
+from cluster.metrics import IngressMetrics
+from cluster.models import Models
+from cluster.options import ServeOptions
+from cluster.routing import ANYWHERE, Way, fitting
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 
@@ -165,6 +171,109 @@ def test_who_came_since_the_last_look_is_found_by_the_first_requests() -> None:
         answers = await asyncio.gather(*(directory.awake() for _ in range(20)))
         assert all(card == directory.card for card, _ in answers)
         assert handle.looks == 1
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+class Handle:
+    """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
+    call's way allows, as by the router."""
+
+    def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
+        self.there, self.hung, self.card = there, hung, card
+        self.woken = 0
+        self._method = ""
+
+    def options(self, method_name: str) -> "Handle":
+        self._method = method_name
+        return self
+
+    def broadcast(self, method: str, ingress: str) -> "Handle":
+        return self
+
+    async def results_async(self, **_: Any) -> list[str]:
+        if not self.there:
+            raise RuntimeError("no replica")
+        if self.hung:
+            raise TimeoutError
+        return sorted(self.there)
+
+    async def answer(self, method: str, way: Way) -> Any:
+        self.woken += not self.there
+        while not self.there:
+            await asyncio.sleep(0.01)
+        places = fitting(sorted(self.there), way)
+        if not places:
+            raise LookupError
+        name = next((sorted(self.there)[place] for place in places if sorted(self.there)[place] not in self.hung), None)
+        if name is None:
+            await asyncio.sleep(60)
+        return self.card if method == "describe" else name
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> ModelCard:
+    class Response:
+        def __init__(self, asked: Any) -> None:
+            self.task = asyncio.ensure_future(asked)
+
+        def __await__(self) -> Any:
+            return self.task.__await__()
+
+        def cancel(self) -> None:
+            self.task.cancel()
+
+    def ask(handle: Handle, method: str, *args: object, way: Way = ANYWHERE) -> Response:
+        return Response(handle.answer(method, way))
+
+    monkeypatch.setattr(room, "ask", ask)
+    monkeypatch.setattr(room, "REPLY_SECONDS", 0.2)
+    return card_for(tool_tokenizer(HERMES_TEMPLATE))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["a new ingress", "a new replica"])
+def test_who_answers_is_found_though_another_hangs(card: ModelCard, known: bool) -> None:
+    """The answers of all are waited for together: one that hangs must not hide those that are new."""
+
+    async def run() -> None:
+        handle = Handle({"r0"} if known else {"r0", "r1"}, card, frozenset() if known else frozenset({"r0"}))
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        if known:
+            assert directory.replicas == ("r0",)
+            handle.there, handle.hung = {"r0", "r1"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while "r1" not in directory.replicas:
+                await asyncio.sleep(0.05)
+        assert directory.model[0] == card
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card: ModelCard) -> None:
+    """Else an ingress that takes the place of another lists no model, and the page waits for one for ever."""
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        directory = Directory(handle, Wake(seconds=10, most=4))  # type: ignore[arg-type]
+        options = ServeOptions(model="tiny", max_replicas=1, min_replicas=0)
+        models = Models({"tiny": directory}, options, IngressMetrics("here"), NoOpTracer())
+        assert handle.woken == 0
+        for _ in range(3):
+            with pytest.raises(ApiError):
+                models.cards()
+            await asyncio.sleep(0.01)
+        assert handle.woken == 1, "it is woken once, however many ask"
+        asked = asyncio.create_task(directory.known())
+        handle.there = {"r0"}
+        async with asyncio.timeout(10):
+            assert (await asked)[0] == card
+        handle.there = set()
+        assert models.cards() == [card]
+        assert (await directory.known())[0] == card
+        assert handle.woken == 1, "whom it knows it leaves asleep"
         await directory.stop()
 
     asyncio.run(run())

@@ -133,6 +133,13 @@ def test_it_listens_where_the_server_does_and_nowhere_else(server: Server) -> No
     assert listening(server) == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
 
 
+def test_one_that_has_a_successor_keeps_its_streams(server: Server) -> None:
+    """Serve's two minutes would cut off those that last longer, whenever a replica of any application comes or goes."""
+    (words,) = {tuple(words_of(process)) for process in haproxies(server)}
+    settings = Path(words[words.index("-f") + 1]).read_text()
+    assert "hard-stop-after 3600s" in settings
+
+
 def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_answered(server: Server) -> None:
     """Told by the connection's end where it led over one to the ingress that had been used before, as some do."""
     url = f"{server.url}/v1/completions"

@@ -164,12 +164,12 @@ def test_one_that_has_no_replica_does_not_take_the_others_down() -> None:
     assert not made.serves(), "the other one may still be coming up"
     made._began -= SETTLE_SECONDS + 1
     assert made.serves()
-    assert [card.name for card in made.cards] == ["one"]
+    assert [card.name for card in made.cards()] == ["one"]
     with pytest.raises(ApiError) as caught:
         _ = made.named("two").directory.model
     assert caught.value.status == 503
     with pytest.raises(ApiError) as caught:
-        _ = two().cards
+        two().cards()
     assert caught.value.status == 503
 
 

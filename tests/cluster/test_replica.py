@@ -99,6 +99,27 @@ def test_an_answer_comes_by_the_mailbox_and_ends_both_calls(started: Start) -> N
     asyncio.run(run())
 
 
+def test_a_call_that_is_sent_again_ends_in_the_engine_too(started: Start) -> None:
+    """Serve sends a call again whose line was cut: the engine ends what the first began when the second is there."""
+
+    async def run() -> None:
+        async with started() as replica:
+            other = await accepted(replica, Request("other", (5, 6, 7), LONG))  # keeps the engine at work
+            first = replica.generate(Request("a", (5, 6, 7), LONG), BOX)
+            await anext(first)
+            await asyncio.sleep(0.05)
+            await first.aclose()
+            again = await accepted(replica, Request("a", (5, 6, 7), LONG))
+            await asyncio.wait_for(again, 10)
+            other.cancel()
+            async with asyncio.timeout(10):
+                while replica._thread.stats is None or replica._thread.stats.running:
+                    await asyncio.sleep(0.05)
+            assert await running(replica) == 0
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("fetches", [False, True], ids=["cut off", "dead, its call goes on"])
 def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
     started: Start, monkeypatch: pytest.MonkeyPatch, fetches: bool
