@@ -163,7 +163,7 @@ def test_a_contract_that_cannot_be_kept_is_one_line(tmp_path, change, message):
 
 def test_text_is_too_little_is_said(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
-    (tmp_path / "text").write_text("A word.")
+    (tmp_path / "text").write_text("A text of a few words, which is more than none and yet one document alone.")
     status, said = run_command(
         model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--steps", 2
     )

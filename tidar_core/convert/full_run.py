@@ -25,7 +25,7 @@ from tidar_core.convert.checkpoint import (
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
 from tidar_core.convert.shards import Corpus, cannot_write, system_error
-from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, Budget, StepReport
+from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
 from tidar_core.model.dense import dense_model
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.sources import ModelSource
@@ -67,7 +67,9 @@ def train_full(
         used, best = budget.used(progress), False
         if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
             began = time.monotonic()
-            best = measure(training, judged, out, tokenizer, source, screen, counts=measured_at >= 0)
+            best = measure(
+                training, judged, out, tokenizer, source, screen, counts=measured_at >= 0 and used >= SETTLED
+            )
             measuring = time.monotonic() - began
             progress.seconds += measuring
             measured_at = progress.seconds
@@ -110,7 +112,8 @@ def measure(
 ) -> bool:
     """Tokens a step on held-out documents; the best model so far is written to `out`. Gives whether this is it.
 
-    counts: whether a measurement without gain brings the training's end nearer; the first of a run does not.
+    counts: whether a measurement without gain brings the training's end nearer; the first of a run does not, nor those
+    before the learning rate falls.
     """
     progress = training.progress
     training.model.eval()

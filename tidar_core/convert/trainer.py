@@ -33,6 +33,7 @@ from tidar_core.transfer import enough_memory
 CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
 LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
+SETTLED = 0.5  # of the budget: from there on the learning rate falls fast, and measurements that gain nothing count
 SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
@@ -47,7 +48,8 @@ class TrainConfig:
 
     rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
     are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
-    steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends.
+    steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends,
+    none of them from the first half, where the rate is so high that a drafter that is gone on with gets worse at first.
     vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
     measurements, 0 for what time allows.
     """
@@ -148,7 +150,7 @@ def train_drafter(
         by_step = config.measure_every and progress.step % config.measure_every == 0
         if over or by_step or not progress.step or now - last_measured >= due:
             began, first = time.monotonic(), not training.looked
-            training.measure(held_out)
+            training.measure(held_out, budget.used(progress) >= SETTLED)
             took = crew.agree(time.monotonic() - began)
             measuring = 0.0 if first else took  # on a GPU the first compiles what the others find
             progress.seconds += took
@@ -218,15 +220,16 @@ class _Training:
         self.directory.mkdir(parents=True, exist_ok=True)
         save_checkpoint(self.directory, self.settings, self.progress, tensors)
 
-    def measure(self, held_out: HeldOut) -> None:
-        """Tokens per step on held-out documents; the best drafter so far is handed to the caller."""
+    def measure(self, held_out: HeldOut, settled: bool) -> None:
+        """Tokens per step on held-out documents; the best drafter so far is handed to the caller. settled: one that
+        gains nothing brings the end nearer."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         gained = found > progress.best * (1 + LEAST_GAIN)
         # A run's first look finds what the run before it had found: it is no sign that nothing is gained any more.
-        progress.stale = 0 if gained else progress.stale + self.looked
+        progress.stale = 0 if gained else progress.stale + (settled and self.looked)
         self.looked = True
         best = found >= progress.best
         progress.best = max(progress.best, found)
