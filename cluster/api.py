@@ -29,6 +29,7 @@ from cluster.prompts import (
     chat_prompt,
     check_ids,
     completion_prompts,
+    decode,
     encode,
     read_body,
     render_chat,
@@ -207,7 +208,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
             body = read_body(raw, DetokenizeBody)
             check_model(body.model, card)
             check_ids(body.tokens, card, "tokens")
-            return {"prompt": backend.decode(body.tokens, skip_special_tokens=False)}
+            return {"prompt": decode(backend, body.tokens)}
 
         return await in_thread(request, work)
 
@@ -260,7 +261,7 @@ def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
     if not (isinstance(body, CompletionBody) and body.echo):
         return []
     texts = [
-        given if isinstance(given, str) else backend.decode(prompt, skip_special_tokens=False)
+        given if isinstance(given, str) else decode(backend, prompt)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
     logprobs = body.logprobs is not None

@@ -87,4 +87,4 @@ def from_validation(error: ValidationError) -> ApiError:
         message = f"unknown field `{param}`"
     elif param and not message.startswith(param):
         message = f"{param}: {message}"
-    return bad_request(message, param)
+    return bad_request(" ".join(message.splitlines()), param)

@@ -49,6 +49,7 @@ class FunctionCall(BaseModel):
     def are_an_object(cls, arguments: str) -> str:
         try:
             found = json.loads(arguments or "{}")
+            json.dumps(found, ensure_ascii=False).encode()  # a lone surrogate is legal JSON and no text
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
@@ -72,7 +73,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(check_content, json_schema_input_type=Content)] = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")

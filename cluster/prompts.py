@@ -61,7 +61,15 @@ def prepare(card: ModelCard) -> Tokenizer:
 
 
 def encode(backend: Tokenizer, text: str, special: bool) -> tuple[int, ...]:
-    return tuple(backend.encode(text, add_special_tokens=special).ids)
+    """Its token ids. As a batch of one: other threads run meanwhile, which `encode` alone would hold up."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=special)
+    return tuple(encoding.ids)
+
+
+def decode(backend: Tokenizer, ids: Sequence[int]) -> str:
+    """Their text, special tokens too; as a batch for the same reason."""
+    (text,) = backend.decode_batch([list(ids)], skip_special_tokens=False)
+    return str(text)
 
 
 def render_chat(
@@ -79,6 +87,8 @@ def render_chat(
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
+    except RecursionError as error:
+        raise bad_request("the messages or tools are nested too deeply", "messages") from error
     except (TemplateError, TypeError, ValueError) as error:
         raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
     return str(text)

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
 
 from cluster.card import ModelCard
 from cluster.errors import FieldError, bad_request, from_request_error, too_long
@@ -23,6 +31,7 @@ MAX_PROMPTS = 256
 MAX_STOP_IDS = 128
 MAX_CHOICES = 16
 MAX_BIASES = 1024
+MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
 # Fields that would change the answer and are not supported (some of them in completions alone), with the values that
@@ -72,6 +81,18 @@ HARMLESS = frozenset(
 )
 
 
+def few(most: int) -> BeforeValidator:
+    """At most so many keys: each wrong one would be an error of its own."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} keys are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=1000)]
 Stops = Annotated[list[StopText], Field(max_length=MAX_STOP)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -154,12 +175,12 @@ class Body(BaseModel):
     presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
     repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100)] = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, float] | None, few(MAX_BIASES)] = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, few(MAX_KEYS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tidar: TidarOptions = TidarOptions()
+    tidar: Annotated[TidarOptions, few(MAX_KEYS)] = TidarOptions()
 
     @field_validator("tidar", mode="before")
     @classmethod
@@ -241,7 +262,7 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -294,7 +315,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
@@ -313,7 +334,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 def refuse_unsupported(body: Body) -> None:

@@ -114,8 +114,8 @@ class Choice:
         text, calls = self.tools.push(text)
         if self.finish is not None:
             rest, more = self.tools.finish()
-            text, calls = text + rest, one_a_call((*calls, *more))
-        return text, calls
+            text, calls = text + rest, (*calls, *more)
+        return text, one_a_call(calls)
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:

@@ -92,8 +92,6 @@ class ToolParser:
         self._parallel = parallel
         self._new_id = new_id
         self._begin, self._end = form.begin.strip(), form.end.strip()
-        parts = [re.escape(self._begin[:length]) for length in range(len(self._begin) - 1, 0, -1)]
-        self._maybe = re.compile(rf"\s*(?:{'|'.join(parts)})?\Z")  # what a call may turn out to follow
         self._held = ""  # of which it is not known yet what it is
         self._lead = ""  # what stood before an object: text after all where that is no call
         self._text: list[str] = []
@@ -132,14 +130,17 @@ class ToolParser:
     def _in_text(self) -> bool:
         place = self._held.find(self._begin)
         if place < 0:
-            maybe = self._maybe.search(self._held)
-            assert maybe is not None  # it may be empty
-            self._show(maybe.start())
+            # What may turn out to be a tag's beginning, and the white space before it, is held back.
+            begun = next(length for length in range(len(self._begin) - 1, -1, -1) if self._ends_with_tags(length))
+            self._show(len(self._held[: len(self._held) - begun].rstrip()))
             return False
         self._show(len(self._held[:place].rstrip()))
         self._lead, self._held = self._cut(self._held.index(self._begin) + len(self._begin))
         self._step = self._before_object
         return True
+
+    def _ends_with_tags(self, length: int) -> bool:
+        return self._held.endswith(self._begin[:length])
 
     def _in_plain_text(self) -> bool:
         self._show(len(self._held))
@@ -255,4 +256,9 @@ def _call_of(text: str) -> tuple[str, str] | None:
     arguments = found.get("arguments", found.get("parameters"))
     if not isinstance(found.get("name"), str) or not isinstance(arguments, dict | str):
         return None
-    return found["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        told.encode()
+    except UnicodeEncodeError:  # a lone surrogate is legal JSON and no text
+        return None
+    return found["name"], told

@@ -34,7 +34,7 @@ NO_TOKEN = -1
 """Picked where a row has no finite best score."""
 
 _MASS_BITS = 44  # a token's mass is exp(z - max z) in units of 2**-44
-_MAX_VOCAB = 1 << 18  # keeps a row's mass below 2**63
+MAX_VOCAB = 1 << 18  # keeps a row's mass below 2**63
 _WIDTHS = (64, 1024)  # candidates looked at first and second; then all
 _TIES = 8  # room for ties behind the k-th candidate (bf16 logits tie often)
 _COLDEST = 1e-30  # lower temperatures would overflow x / T, and decide nothing more
@@ -170,8 +170,8 @@ class _Candidates:
 def _check(logits: Tensor, rules: Sequence[TokenRule]) -> None:
     if logits.dim() != 2 or logits.shape[0] != len(rules):
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
-    if not 0 < logits.shape[1] <= _MAX_VOCAB:
-        raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {_MAX_VOCAB}")
+    if not 0 < logits.shape[1] <= MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {MAX_VOCAB}")
 
 
 def _adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:

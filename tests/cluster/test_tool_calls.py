@@ -1,6 +1,7 @@
 """Calls of tools found in text, however it is cut."""
 
 import json
+import time
 from itertools import count
 from typing import Any
 
@@ -162,3 +163,19 @@ def test_bare_objects_are_calls_only_where_the_answer_begins_with_one() -> None:
     said, calls, _, _ = parsed(list(f" {call};{call}\nDone."), LLAMA)
     assert (said, len(calls)) == ("\nDone.", 2)
     assert parsed(list('{"answer": 42}'), LLAMA)[:2] == ('{"answer": 42}', [])
+
+
+def test_a_run_of_white_space_costs_no_more_than_other_text() -> None:
+    """It is held back, since a call may follow, and must not be looked through from each of its characters."""
+    began = time.process_time()
+    text, calls, _, _ = parsed(["a", *[" " * 50] * 2000, "b"])
+    assert (text, calls) == ("a" + " " * 100_000 + "b", [])
+    assert time.process_time() - began < 5  # minutes, from each character
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'"{\"a\": \"\ud800\"}"'])
+def test_a_call_whose_arguments_are_no_text_is_none(arguments: str) -> None:
+    text, calls, _, _ = parsed([f'<tool_call>{{"arguments": {arguments}, "name": "add"}}</tool_call>'])
+    for _, _, told in calls:
+        told.encode()
+    text.encode()

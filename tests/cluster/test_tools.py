@@ -180,7 +180,9 @@ def streamed(client: openai.OpenAI, **body: Any) -> list[tuple[str, list[list[st
             text, calls, ends = told[choice.index]
             text.append(choice.delta.content or "")
             ends.append(choice.finish_reason)
-            for delta in choice.delta.tool_calls or []:
+            deltas = choice.delta.tool_calls or []
+            assert len({delta.index for delta in deltas}) == len(deltas), "some clients read one for each call a chunk"
+            for delta in deltas:
                 assert delta.function is not None
                 if delta.id:
                     assert (delta.index, delta.type) == (len(calls), "function")

@@ -10,6 +10,7 @@ from tidar_core.config import Architecture, ConfigError, ModelConfig
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.rope import read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.sampling import MAX_VOCAB
 
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
@@ -38,6 +39,10 @@ def load_config(source: ModelSource) -> ModelConfig:
     sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.layers, config.heads)
     if min(*sizes, config.kv_heads, config.max_positions) < 1:
         raise ConfigError(f"{source.name}: a size in its configuration is zero or negative")
+    if config.vocab_size > MAX_VOCAB:
+        raise ConfigError(
+            f"{source.name}: {config.vocab_size} tokens are more than {MAX_VOCAB}, the most to choose from"
+        )
     if config.heads % config.kv_heads:
         raise ConfigError(f"{source.name}: {config.heads} query heads do not share {config.kv_heads} key/value heads")
     if config.head_dim < 2 or config.head_dim % 2:
@@ -69,7 +74,7 @@ def _config_from_directory(directory: Path) -> ModelConfig:
     scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ConfigError(f"{directory.name}: sliding window attention is not supported")
-    if config.hidden_act != "silu":
+    if config.hidden_act not in ("silu", "swish"):
         raise ConfigError(f"{directory.name}: activation {config.hidden_act!r} is not supported, only silu")
     attention_bias = bool(getattr(config, "attention_bias", False))
     return ModelConfig(
@@ -86,8 +91,8 @@ def _config_from_directory(directory: Path) -> ModelConfig:
         max_positions=scaled_positions(config.max_position_embeddings, scaling),
         tied_head=config.tie_word_embeddings,
         qkv_bias=attention_bias or architecture == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        o_bias=attention_bias and architecture != "qwen2",  # whatever else its config.json says, as in transformers
+        mlp_bias=architecture == "llama" and bool(getattr(config, "mlp_bias", False)),
         qk_norm=architecture == "qwen3",
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
@@ -102,7 +107,7 @@ def _llama_config(stated: dict[str, Any]) -> PreTrainedConfig:
         raise ValueError("hidden_size is not a multiple of the number of attention heads")
     if fields.get("head_dim") is None:
         fields["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
-    return Qwen3Config.from_dict(fields | {"use_sliding_window": False})
+    return Qwen3Config.from_dict(fields | {"use_sliding_window": False, "layer_types": None})
 
 
 def _eos_ids(directory: Path, stated: int | list[int] | None) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Checkpoint(Protocol):
@@ -49,7 +50,7 @@ def load_weights(
         if source.gguf_path is not None:
             checkpoint = GgufCheckpoint(read_header(source.gguf_path), config)
         else:
-            checkpoint = _SafetensorsCheckpoint(source.directory, stack)
+            checkpoint = _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
         wanted: dict[str, tuple[int, ...]] = {}
         for name, shape in _wanted_tensors(config):
             found = checkpoint.shape(name)
@@ -58,6 +59,8 @@ def load_weights(
             if found != shape:
                 raise ConfigError(f"{source.name}: tensor {name} is {list(found)}, but {list(shape)} was expected")
             wanted[name] = shape
+        if checkpoint.shape(_HEAD) == wanted[_EMBEDDING]:  # which a tied checkpoint may have too, trained apart
+            wanted[_HEAD] = wanted[_EMBEDDING]
         total, done = sum(map(prod, wanted.values())), 0
 
         def read(*names: str) -> Tensor:
@@ -72,12 +75,17 @@ def load_weights(
                     progress(done, total)
             return fused
 
-        embedding = read("model.embed_tokens.weight")
+        embedding = read(_EMBEDDING)
+        layers = tuple(_read_layer(index, config, read) for index in range(config.layers))
+        final_norm = read("model.norm.weight")
+        head = read(_HEAD) if _HEAD in wanted else embedding
+        if config.tied_head and torch.equal(head, embedding):
+            head = embedding
         return ModelWeights(
             embedding=embedding,
-            layers=tuple(_read_layer(index, config, read) for index in range(config.layers)),
-            final_norm=read("model.norm.weight"),
-            head=embedding if config.tied_head else read("lm_head.weight"),
+            layers=layers,
+            final_norm=final_norm,
+            head=head,
         )
 
 
@@ -130,18 +138,21 @@ def _named_tensors(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
 
 def _tokenizer_of_directory(directory: Path) -> Any:
     """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
-    configuration.py."""
+    configuration.py. How positions rotate is nothing to it, and only that class could read it."""
     path = directory / "config.json"
     stated = read_json(path) if path.is_file() else {}
-    given = {"config": PreTrainedConfig.from_dict(stated)} if stated.get("model_type") == "llama" else {}
+    named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
+    given = {"config": PreTrainedConfig.from_dict(named)} if stated.get("model_type") == "llama" else {}
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
 
 
 class _SafetensorsCheckpoint:
-    """Tensors of one safetensors file or of several shards, closed with `stack`."""
+    """Tensors of one safetensors file or of several shards, closed with `stack`. Of a `tied` head and embedding the
+    file may have either; that of a bare model, without its head, names all others without their first word."""
 
-    def __init__(self, directory: Path, stack: ExitStack):
+    def __init__(self, directory: Path, stack: ExitStack, tied: bool):
         self.name = directory.name
+        self.tied = tied
         self.files: dict[str, Any] = {}
         for path in _weight_files(directory):
             try:
@@ -152,14 +163,24 @@ class _SafetensorsCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the tensor `name`, None where there is none."""
-        return tuple(self.files[name].get_slice(name).get_shape()) if name in self.files else None
+        stored = self._stored(name)
+        return None if stored is None else tuple(self.files[stored].get_slice(stored).get_shape())
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Copy the tensor `name` into `out` (its shape, any float dtype and device). Raises ConfigError."""
-        stored = self.files[name].get_slice(name).get_dtype()
-        if stored not in ("F32", "F16", "BF16"):
-            raise ConfigError(f"{self.name}: tensor {name} is stored as {stored}: only F32, F16 and BF16 are read")
-        out.copy_(self.files[name].get_tensor(name))
+        stored = self._stored(name)
+        assert stored is not None
+        dtype = self.files[stored].get_slice(stored).get_dtype()
+        if dtype not in ("F64", "F32", "F16", "BF16"):
+            raise ConfigError(f"{self.name}: tensor {name} is stored as {dtype}: only F64, F32, F16 and BF16 are read")
+        out.copy_(self.files[stored].get_tensor(stored))
+
+    def _stored(self, name: str) -> str | None:
+        """The name that the file has for a tensor."""
+        names = [name, name.removeprefix("model.")]
+        if self.tied and name == _EMBEDDING:
+            names.append(_HEAD)
+        return next((each for each in names if each in self.files), None)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -194,7 +215,7 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         ("mlp.up_proj", inner, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     )
-    yield "model.embed_tokens.weight", (config.vocab_size, hidden)
+    yield _EMBEDDING, (config.vocab_size, hidden)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
         for projection, rows, columns, bias in projections:
@@ -208,7 +229,7 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
     yield "model.norm.weight", (hidden,)
     if not config.tied_head:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+        yield _HEAD, (config.vocab_size, hidden)
 
 
 def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) -> LayerWeights:

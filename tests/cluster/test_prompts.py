@@ -1,0 +1,86 @@
+"""Bodies to token ids: nothing that a client may send holds up the others, or is more than a 400."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from cluster.errors import ApiError
+from cluster.prompts import decode, encode, prepare, read_body, render_chat
+from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody
+from tests.cluster.test_schemas import card_for
+from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
+
+MANY = 100_000
+TURN = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatBody, {"messages": [1] * MANY}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]}),
+        (ChatBody, {"messages": [TURN], "tools": [1] * MANY}),
+        (ChatBody, {"messages": [TURN], "tidar": dict.fromkeys(map(str, range(MANY)), 1)}),
+        (ChatBody, {"messages": [TURN], "structured_outputs": dict.fromkeys(map(str, range(MANY)), 1)}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * MANY}),
+        (CompletionBody, {"prompt": "a", "stop_token_ids": [""] * MANY}),
+        (CompletionBody, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(MANY)), "")}),
+        (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}}),
+        (DetokenizeBody, {"tokens": [""] * MANY}),
+    ],
+)
+def test_a_body_that_is_wrong_all_over_is_refused_for_its_first_faults(kind: type[BaseModel], body: Any) -> None:
+    """Each fault that is found is a dict, of which the client hears one: a few megabytes took gigabytes."""
+    with pytest.raises(ApiError) as refused:
+        read_body(json.dumps(body).encode(), kind)
+    assert refused.value.status == 400
+    assert "\n" not in refused.value.message
+    found = refused.value.__cause__
+    assert isinstance(found, ValidationError)
+    assert found.error_count() < 2000
+
+
+def test_other_threads_run_while_a_long_prompt_is_tokenized() -> None:
+    backend = prepare(card_for(tool_tokenizer()))
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    ids = encode(backend, text, False)
+    assert ids == tuple(backend.encode(text, add_special_tokens=False).ids)
+    assert decode(backend, ids) == backend.decode(list(ids), skip_special_tokens=False) == text
+    over = threading.Event()
+    looks: list[float] = []
+
+    def look() -> None:
+        while not over.is_set():
+            looks.append(time.monotonic())
+            time.sleep(0.002)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    while not looks:
+        time.sleep(0.001)
+    began = time.monotonic()
+    for _ in range(3):
+        encode(backend, text, False)
+    took = time.monotonic() - began
+    over.set()
+    looker.join()
+    during = [moment for moment in looks if moment >= began]
+    assert len(during) > 9, f"{len(during)} looks in {took:.2f} s: one a call, where it holds up all threads"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": "\\ud800"}', '{"a":' + "[" * 700 + "]" * 700 + "}", '{"a":' + "[" * 9000 + "]" * 9000 + "}"]
+)
+def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(arguments: str) -> None:
+    card = card_for(tool_tokenizer(HERMES_TEMPLATE))
+    call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
+    raw = json.dumps({"messages": [TURN, {"role": "assistant", "tool_calls": [call]}]}).encode()
+    with pytest.raises(ApiError) as refused:
+        encode(prepare(card), render_chat(card, read_body(raw, ChatBody).messages, True), False)
+    assert refused.value.status == 400
+    assert "\n" not in refused.value.message

@@ -1,0 +1,78 @@
+"""Checkpoints as others write them, through the whole engine: what transformers says of a text is what it says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import tiny_checkpoint
+from tidar_core.config import Architecture, ConfigError, EngineConfig
+from tidar_core.engine import load_engine
+from tidar_core.model.configuration import load_config
+from tidar_core.model.sources import find_model
+from tidar_core.request import Request, SamplingParams
+
+PROMPT = tuple(range(20, 60))
+Rewrite = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN_SCALING = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+def under(change: Callable[[str], str]) -> Rewrite:
+    return lambda tensors: {change(name): tensor for name, tensor in tensors.items()}
+
+
+CHECKPOINTS: dict[str, tuple[Architecture, bool, dict[str, Any], Rewrite | None]] = {
+    "as Meta writes Llama 3": ("llama", True, {"rope_scaling": LLAMA3_SCALING, "rope_theta": 5e5}, None),
+    "yarn as it was written": ("llama", True, {"rope_scaling": YARN_SCALING, "rope_theta": 1e4}, None),
+    "biases that qwen2 has not": ("qwen2", True, {"attention_bias": True, "mlp_bias": True}, None),
+    "biases that qwen3 has not": ("qwen3", True, {"mlp_bias": True}, None),
+    "windows that llama has not": (
+        "llama", True, {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, None,
+    ),
+    "the other name of silu": ("llama", True, {"hidden_act": "swish"}, None),
+    "tied, and yet a head of its own": ("llama", False, {"tie_word_embeddings": True}, None),
+    "tied, by the head's name alone": (
+        "qwen3", True, {}, under(lambda name: "lm_head.weight" if name == "model.embed_tokens.weight" else name),
+    ),
+    "the bare model": ("qwen3", True, {}, under(lambda name: name.removeprefix("model."))),
+    "in 64 bits": ("qwen2", True, {}, lambda tensors: {name: tensor.double() for name, tensor in tensors.items()}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_it_says_what_transformers_says(name: str, tmp_path: Path) -> None:
+    architecture, tied, changes, rewrite = CHECKPOINTS[name]
+    path = tiny_checkpoint(tmp_path / "model", architecture, tied=tied)
+    stated = json.loads((path / "config.json").read_text())
+    if "rope_scaling" in changes:
+        del stated["rope_parameters"]
+    (path / "config.json").write_text(json.dumps(stated | changes))
+    if rewrite is not None:
+        save_file(rewrite(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        scores = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    expected = scores[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    engine = load_engine(EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1))
+    engine.submit(Request("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+    told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]
+    torch.testing.assert_close(torch.tensor(told), expected, rtol=0, atol=2e-5)
+
+
+def test_a_vocabulary_that_cannot_be_sampled_from_is_told_at_once(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "model")
+    stated = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(stated | {"vocab_size": 270_000}))
+    with pytest.raises(ConfigError, match="270000 tokens are more than"):
+        load_config(find_model(str(path)))
