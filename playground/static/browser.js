@@ -2,6 +2,13 @@
 
 const NEAR_BOTTOM = 120; // px: a reader this close to the end wants to follow it
 
+export const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
+
+/** Whether `text` may be a key: no header carries others. */
+export function isKey(text) {
+  return /^[\x21-\x7e]+$/.test(text);
+}
+
 /** A key of the visitor's, kept in this browser; where storage is closed it lasts as long as the page. */
 export class KeptKey {
   value = "";
@@ -10,7 +17,8 @@ export class KeptKey {
   constructor(name) {
     this.#name = name;
     try {
-      this.value = localStorage.getItem(this.#name) ?? "";
+      const kept = localStorage.getItem(this.#name) ?? "";
+      if (isKey(kept)) this.value = kept;
     } catch {
       // Storage is closed to this page.
     }

@@ -86,7 +86,10 @@ export class Chat {
     this.#begin(running);
     if (!server.models.length) await server.findModels();
     if (this.#running !== running) return;
-    if (!server.models.length) return this.#end();
+    if (!server.models.length) {
+      this.#status("");
+      return this.#end();
+    }
     this.#setPrompt("");
     const chosen = settings.read();
     const body = chatBody(server.model.id, this.#messages(asked, chosen), chosen);

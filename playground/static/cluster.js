@@ -1,5 +1,6 @@
 // The cluster, live: what /metrics says, read once a second while somebody looks.
 
+import { isKey, NO_KEY } from "./browser.js";
 import { Burst } from "./burst.js";
 import { Plot } from "./charts.js";
 import { element } from "./dom.js";
@@ -39,12 +40,12 @@ export class Cluster {
     new Burst(page, this.#root.querySelector(".burst"));
     this.#find("#c-key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      page.server.metricsKey.keep(this.#find("#c-key").value.trim());
-      this.#find("#c-key").value = "";
-      this.#find("#c-key-form").hidden = true;
+      this.#takeKey(this.#find("#c-key").value.trim());
+    });
+    page.server.addEventListener("key", () => {
+      if (page.server.key.value) this.#find("#c-key-form").hidden = true; // it may open the metrics too
       this.#read();
     });
-    page.server.addEventListener("key", () => this.#read());
     document.addEventListener("visibilitychange", () => this.#read());
   }
 
@@ -57,16 +58,29 @@ export class Cluster {
     this.#read();
   }
 
+  #takeKey(value) {
+    this.#find("#c-key").value = "";
+    if (!isKey(value)) {
+      this.#problem(NO_KEY);
+      return this.#find("#c-key").focus();
+    }
+    this.#page.server.metricsKey.keep(value);
+    this.#find("#c-key-form").hidden = true;
+    this.#read();
+  }
+
   async #read() {
     clearTimeout(this.#timer);
     if (!this.#visible || document.hidden || this.#reading || !this.#find("#c-key-form").hidden) return;
     this.#reading = true;
+    const { server } = this.#page;
+    const key = server.key.value;
     try {
-      const replicas = byReplica(parseMetrics(await this.#page.server.metrics()));
+      const replicas = byReplica(parseMetrics(await server.metrics()));
       this.#take(replicas, performance.now() / 1000);
       this.#problem("");
     } catch (error) {
-      this.#failed(error);
+      if (server.key.value === key) this.#failed(error); // else the next reading has another key
     }
     this.#reading = false;
     clearTimeout(this.#timer);
@@ -85,7 +99,8 @@ export class Cluster {
     this.#page.server.metricsKey.keep("");
     this.#problem(had ? "That key does not open the metrics." : "");
     this.#find("#c-key-form").hidden = false;
-    this.#find("#c-key").focus();
+    // Whoever is about to give the API's key is left there: it may open the metrics too.
+    if (document.activeElement?.id !== "t-key") this.#find("#c-key").focus();
   }
 
   #take(replicas, now) {

@@ -12,11 +12,12 @@ export class Lane {
   #root;
   #meters;
   #inside;
+  #over = null; // the latest run that is over
 
   constructor(root, lookInside) {
     this.#root = root;
     this.#meters = new Meters(root);
-    this.#inside = button("quiet", "Look inside", () => lookInside(this.latest.recording));
+    this.#inside = button("quiet", "Look inside", () => lookInside(this.#over.recording));
     this.#inside.hidden = true;
     root.append(this.#inside);
   }
@@ -73,6 +74,7 @@ export class Lane {
 
   #show(run) {
     this.#meters.show({ ...run.finalRates(), perSecond: this.speed(), firstToken: this.firstToken() }, { insist: true });
+    this.#over = run;
     this.#inside.hidden = false;
     this.#state(run.complete ? `measured ${this.runs.length === 1 ? "once" : `${this.runs.length} times`}` : "broken off");
   }

@@ -1,5 +1,6 @@
 // The page: its tabs, the server behind it, and what the views share.
 
+import { isKey, NO_KEY } from "./browser.js";
 import { Chat } from "./chat.js";
 import { Cluster } from "./cluster.js";
 import { Hood } from "./hood.js";
@@ -53,7 +54,7 @@ class Page {
   #listen() {
     this.#find("#t-key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#useKey(this.#find("#t-key").value.trim());
+      this.#takeKey(this.#find("#t-key").value.trim());
     });
     this.#find("#t-forget").addEventListener("click", () => this.#useKey(""));
     for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
@@ -108,8 +109,14 @@ class Page {
     this.#find("#t-key").focus();
   }
 
-  async #useKey(value) {
+  #takeKey(value) {
     this.#find("#t-key").value = "";
+    if (isKey(value)) return this.#useKey(value);
+    this.#problem(NO_KEY);
+    this.#find("#t-key").focus();
+  }
+
+  async #useKey(value) {
     this.#find("#t-key-form").hidden = true;
     this.#problem("");
     this.#views.chat.focus();

@@ -140,7 +140,7 @@ function parseChunk(data) {
 }
 
 /**
- * The request body as JSON text. `settings.seed` is a string of digits, written as they are, whatever their size;
+ * The request body as JSON text. `settings.seed` is a string of digits, written as the number they are, whatever its size;
  * what is empty or off is left out, so that the server's own defaults hold.
  */
 export function chatBody(model, messages, settings) {
@@ -160,5 +160,5 @@ export function chatBody(model, messages, settings) {
     tidar,
   };
   const text = JSON.stringify(body);
-  return settings.seed ? `${text.slice(0, -1)},"seed":${settings.seed}}` : text;
+  return settings.seed ? `${text.slice(0, -1)},"seed":${BigInt(settings.seed)}}` : text;
 }

@@ -58,15 +58,18 @@ function nextPiece(queue, rest) {
   return nextAgreement(queue, rest);
 }
 
-// Text and tokens differ here: go on at the next token whose text, with the ones behind it, is found in `rest`.
+// Text and tokens differ here: go on at the next token whose text, with the ones behind it, is found in `rest`. What is
+// passed over has a character of its own where it holds a part of one.
 function nextAgreement(queue, rest) {
+  let least = 0;
   for (let first = 1; first < queue.length; first++) {
+    if (queue[first - 1].wait.includes("\uFFFD")) least = 1;
     let run = "";
     for (const token of queue.slice(first)) {
       if (token.wait.includes("\uFFFD")) break;
       run += token.wait;
     }
-    for (let at = run ? rest.indexOf(run[0]) : -1; at >= 0; at = rest.indexOf(run[0], at + 1)) {
+    for (let at = run ? rest.indexOf(run[0], least) : -1; at >= 0; at = rest.indexOf(run[0], at + 1)) {
       const tail = rest.slice(at);
       if (tail.startsWith(run) || run.startsWith(tail)) return { count: first, length: at, left: "" };
     }

@@ -2,7 +2,8 @@
 
 import re
 
-from playwright.sync_api import Browser, Page, expect
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.playground.asking import overflow
 from tests.playground.conftest import Visit, visit
@@ -66,6 +67,56 @@ def test_a_metrics_key_is_asked_for_and_kept(chromium: Browser, recorded: Record
     page.reload()
     expect(page.locator(".replica")).to_have_count(2)  # the tab is in the address, the key in the browser
     context.close()
+
+
+def locked(context: BrowserContext, recorded: RecordedServer) -> Page:
+    """The cluster tab of a server whose API and metrics want the same key."""
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.wanted_key = recorded.metrics_key = "sk-1"
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-key")).to_be_focused()
+    page.click("#tab-cluster")
+    return page
+
+
+def test_the_apis_key_opens_the_metrics_too(context: BrowserContext, recorded: RecordedServer) -> None:
+    page = locked(context, recorded)
+    expect(page.locator("#c-key-form")).to_be_visible()
+    page.fill("#t-key", "wrong")
+    page.press("#t-key", "Enter")
+    expect(page.locator("#t-problem")).to_have_text("Incorrect API key provided.")
+    expect(page.locator("#c-key-form")).to_be_visible()
+    expect(page.locator("#t-key")).to_be_focused()
+    page.fill("#t-key", "sk-1")
+    page.press("#t-key", "Enter")
+    expect(page.locator(".replica")).to_have_count(2)
+    expect(page.locator("#c-key-form")).to_be_hidden()
+
+
+def test_a_key_given_while_the_metrics_are_read(context: BrowserContext, recorded: RecordedServer) -> None:
+    held: list[Route] = []
+    context.route("**/metrics", lambda route: held.append(route), times=1)
+    with context.expect_event("request", lambda request: request.url.endswith("/metrics")):
+        page = locked(context, recorded)
+    page.fill("#t-key", "sk-1")
+    page.press("#t-key", "Enter")
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    held[0].continue_()
+    expect(page.locator(".replica")).to_have_count(2)
+    expect(page.locator("#c-key-form")).to_be_hidden()
+
+
+@pytest.mark.parametrize("key", ["mk-1\u200b", "mk 1", "ключ"])
+def test_a_metrics_key_that_is_none_is_not_taken(opened: Visit, recorded: RecordedServer, key: str) -> None:
+    recorded.metrics_key = "mk-1"
+    page = opened.page
+    page.click("#tab-cluster")
+    page.fill("#c-key", key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#c-state")).to_contain_text("That is no key:")
+    expect(page.locator("#c-key")).to_be_focused()
+    assert page.evaluate("localStorage.getItem('tidar.metrics_key')") is None
+    opened.complaints.clear()  # the browser's own note of the reading that was refused
 
 
 def test_a_burst_is_bounded_and_tells_how_the_batch_went(opened: Visit, recorded: RecordedServer) -> None:

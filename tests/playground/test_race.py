@@ -75,6 +75,22 @@ def test_three_rounds_take_turns_with_one_seed(opened: Visit, recorded: Recorded
     expect(page.locator("[data-how]")).to_contain_text("the same seed")
 
 
+def test_looking_inside_between_rounds_shows_a_whole_answer(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(QUICK, QUICK, Recording(QUICK.events, 60))
+    page = opened.page
+    page.click("#tab-race")
+    page.locator("label:has(> [name=r-rounds][value='3'])").click()
+    page.click("#r-start")
+    expect(page.locator("#r-status")).to_have_text("Measuring with drafts, round 2 of 3…")
+    page.wait_for_selector("[data-lane=drafts] .piece")
+    page.locator("[data-lane=drafts]").get_by_role("button", name="Look inside").click()
+    expect(page.locator("[data-note=tokens]")).to_contain_text("13 tokens in ")
+    assert page.locator(".scrub-text").text_content() == TEXT
+    page.click("#tab-race")
+    page.click("#r-stop")
+    assert recorded.cancelled.wait(5)
+
+
 def test_drafts_that_cost_more_than_they_bring_are_told_so(opened: Visit, recorded: RecordedServer) -> None:
     recorded.play(Recording(SLOW.events, 0.01), Recording(QUICK.events, 0.1))
     page = race(opened)

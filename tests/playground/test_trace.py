@@ -1,6 +1,7 @@
 """The page's arithmetic, run in the browser that will run it: which token a character belongs to, and the numbers."""
 
 import codecs
+import json
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,8 @@ def placed(page: Page, waiting: list[dict[str, Any]], delta: str) -> tuple[list[
         (["a", "", "", "😀", " b"], "a😀 b", [("a", ["a"]), ("😀", ["", "", "😀"]), (" b", [" b"])], []),
         (["a\ufffd", "\ufffdb"], "aéb", [("aéb", ["a\ufffd", "\ufffdb"])], []),
         (["a\ufffd"], "a", [("a", ["a\ufffd"])], ["\ufffd"]),
+        # A token that reads like the character before it.
+        (["\ufffd", "\ufffd", "\x80"], "\x80\x80", [("\x80", ["\ufffd", "\ufffd"]), ("\x80", ["\x80"])], []),
         # A special token has a name, and no text in the answer.
         (["<|im_start|>", "user"], "user", [("user", ["user"])], []),
         # A character that the model really spelled U+FFFD.
@@ -218,7 +221,10 @@ def test_bodies_say_what_was_chosen(blank: Page) -> None:
     }
 
 
-def test_a_seed_keeps_its_64_bits(blank: Page) -> None:
+@pytest.mark.parametrize(
+    ("seed", "number"), [(str(2**64 - 1), 2**64 - 1), (str(-(2**63)), -(2**63)), ("007", 7), ("-007", -7), ("00", 0)]
+)
+def test_a_seed_keeps_its_64_bits(blank: Page, seed: str, number: int) -> None:
     chosen = {
         "drafts": "off",
         "maxTokens": 1,
@@ -226,9 +232,9 @@ def test_a_seed_keeps_its_64_bits(blank: Page) -> None:
         "temperature": 0,
         "topP": 1,
         "topK": 0,
-        "seed": str(2**64 - 1),
+        "seed": seed,
     }
     text = call(blank, "stream.js", "chatBody", "m", [], chosen)
-    assert f'"seed":{2**64 - 1}}}' in text
+    assert json.loads(text)["seed"] == number
     assert '"block"' not in text, "no drafts, no block"
     assert "top_k" not in text, "0 is off"

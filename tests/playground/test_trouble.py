@@ -44,6 +44,27 @@ def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: R
     expect(page.locator("#t-prompt")).to_have_value("Still there?")
 
 
+@pytest.mark.parametrize("key", ["sk-1\u200b", "sk 1", "ключ", " "])
+def test_a_key_that_is_none_is_not_taken(context: BrowserContext, recorded: RecordedServer, key: str) -> None:
+    recorded.wanted_key = "sk-1"
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-key")).to_be_focused()
+    page.fill("#t-key", key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#t-problem")).to_contain_text("That is no key:")
+    expect(page.locator("#t-key")).to_be_focused()
+    assert page.evaluate("localStorage.getItem('tidar.api_key')") is None
+    page.fill("#t-key", " sk-1 ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    expect(page.locator("#t-problem")).to_be_hidden()
+    # One that was kept before keys were looked at.
+    page.evaluate("key => localStorage.setItem('tidar.api_key', key)", key)
+    page.reload()
+    expect(page.locator("#t-key")).to_be_focused()
+    expect(page.locator("#t-problem")).to_be_hidden()
+
+
 def refusal(status: int, message: str, **headers: str) -> Recording:
     return Recording(status=status, body={"error": {"message": message, "type": "x"}}, headers=headers)
 
@@ -95,3 +116,14 @@ def test_a_server_that_is_gone_is_one_line(context: BrowserContext, recorded: Re
     ask(opened.page, "Anyone?")
     expect(opened.page.locator("#t-problem")).to_have_text("The server cannot be reached. Is it still running?")
     expect(opened.page.locator("#t-prompt")).to_have_value("Anyone?")
+
+
+def test_a_server_that_was_never_there_is_not_waited_for(context: BrowserContext, recorded: RecordedServer) -> None:
+    context.route("**/v1/**", lambda route: route.abort())
+    page = visit(context, recorded.address).page
+    page.fill("#t-prompt", "Anyone?")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-send")).to_be_visible()
+    expect(page.locator("#t-problem")).to_have_text("The server cannot be reached. Is it still running?")
+    expect(page.locator("#t-status")).to_have_text("")
+    expect(page.locator("#t-prompt")).to_have_value("Anyone?")
