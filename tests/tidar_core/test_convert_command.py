@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tidar_core.documents import HEADER
 from tests.tidar_core.trained import SIMPLE, random_documents, run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
 from tidar_core.convert import run, speed
+from tidar_core.convert.shards import KINDS, ShardStore
 from tidar_core.convert.trainer import train_drafter
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter_config import read_adapter_config
@@ -92,6 +94,10 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
         answers.append(answer_all(engine, prompts, [params] * 6))
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
 
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--layers", "0,1", *chosen[2:], *SMALL)
+    assert status == 1
+    assert "holds a training of other weights (--layers, --projections or another model)" in output.splitlines()[-1]
+
     again = (model, "--start", tmp_path / "drafter", "--data", tmp_path / "drafter.work" / "data", *SMALL, "--steps", 1)
     status, output = run_command(*again, "--out", tmp_path / "less", "--layers", "1-2", "--projections", "qkv,o")
     assert status == 0, output
@@ -145,6 +151,16 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
         )  # fmt: skip
         assert status == 0, output
         assert ("generating with transformers" in output) == generating
+
+
+@pytest.mark.parametrize("generator", ["engine", "transformers"])
+def test_a_model_of_few_positions_says_what_fits(tmp_path, generator):
+    model = tiny_checkpoint(tmp_path / "model", max_positions=256, **SIMPLE)
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 2, "--generator", generator, *SMALL)
+    assert status == 0, output
+    corpus = ShardStore(tmp_path / "drafter.work" / "data", HEADER).read().corpus
+    assert set(corpus.kinds.tolist()) >= {KINDS.index("chat"), KINDS.index("text")}
+    assert 128 <= np.diff(corpus.ends).max() <= 256
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tidar_core.bench.exact import (
     sampled_params,
 )
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import full_run
+from tidar_core.convert import full, full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
@@ -161,6 +161,24 @@ def test_a_contract_that_cannot_be_kept_is_one_line(tmp_path, change, message):
     assert "\n" not in str(told.value)
 
 
+def test_no_position_is_trained_that_the_model_does_not_have(tmp_path, monkeypatch):
+    positions: set[int] = set()
+
+    def noted(*arguments):
+        made = doubled(*arguments)
+        positions.update(made.positions.tolist())
+        return made
+
+    monkeypatch.setattr(full, "doubled", noted)
+    model = tiny_checkpoint(tmp_path / "model", layers=1, max_positions=64)
+    (tmp_path / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(200)))
+    status, said = run_command(
+        model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--rows", 200, "--steps", 2
+    )
+    assert status == 0, said
+    assert positions == set(range(64))
+
+
 def test_text_is_too_little_is_said(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     (tmp_path / "text").write_text("A text of a few words, which is more than none and yet one document alone.")
@@ -253,6 +271,7 @@ class Tiny:
     directory: Path
     lines: list[str] = field(default_factory=list)
     trained: Callable[..., None] = lambda *_: None
+    documents: int = 12
 
     @property
     def out(self) -> Path:
@@ -261,10 +280,11 @@ class Tiny:
     def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def train(self, steps: int) -> Progress:
+    def train(self, steps: int, **changed: float) -> Progress:
         config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
+        config = replace(config, **changed)
         return full_run.train_full(
-            self.source, self.tokenizer, corpus_of(random_documents(12)), config, Budget(steps), 8,
+            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, Budget(steps), 8,
             torch.device("cpu"), self.out, self.directory / "work", self,
         )  # fmt: skip
 
@@ -276,8 +296,23 @@ def tiny(tmp_path) -> Tiny:
 
 
 def test_starts_alone_do_not_end_a_training(tiny):
-    stale = [tiny.train(steps).stale for steps in (1, 1, 1, 2)]
+    stale = [tiny.train(steps).stale for steps in (8, 8, 8, 10)]
     assert stale == [1, 1, 1, 2]
+
+
+def test_a_training_that_ended_early_goes_on_with_more_budget(tiny):
+    for steps in (4, 5, 6):
+        tiny.train(steps)
+    assert tiny.train(6).stale == 3
+    assert tiny.train(8).stale == 1
+
+
+def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny):
+    tiny.train(1)
+    assert tiny.train(2, learning_rate=1e-6, tokens_a_step=50).step == 2
+    assert read_own_drafter(tiny.out).training.keys() >= {"learning_rate", "tokens_a_step"}
+    with pytest.raises(ConfigError, match=r"alpha 1\.0, not 0\.5"):
+        tiny.train(3, alpha=0.5)
 
 
 def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
@@ -318,6 +353,15 @@ def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monke
     measured_as(monkeypatch, 2.0, 2.25)
     tiny.train(2)
     assert kept_tokens_per_step(tiny.out) == 2.5
+
+
+def test_with_other_held_out_documents_the_model_is_judged_anew(tiny, monkeypatch):
+    measured_as(monkeypatch, 1.5, 2.5)
+    tiny.train(1)
+    measured_as(monkeypatch, 1.75, 1.25)
+    tiny.documents = 13  # one of them is held out that was not before
+    assert tiny.train(2).best == 1.75
+    assert kept_tokens_per_step(tiny.out) == 1.75
 
 
 @pytest.mark.parametrize(

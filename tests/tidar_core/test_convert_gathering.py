@@ -249,6 +249,22 @@ def test_gathering_keeps_to_its_time(engine, tmp_path):
         engine.step()
 
 
+def test_a_wide_generator_is_not_judged_by_what_ends_first(engine, tmp_path, monkeypatch):
+    """Of all that is generated at once, what comes to nothing may be over before anything good is."""
+    monkeypatch.setattr(own_words, "HOPELESS", 8)
+
+    class Uneven(EngineSource):
+        def step(self):
+            ended = super().step()
+            return [replace(c, tokens=c.tokens[:1], ended=True) if c.key < 10 else c for c in ended]
+
+    store = open_store(tmp_path, HEADER)
+    gathered = gather_own_words(Uneven(engine, 16), engine.tokenizer, SHORT, store, Goal(own_tokens=200))
+    assert gathered.dropped >= 8
+    assert gathered.documents > 0
+    forget_all(engine)
+
+
 def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(own_words, "HOPELESS", 8)
 

@@ -1,10 +1,12 @@
 """The trainer: it learns, resumes to the same loss, survives kills and bad luck, and leaves a folder that serves."""
 
 import errno
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import get_args
 
 import numpy as np
@@ -12,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from tests.tidar_core.trained import SIMPLE, TinyBase, corpus_of, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step
-from tidar_core.convert.checkpoint import Progress, load_checkpoint
+from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
 from tidar_core.convert.drafter import PROJECTIONS, new_drafter
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.losses import LossConfig
@@ -191,8 +194,20 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(tiny, corpus, tmp_path
 
 def test_other_settings_do_not_go_on(tiny, corpus, tmp_path):
     train(tiny, corpus, tmp_path, 2)
-    with pytest.raises(ConfigError, match=r"learning rate 0\.01, not 0\.5"):
-        train(tiny, corpus, tmp_path, 4, replace(CONFIG, learning_rate=0.5))
+    with pytest.raises(ConfigError, match=r"clip 1\.0, not 0\.5"):
+        train(tiny, corpus, tmp_path, 4, replace(CONFIG, clip=0.5))
+
+
+def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny, corpus, tmp_path):
+    """Also from a checkpoint of a version that did not let these change."""
+    train(tiny, corpus, tmp_path, 2)
+    recorded(tmp_path, {"learning_rate": 1e-2, "rows_a_step": 128, "tensors": 13})
+    lines: list[str] = []
+    lower = replace(CONFIG, learning_rate=1e-3, rows_a_step=64)
+    seen, _ = train(tiny, corpus, tmp_path, 4, lower, line=lines.append)
+    assert lines == ["going on from step 2"]
+    assert [report.mask_rows for report in seen] == [64, 64]
+    assert lower.settings().items() >= {"learning_rate": 1e-3, "rows_a_step": 64}.items()
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny, corpus, tmp_path):
@@ -210,8 +225,17 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny,
 def test_training_ends_where_nothing_is_gained(tiny, corpus, tmp_path):
     config = replace(CONFIG, learning_rate=0.0, measure_every=2, patience=3)
     seen, progress = train(tiny, corpus, tmp_path, 100, config)
-    assert len(seen) == 54  # a high learning rate may cost at first what it gains in the end
+    assert len(seen) == 84  # a high learning rate may cost at first what it gains in the end
     assert progress.stale == 3
+    assert train(tiny, corpus, tmp_path, 100, config)[0] == []
+
+
+def test_a_training_that_ended_early_goes_on_with_more_budget(tiny, corpus, tmp_path):
+    config = replace(CONFIG, learning_rate=0.0, measure_every=2, patience=3)
+    train(tiny, corpus, tmp_path, 20, config)
+    seen, progress = train(tiny, corpus, tmp_path, 60, config)
+    assert len(seen) == 32
+    assert progress.step == 52
 
 
 def test_new_starts_are_no_reason_to_end(tiny, corpus, tmp_path):
@@ -233,6 +257,35 @@ def test_the_checkpoint_of_the_best_drafter_is_there_before_it_is_kept(tiny, cor
         measured=lambda result, adapter, progress, best: kept.append((progress.step, best)),
     )  # fmt: skip
     assert kept[0] == (80, True)
+
+
+def recorded(directory: Path, more: Mapping[str, object] = MappingProxyType({}), **progress: object) -> None:
+    """Lets the last checkpoint tell this of its progress, and more settings."""
+    path = sorted(directory.glob("*.safetensors"))[-1]
+    with safe_open(path, framework="pt") as file:
+        settings = json.loads(file.metadata()["about"])["settings"]
+    saved, tensors, _ = load_checkpoint(directory, {})
+    save_checkpoint(directory, settings | more, replace(saved, **progress), tensors)
+
+
+def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, tmp_path):
+    """What an easier set gave keeps nothing away, and what a harder one gave lets nothing worse through."""
+    train(tiny, corpus, tmp_path, 4)
+    recorded(tmp_path, best=3.9, stale=5)
+    kept: list[tuple[float, bool, int]] = []
+
+    def told(result, adapter, progress, best) -> None:
+        kept.append((result.tokens_per_step, best, progress.stale))
+
+    _, progress = train(tiny, corpus, tmp_path, 4, measured=told)
+    assert kept[0][1:] == (False, 5)
+    assert progress.best == 3.9
+    grown = corpus_of([corpus.document(index) for index in range(len(corpus))] + random_documents(200, seed=9))
+    _, progress = train(tiny, grown, tmp_path, 4, measured=told)
+    assert kept[1][1:] == (True, 0)
+    assert progress.best == kept[1][0] < 3.9
+    train(tiny, grown, tmp_path, 4, measured=told)
+    assert kept[2] == kept[1]
 
 
 def interrupted_at(step: int) -> Callable[..., None]:

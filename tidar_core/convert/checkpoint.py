@@ -1,6 +1,7 @@
 """The trainer's memory on disk: two checkpoints, each one file that is whole or absent."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.shards import write_atomically
 
 KEPT = 2
+PARAMETER = "parameter/"
 UNNAMED: dict[str, Any] = {"slot_head": 0, "block_sizes": "whole"}  # as it was before these could be chosen
 
 
@@ -21,7 +23,8 @@ UNNAMED: dict[str, Any] = {"slot_head": 0, "block_sizes": "whole"}  # as it was 
 class Progress:
     """Where a training is. step: optimizer steps taken. epoch, place: documents of the epoch's order that were used.
     documents: how many there were to order. seconds: spent on training. rows: mask rows trained.
-    best: highest tokens per step on held-out documents; stale: measurements since then without a new one."""
+    best: highest tokens per step on held-out documents; stale: measurements since then without a new one.
+    held_out: digest of these documents; empty where none were seen, or by a version that did not tell."""
 
     step: int = 0
     epoch: int = 0
@@ -31,6 +34,13 @@ class Progress:
     rows: int = 0
     best: float = 0.0
     stale: int = 0
+    held_out: str = ""
+
+    def measured_on(self, held_out: str) -> None:
+        """From here on these held-out documents are what is measured: what was found on others says nothing here."""
+        if self.held_out not in ("", held_out):
+            self.best, self.stale = 0.0, 0
+        self.held_out = held_out
 
 
 def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progress, tensors: dict[str, Tensor]) -> None:
@@ -81,6 +91,24 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
             )
         return progress, tensors, notes
     return None
+
+
+def restore_parameters(directory: Path, names: Sequence[str], own: Sequence[Tensor], saved: dict[str, Tensor]) -> None:
+    """Copies what was saved into a training's own tensors. Raises ConfigError where it was saved of others."""
+    shapes = {f"{PARAMETER}{name}": tensor.shape for name, tensor in zip(names, own, strict=True)}
+    if shapes != {name: tensor.shape for name, tensor in saved.items() if name.startswith(PARAMETER)}:
+        raise ConfigError(
+            f"{directory} holds a training of other weights (--layers, --projections or another model): go on with "
+            "those, or choose another --out"
+        )
+    with torch.no_grad():
+        for name, tensor in zip(names, own, strict=True):
+            tensor.copy_(saved[f"{PARAMETER}{name}"])
+
+
+def parameter_tensors(names: Sequence[str], own: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What `restore_parameters` takes, to be saved."""
+    return {f"{PARAMETER}{name}": tensor for name, tensor in zip(names, own, strict=True)}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:

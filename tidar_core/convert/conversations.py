@@ -38,6 +38,16 @@ class Plan:
     answer_tokens: int = 320
     longest: int = 1024
 
+    def within(self, positions: int) -> "Plan":
+        """The same for a model of so many positions: half of a document is for an answer, a quarter for a question."""
+        longest = min(self.longest, positions)
+        return replace(
+            self,
+            longest=longest,
+            question_tokens=min(self.question_tokens, longest // 4),
+            answer_tokens=min(self.answer_tokens, longest // 2),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -39,8 +39,14 @@ class FullConfig:
     seed: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """What must not change when a training goes on."""
+        """What the record of the weights tells of their training."""
         return {"mode": "full", **asdict(self)}
+
+    def fixed(self) -> dict[str, Any]:
+        """What must not change when a training goes on: all but what the user is told to lower when it fails, and what
+        follows from the model."""
+        free = ("learning_rate", "tokens_a_step", "longest")
+        return {name: value for name, value in self.settings().items() if name not in free}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,14 @@ from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
     optimizer_tensors,
+    parameter_tensors,
     restore_optimizer,
+    restore_parameters,
     save_checkpoint,
 )
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
-from tidar_core.convert.shards import Corpus, cannot_write, system_error
+from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
 from tidar_core.model.dense import dense_model
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
@@ -63,6 +65,9 @@ def train_full(
     training = FullTraining(model.to(device), mask, config, corpus.document)
     resume(training, work, out, screen)
     progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
+    progress.measured_on(digest_of(judged))
+    if budget.used(progress) < SETTLED:  # one that came to its end has been given more
+        progress.stale = 0
     while True:
         used, best = budget.used(progress), False
         if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
@@ -187,22 +192,20 @@ def _card(name: str, record: dict[str, Any]) -> str:
 def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
     """From the last checkpoint in `work`, where there is one. What is in `out` may be newer, and better than all that
     the checkpoint knows of."""
-    found = load_checkpoint(work, training.config.settings())
+    found = load_checkpoint(work, training.config.fixed())
     if found is None:
         return
     training.progress, tensors, notes = found
     training.progress.best = max(training.progress.best, kept_tokens_per_step(out))
     for note in notes:
         screen.line(note)
-    with torch.no_grad():
-        for name, tensor in zip(training.names, training.tensors, strict=True):
-            tensor.copy_(tensors[f"parameter/{name}"])
+    restore_parameters(work, training.names, training.tensors, tensors)
     restore_optimizer(training.optimizer, list(training.names), tensors)
     screen.line(f"going on from step {training.progress.step}")
 
 
 def save(training: FullTraining, work: Path) -> None:
-    parameters = {f"parameter/{name}": tensor for name, tensor in zip(training.names, training.tensors, strict=True)}
     work.mkdir(parents=True, exist_ok=True)
+    parameters = parameter_tensors(training.names, training.tensors)
     tensors = parameters | optimizer_tensors(training.optimizer, list(training.names))
-    save_checkpoint(work, training.config.settings(), training.progress, tensors)
+    save_checkpoint(work, training.config.fixed(), training.progress, tensors)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tidar_core.convert.blocks import Blocks, anchor_places, lay_blocks, pack_documents
 from tidar_core.convert.forward import FrozenBase, run_clean, run_masks, run_slot_head
-from tidar_core.convert.shards import KINDS, Corpus, Kind
+from tidar_core.convert.shards import KINDS, Corpus, Kind, digest_of
 from tidar_core.layout import WithinBlock
 from tidar_core.model.slot_head import CANDIDATES, rescored
 from tidar_core.model.weights import AdapterWeights
@@ -49,6 +49,11 @@ class HeldOut:
     documents: tuple[tuple[np.ndarray, np.ndarray], ...]
     windows: tuple[np.ndarray, ...]
     kinds: tuple[Kind, ...]
+
+    @property
+    def digest(self) -> str:
+        columns = ((*document, places) for document, places in zip(self.documents, self.windows, strict=True))
+        return digest_of(column for each in columns for column in each)
 
 
 def choose_windows(corpus: Corpus, held: Sequence[int], block: int, max_positions: int) -> HeldOut:

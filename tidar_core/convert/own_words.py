@@ -19,7 +19,7 @@ from tidar_core.convert.template import encode
 
 FLUSH_SECONDS = 30.0
 FLUSH_TOKENS = 1_000_000
-HOPELESS = 500  # jobs without a single document
+HOPELESS = 500  # jobs without a single document, or twice what is generated at once: short ones end before good ones
 DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that are on their way
 TEXT_PIECE = 1 << 16  # characters tokenized at once
 
@@ -53,6 +53,7 @@ class _Run:
     documents: int
     own_tokens: int
     seconds_before: float
+    hopeless: int
     began: float = field(default_factory=time.monotonic)
     flushed: float = field(default_factory=time.monotonic)
     fresh: list[Document] = field(default_factory=list)
@@ -76,7 +77,7 @@ class _Run:
             self.own_tokens += document.own_tokens
             self.fresh.append(document)
         self.fresh_done.append(number if number >= 0 else prompt_number(conversation.key))
-        if self.useless >= HOPELESS and not self.made:
+        if self.useless >= self.hopeless and not self.made:
             raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
 
     @property
@@ -108,7 +109,8 @@ def gather_own_words(
     """
     stored = store.read()
     seen = set(stored.corpus.keys.tolist())
-    run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds)
+    hopeless = max(HOPELESS, 2 * source.capacity)
+    run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds, hopeless)
 
     def to_do(kept: Growing) -> bool:
         return bool(unanswered(tokenizer, [kept.prompt], stored)) if kept.number < 0 else kept.number not in stored.done

@@ -183,6 +183,7 @@ def _gather(
                     screen.line(f"{directory} holds the words of {known.model}: they are trained on as they are")
                 return stored.corpus, stored.seconds
     plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
+    plan = plan.within(load_config(source).max_positions)
     generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
     header = DataHeader(
         model=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer), seed=plan.seed
@@ -241,8 +242,7 @@ def _source(
     identity, model_config, _ = _load_base(options, device, source, tokenizer, screen)
     screen.line("generating with transformers")
     model = dense_model(source, fast_dtype(device, getattr(torch, options.dtype)))
-    longest = min(plan.longest, model_config.max_positions)
-    generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, longest)
+    generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, plan.longest)
     return generator, identity.fingerprint
 
 
@@ -268,10 +268,10 @@ def _train_full(
     spent: float,
     screen: Screen,
 ) -> Progress:
-    train = options.train
+    train, longest = options.train, min(FullConfig().longest, load_config(source).max_positions)
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
-        tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, seed=train.seed,
+        tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
     )  # fmt: skip
     with enough_memory(
         f"training all weights of {source.name} wants more, or lower --rows (now {config.tokens_a_step})"

@@ -17,7 +17,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,10 +99,10 @@ class Corpus:
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the documents to train on and of those held out, told apart by hash: a document stays on
-        its side however many others join. Of very few documents the two with the lowest hashes are held out."""
+        its side however many others join. Of few documents the two with the lowest hashes are held out, of two one."""
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
-        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self) // 2))
+        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, max(0, len(self) - 1)))
         return np.sort(order[held:]), order[:held]
 
 
@@ -110,6 +110,14 @@ def content_key(tokens: Sequence[int]) -> int:
     """A 64-bit hash of token ids, as a signed integer."""
     digest = hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def digest_of(columns: Iterable[np.ndarray]) -> str:
+    """Stands for these arrays, in this order: another where a value or a length differs."""
+    digest = hashlib.blake2b(digest_size=8)
+    for column in columns:
+        digest.update(len(column).to_bytes(8, "little") + column.tobytes())
+    return digest.hexdigest()
 
 
 def prompt_number(key: int) -> int:

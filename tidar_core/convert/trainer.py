@@ -16,7 +16,9 @@ from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
     optimizer_tensors,
+    parameter_tensors,
     restore_optimizer,
+    restore_parameters,
     save_checkpoint,
 )
 from tidar_core.convert.crew import ALONE, Crew
@@ -33,7 +35,7 @@ from tidar_core.transfer import enough_memory
 CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
 LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
-SETTLED = 0.5  # of the budget: from there on the learning rate falls fast, and measurements that gain nothing count
+SETTLED = 0.8  # of the budget: from there on the rate is under an eighth of its highest, and lack of gain counts
 SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
@@ -49,7 +51,7 @@ class TrainConfig:
     rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
     are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
     steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends,
-    none of them from the first half, where the rate is so high that a drafter that is gone on with gets worse at first.
+    none of them from before `SETTLED`, where the rate is so high that a drafter may stand still and gain in the end.
     vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
     measurements, 0 for what time allows.
     """
@@ -72,11 +74,12 @@ class TrainConfig:
     seed: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """What must not change when a training goes on."""
-        fixed = asdict(self)
-        for free in ("patience", "measure_every", "rows_a_pass"):
-            del fixed[free]
-        return fixed
+        """What a drafter's record tells of its training."""
+        return _without(asdict(self), "patience", "measure_every", "rows_a_pass")
+
+    def fixed(self) -> dict[str, Any]:
+        """What must not change when a training goes on: all but what the user is told to lower when it fails."""
+        return _without(self.settings(), "learning_rate", "rows_a_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,9 @@ def train_drafter(
         raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
     training = _Training(base, start, config, directory, watch, crew, fingerprint)
     progress = training.progress
+    progress.measured_on(held_out.digest)
+    if budget.used(progress) < SETTLED:  # one that came to its end has been given more
+        progress.stale = 0
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
     while True:
         over = budget.used(progress) >= 1.0
@@ -190,8 +196,8 @@ class _Training:
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        made_for = {"base": fingerprint, "rank": _rank(self.adapter), "tensors": len(self.tensors)}
-        self.settings = made_for | config.settings()
+        made_for = {"base": fingerprint, "rank": _rank(self.adapter)}
+        self.settings = made_for | config.fixed()
         device = base.device.type
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
@@ -206,17 +212,14 @@ class _Training:
         self.progress, saved, notes = found
         for note in notes:
             self.watch.line(note)
-        with torch.no_grad():
-            for name, tensor in zip(self.names, self.tensors, strict=True):
-                tensor.copy_(saved[f"parameter/{name}"])
+        restore_parameters(self.directory, self.names, self.tensors, saved)
         restore_optimizer(self.optimizer, self.names, saved)
         self.watch.line(f"going on from step {self.progress.step}")
 
     def save(self) -> None:
         if not self.crew.leads:
             return
-        parameters = {f"parameter/{name}": tensor for name, tensor in zip(self.names, self.tensors, strict=True)}
-        tensors = parameters | optimizer_tensors(self.optimizer, self.names)
+        tensors = parameter_tensors(self.names, self.tensors) | optimizer_tensors(self.optimizer, self.names)
         self.directory.mkdir(parents=True, exist_ok=True)
         save_checkpoint(self.directory, self.settings, self.progress, tensors)
 
@@ -309,6 +312,10 @@ def learning_rate(config: TrainConfig, step: int, used: float) -> float:
     """Linear warm-up, then a cosine over the budget down to `final_rate` of the highest."""
     cosine = config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * used))
     return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup)) * cosine
+
+
+def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _rank(adapter: AdapterWeights) -> int:
