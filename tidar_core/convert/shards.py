@@ -113,8 +113,8 @@ def content_key(tokens: Sequence[int]) -> int:
 
 
 def digest_of(columns: Iterable[np.ndarray]) -> str:
-    """Stands for these arrays, in this order: another where a value or a length differs."""
-    digest = hashlib.blake2b(digest_size=8)
+    """12 hex digits that stand for these arrays, in this order: others where a value or a length differs."""
+    digest = hashlib.blake2b(digest_size=6)
     for column in columns:
         digest.update(len(column).to_bytes(8, "little") + column.tobytes())
     return digest.hexdigest()

@@ -145,7 +145,8 @@ def train_drafter(
         raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
     training = _Training(base, start, config, directory, watch, crew, fingerprint)
     progress = training.progress
-    progress.measured_on(held_out.digest)
+    seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
+    progress.measured_on(f"{seen:012x}")
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
