@@ -98,8 +98,9 @@ class Corpus:
         return int(self.own[said].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the documents to train on and of those held out, told apart by hash: a document stays on
-        its side however many others join. Of few documents the two with the lowest hashes are held out, of two one."""
+        """Indices of the documents to train on and of those held out, told apart by hash: from three documents on
+        each stays on its side however many others join. Of few the two with the lowest hashes are held out, of two
+        one."""
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
         held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, max(0, len(self) - 1)))
