@@ -313,6 +313,7 @@ def _write_vocabulary(writer: GGUFWriter, checkpoint: Path, padding: int) -> Non
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     special = {END_OF_TEXT, TURN_START, TURN_END}
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL if token in special else TokenType.NORMAL for token in tokens])
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])

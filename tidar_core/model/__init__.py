@@ -3,6 +3,7 @@
     weights.py   the tensors as the decoder reads them, projections fused
     rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
+    splits.py    how a GGUF file's vocabulary cuts text into words
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
     configuration.py its shape, as the checkpoint states it
     loading.py   its weights, fused for the decoder, and its tokenizer

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from tokenizers import pre_tokenizers
 from torch import Tensor
 
 from tidar_core.config import Architecture, ConfigError, ModelConfig, RopeScaling
@@ -275,18 +274,6 @@ def _eos_ids(metadata: dict[str, GgufValue]) -> tuple[int, ...]:
     if isinstance(padding, int) and isinstance(types, tuple) and types[padding : padding + 1] == (_CONTROL_TOKEN,):
         ids.append(padding)
     return tuple(dict.fromkeys(ids))
-
-
-def pre_tokenizer_of(header: GgufHeader) -> pre_tokenizers.PreTokenizer | None:
-    """How the vocabulary's text is split before merging, where transformers' GGUF reader does not know it.
-
-    SmolLM and StarCoder vocabularies split every digit off first, then as GPT-2 does; without it a run of spaces
-    before a digit gives other tokens than the model was trained on.
-    """
-    if header.metadata.get("tokenizer.ggml.pre") not in ("smollm", "starcoder"):
-        return None
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
 
 
 def gguf_name(name: str) -> str:

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, ModelConfig
-from tidar_core.model.gguf import GgufCheckpoint, pre_tokenizer_of, read_header
+from tidar_core.model.gguf import GgufCheckpoint, read_header
 from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.splits import split_as_named
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
@@ -103,9 +104,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(f"{source.name}: it has no tokenizer.json, and no fast tokenizer can be made of its files")
     if source.gguf_path is not None:
-        pre_tokenizer = pre_tokenizer_of(read_header(source.gguf_path))
-        if pre_tokenizer is not None:
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+        split_as_named(tokenizer, read_header(source.gguf_path))
     return tokenizer
 
 
