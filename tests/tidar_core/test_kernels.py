@@ -152,6 +152,23 @@ def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (6, 1, 32), (4, 4, 128)])
+def test_the_oracles_attention_does_not_depend_on_how_a_text_is_cut(heads, kv_heads, head_dim):
+    """It is what serves where the kernels cannot be built."""
+    generator = torch.Generator().manual_seed(5)
+    cache = random_cache(model_config(heads, kv_heads, head_dim), 51, torch.float32, generator)
+    qkv = torch.randn(800, (heads + 2 * kv_heads) * head_dim, generator=generator)
+    whole = REFERENCE_OPS.attend(qkv, step_rows([0], 800, 0, 0, pages=50), cache, 0)
+    before = torch.get_num_threads()
+    for rows in (1, 1, 2, 3, 4, 7, 9, 16, 33, 64):
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            start = int(torch.randint(0, 800 - rows, (1,), generator=generator))
+            cut = REFERENCE_OPS.attend(qkv[start:][:rows], step_rows([start], rows, 0, 0, pages=50), cache, 0)
+            assert torch.equal(cut, whole[start:][:rows]), (start, rows, threads)
+    torch.set_num_threads(before)
+
+
 def test_values_that_a_row_does_not_see_cannot_reach_it(dtype, ops):
     """Neighbouring rows of one sequence go together: what is no number in one's key is not seen by those before."""
     generator = torch.Generator().manual_seed(4)

@@ -10,6 +10,8 @@ from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
+_ROW_TILE, _KEY_TILE = 4, 64
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
     y = F.linear(x, weight, bias)
@@ -127,14 +129,21 @@ def attend_blocks(qkv: Tensor, keys: Tensor, values: Tensor, seen: Tensor, causa
 def _mix(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Attention of q [rows, heads, head_dim] over keys and values [kv_heads, keys, head_dim], in fp32.
 
-    visible: bool [rows, keys].
+    Products have one width whatever the rows and keys are: left to itself, the library sums a row's values in an order
+    that depends on how many others come along, and a row's bits with it. visible: bool [rows, keys].
     """
-    kv_heads, _, head_dim = keys.shape
-    queries = q.view(len(q), kv_heads, -1, head_dim).permute(1, 2, 0, 3).float()
-    scores = queries @ keys.float().transpose(1, 2)[:, None] / head_dim**0.5
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
-    mixed = weights @ values.float()[:, None]
-    return mixed.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype)
+    kv_heads, count, head_dim = keys.shape
+    short, gap = -len(q) % _ROW_TILE, -count % _KEY_TILE
+    queries = F.pad(q.float(), (0, 0, 0, 0, 0, short)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+    tiles = [F.pad(some.float(), (0, 0, 0, gap)).split(_KEY_TILE, dim=1) for some in (keys, values)]
+    flat = queries.flatten(1, 2)
+    scores = torch.cat([flat @ tile.transpose(1, 2) for tile in tiles[0]], dim=-1) / head_dim**0.5
+    seen = F.pad(visible, (0, gap, 0, short))
+    weights = scores.view(*queries.shape[:3], -1).masked_fill(~seen, -torch.inf).softmax(dim=-1).flatten(1, 2)
+    mixed = torch.zeros_like(flat)
+    for weight, tile in zip(weights.split(_KEY_TILE, dim=-1), tiles[1], strict=True):
+        mixed = mixed + weight @ tile
+    return mixed.view(queries.shape).permute(2, 0, 1, 3)[: len(q)].reshape(q.shape).to(q.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
