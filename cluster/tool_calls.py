@@ -37,6 +37,7 @@ LLAMA = ToolFormat("", "", "parameters", "; ")
 
 # As far as it is known of whom a call is, and its arguments begin.
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD_REACH = 4096  # characters: a longer one is read with the whole object, not again at every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class ToolParser:
         return True
 
     def _in_object(self) -> bool:
-        head = _HEAD.match(self._held)
+        head = _HEAD.match(self._held, 0, _HEAD_REACH)
         if head is not None:
             name = _string(head[1])
             if name is None or name not in self._names:

@@ -173,6 +173,13 @@ def test_a_run_of_white_space_costs_no_more_than_other_text() -> None:
     assert time.process_time() - began < 5  # minutes, from each character
 
 
+def test_a_name_that_never_ends_costs_no_more_than_other_text() -> None:
+    began = time.process_time()
+    text, calls, _, _ = parsed(['<tool_call>{"name": "', *["a" * 50] * 4000])
+    assert (len(text), calls) == (200_021, [])
+    assert time.process_time() - began < 5  # four times that, from the beginning at each token
+
+
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'"{\"a\": \"\ud800\"}"'])
 def test_a_call_whose_arguments_are_no_text_is_none(arguments: str) -> None:
     text, calls, _, _ = parsed([f'<tool_call>{{"arguments": {arguments}, "name": "add"}}</tool_call>'])
