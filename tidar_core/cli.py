@@ -177,6 +177,8 @@ def generate(
         if any("\udc80" <= letter <= "\udcff" for letter in prompt):
             raise ConfigError("the prompt is not UTF-8")
         engine = load(EngineConfig(model, adapter, dtype, device, threads, drafts))
+        if drafts == "full" and engine.info.adapter is None:
+            raise ConfigError(f"--drafts full needs a drafter, and {engine.info.model} runs without one")
         print_answer(
             engine, prompt, raw=raw, plain=plain or not sys.stdout.isatty(), max_tokens=max_tokens,
             temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, drafts=drafts,

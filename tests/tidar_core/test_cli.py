@@ -81,6 +81,7 @@ def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, batch
         (["--adapter", "/no/such/adapter"], "no adapter at /no/such/adapter"),
         (["--temperature", "-1"], "temperature must lie between"),
         (["caf\udce9"], "the prompt is not UTF-8"),
+        (["--adapter", "none", "--drafts", "full"], "--drafts full needs a drafter"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line(model, arguments, line):

@@ -16,7 +16,8 @@ from transformers import AutoConfig
 
 from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, reference_state
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
-from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
+from tidar_core.engine import load_engine
 from tidar_core.model import sources
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import fingerprint, load_tokenizer, load_weights
@@ -366,3 +367,12 @@ def test_a_checkpoint_without_tokenizer(copy: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer") as error:
         load_tokenizer(find_model(str(copy)))
     assert "\n" not in str(error.value)
+
+
+def test_options_that_change_nothing_are_told(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    told: list[str] = []
+    config = EngineConfig(str(model), "none", "float32", "cpu", drafts="full", max_model_len=10**6)
+    positions = load_engine(config, told.append).info.max_model_len
+    assert "there is no drafter: drafts 'full' changes nothing" in told
+    assert f"the model has {positions} positions: max_model_len 1000000 gives it no more" in told

@@ -53,9 +53,9 @@ def load_engine(
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")
+    tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
-    tokenizer = load_tokenizer(source)
     base = identify_base(source.name, model, weights, tokenizer)
     adapter = _adapter(config.adapter, source, base, weights.embedding, report)
     ops = _ops(config, model, dtype, device, report)
@@ -67,6 +67,10 @@ def load_engine(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
 
+    if config.drafts == "full" and adapter is None:
+        report("there is no drafter: drafts 'full' changes nothing")
+    if config.max_model_len > model.max_positions:
+        report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
     pages = _cache_pages(config, model, kv_dtype, device, positions)
     if pages * config.page_size < positions:
