@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
@@ -22,6 +22,7 @@ from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request, server_error, unknown_model
+from cluster.items import ResponsesBody, as_here
 from cluster.metrics import IngressMetrics, render
 from cluster.models import Models
 from cluster.options import ServeOptions
@@ -34,7 +35,8 @@ from cluster.prompts import (
     read_body,
     render_chat,
 )
-from cluster.responses import EventStreamResponse, Gathered, event_stream, new_head, whole
+from cluster.response_object import new_response_head, response_events, whole_response
+from cluster.responses import EventStreamResponse, event_stream, new_head, whole
 from cluster.schemas import (
     MAX_PROMPTS,
     SEED_BITS,
@@ -53,17 +55,18 @@ from cluster.tracing import flush, trace_requests, tracer_provider
 PLAYGROUND = "/playground/"
 
 log = logging.getLogger("ray.serve")
-T = TypeVar("T")
 Prompts = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a body asks for, as token ids, and what the answer may call."""
+    """What a body asks for, as token ids, and what the answer may call. echo: what an object of the Responses API
+    repeats of its request; None for the other two."""
 
     body: Body
     prompts: Prompts
     tools: Toolbox | None = None
+    echo: Mapping[str, Any] | None = None
 
 
 def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
@@ -118,7 +121,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
-            body = checked(raw, CompletionBody, card)
+            body = read_body(raw, CompletionBody)
+            check(body, card)
             _ = body.grammar  # here, in a thread: a large schema takes a while to check
             return Plan(body, completion_prompts(body, card, backend))
 
@@ -127,19 +131,33 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
-            body = checked(raw, ChatBody, card)
-            tools = toolbox(
-                card.tokenizer,
-                body.tools or (),
-                body.tool_choice,
-                body.parallel_tool_calls is not False,
-                body.response_format,
-            )
-            if tools is None:
-                _ = body.grammar
-            return Plan(body, [chat_prompt(body, card, backend)], tools)
+            return chat_plan(read_body(raw, ChatBody), card, backend)
 
         return await answer(request, plan, chat=True)
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
+            body = read_body(raw, ResponsesBody)
+            return replace(chat_plan(body.as_chat(), card, backend), echo=body.echo())
+
+        try:
+            return await answer(request, plan, chat=True)
+        except ApiError as error:
+            raise as_here(error) from error
+
+    def chat_plan(body: ChatBody, card: ModelCard, backend: Tokenizer) -> Plan:
+        check(body, card)
+        tools = toolbox(
+            card.tokenizer,
+            body.tools or (),
+            body.tool_choice,
+            body.parallel_tool_calls is not False,
+            body.response_format,
+        )
+        if tools is None:
+            _ = body.grammar
+        return Plan(body, [chat_prompt(body, card, backend)], tools)
 
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
@@ -158,7 +176,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             for prompt in prompts
             for choice in choices
         ]
-        head = new_head(card.name, chat)
+        echo = planned.echo
+        head = new_head(card.name, chat) if echo is None else new_response_head(card.name)
         operation = "chat" if chat else "text_completion"
         get_current_span().set_attributes(
             {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
@@ -172,12 +191,13 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
+            if echo is not None:
+                return EventStreamResponse(response_events(head, echo, made, first, pieces))
             return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage, body.counts_on))
-        gathered = [Gathered() for _ in params]
         async with aclosing(pieces):
-            async for piece in pieces:
-                gathered[piece.choice].add(piece)
-        return Response(whole(head, made, gathered), media_type="application/json")
+            gathered = [piece async for piece in pieces]
+        told = whole(head, made, gathered) if echo is None else whole_response(head, echo, made, gathered)
+        return Response(told, media_type="application/json")
 
 
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
@@ -269,17 +289,12 @@ def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
     return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
 
 
-BodyT = TypeVar("BodyT", bound=Body)
-
-
-def checked(raw: bytes, kind: type[BodyT], card: ModelCard) -> BodyT:
-    """The body of a request for an answer. Raises ApiError for whatever cannot be honoured."""
-    body = read_body(raw, kind)
+def check(body: Body, card: ModelCard) -> None:
+    """Raise ApiError for whatever a request for an answer asks for that cannot be honoured."""
     check_model(body.model, card)
     refuse_unsupported(body)
     if body.ignored:
         log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
-    return body
 
 
 def check_model(name: str | None, card: ModelCard) -> None:

@@ -1,6 +1,7 @@
 """The messages of a chat as they come, and as a chat template takes them."""
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -19,8 +20,14 @@ class RefusalPart(BaseModel):
 Content = str | list[TextPart | RefusalPart] | None
 
 
-def check_content(value: object) -> str | None:
-    """A message's text: a string, or parts of text or of a refusal, which are joined by line ends as vLLM does."""
+PARTS: Mapping[str, str] = {"text": "text", "refusal": "refusal"}
+
+
+def check_content(value: object, parts: Mapping[str, str] = PARTS) -> str | None:
+    """A message's text: a string, or parts of text or of a refusal, which are joined by line ends as vLLM does.
+
+    parts: the types that they may have, and where each has its text.
+    """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -28,11 +35,12 @@ def check_content(value: object) -> str | None:
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
+        place = parts.get(kind) if isinstance(kind, str) else None
+        if place is None:
             raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")
-        if not isinstance(part.get(kind), str):
-            raise ValueError(f"a {kind} part needs a string in `{kind}`")
-        texts.append(part[kind])
+        if not isinstance(part.get(place), str):
+            raise ValueError(f"a {kind} part needs a string in `{place}`")
+        texts.append(part[place])
     return "\n".join(texts)
 
 

@@ -7,19 +7,26 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from cluster.items import ResponsesBody
 from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 REF = "#/components/schemas/"
 BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
-ANSWERS: Mapping[str, type[BaseModel]] = {"/v1/chat/completions": ChatCompletion, "/v1/completions": Completion}
+ANSWERS: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": Completion,
+    "/v1/responses": Response,
+}
 PLAIN_TEXT = ("/health", "/metrics")
 OPEN = ("/health",)  # wants no key
 ERRORS: Mapping[int, str] = {

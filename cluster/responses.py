@@ -120,8 +120,11 @@ def finish_reason(finish: Finish, choice: Choice) -> str:
     return "tool_calls" if finish.reason is FinishReason.STOP and choice.called else finish.reason.value
 
 
-def whole(head: Head, answer: Answer, gathered: Sequence[Gathered]) -> bytes:
-    """The body of an answer that is not streamed; `gathered` by choice."""
+def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+    """The body of an answer that is not streamed."""
+    gathered = [Gathered() for _ in answer.choices]
+    for piece in pieces:
+        gathered[piece.choice].add(piece)
     made: list[Any] = []
     for one, choice in zip(gathered, answer.choices, strict=True):
         assert choice.finish is not None

@@ -43,7 +43,13 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/v1/models"), ("GET", "/v1/models/a/b"), ("POST", "/v1/completions"), ("POST", "/tokenize")],
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/a/b"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/tokenize"),
+    ],
 )
 def test_without_a_replica_it_is_503(api: FastAPI, method: str, path: str) -> None:
     response = ask(api, method, path, **({"json": {"prompt": "a"}} if method == "POST" else {}))

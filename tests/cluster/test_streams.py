@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import News
-from cluster.responses import Gathered, chunk, logprobs_of, new_head, whole
+from cluster.responses import chunk, logprobs_of, new_head, whole
 from cluster.streams import (
     LONGEST_INTERVAL_SECONDS,
     Admission,
@@ -241,9 +241,8 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     entries = tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in (300, 301))
     finish = Finish(FinishReason.LENGTH)
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
-    head, gathered = new_head("tiny", chat), Gathered()
-    gathered.add(piece)
-    for raw in (whole(head, answer, [gathered]), chunk(head, answer, piece, True, False, False)[6:]):
+    head = new_head("tiny", chat)
+    for raw in (whole(head, answer, [piece]), chunk(head, answer, piece, True, False, False)[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:
             assert b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode() == piece.text

@@ -1,0 +1,311 @@
+"""OpenAI's Responses API as it is asked: its items and fields as those of a chat.
+
+Nothing is stored here: a client sends the whole conversation each time, what the model said and called among its items.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+
+from cluster.errors import ApiError, FieldError, bad_request, from_validation
+from cluster.messages import FunctionCall, check_content
+from cluster.schemas import ChatBody, told
+from cluster.structured import JsonSchema
+from cluster.tools import MAX_TOOLS, Function, FunctionName
+from tidar_core.request import MAX_LOGPROBS
+
+TEXT_PARTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+
+# Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_logprobs": (),
+}
+STORED = frozenset({"previous_response_id", "conversation", "prompt"})  # at OpenAI, and nowhere here
+# What a chat calls these is not passed on as if it had been asked for.
+CHAT_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "include",
+}
+# They cannot change the answer: a text that is too long is refused, whatever `truncation` says.
+HARMLESS = frozenset(
+    {
+        "max_tool_calls",
+        "metadata",
+        "moderation",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "truncation",
+        "user",
+    }
+)
+
+
+class InputPart(BaseModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+ItemContent = str | list[InputPart]
+
+
+def item_content(value: object) -> str | None:
+    return check_content(value, TEXT_PARTS)
+
+
+ItemText = Annotated[str, BeforeValidator(item_content, json_schema_input_type=ItemContent)]
+
+
+class MessageItem(BaseModel):
+    """A turn of the conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: ItemText
+
+
+class CallItem(FunctionCall):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+
+class CallOutputItem(BaseModel):
+    """What a call brought."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: ItemText
+
+
+class ReasoningItem(BaseModel):
+    """What another model thought, sent back; this one does not hear of it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["reasoning"]
+
+
+def kind_of(value: object) -> str | None:
+    if isinstance(value, BaseModel):
+        return f"({getattr(value, 'type', None)})"
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type", "message" if "role" in value else None)
+    return f"({kind})"
+
+
+# In brackets the name of a branch is no part of the name of a field: see `from_validation`.
+Item = Annotated[
+    Annotated[MessageItem, Tag("(message)")]
+    | Annotated[CallItem, Tag("(function_call)")]
+    | Annotated[CallOutputItem, Tag("(function_call_output)")]
+    | Annotated[ReasoningItem, Tag("(reasoning)")],
+    Discriminator(
+        kind_of,
+        custom_error_type="item",
+        custom_error_message="must be an item of type message, function_call, function_call_output or reasoning; "
+        "others are not supported by this server",
+    ),
+]
+
+
+def text_as_item(value: object) -> object:
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class FunctionTool(Function):
+    """A function that the model may call, its fields beside `type`."""
+
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def is_a_function(cls, value: object) -> object:
+        kind = value.get("type") if isinstance(value, dict) else "function"
+        if kind != "function":
+            raise ValueError(f"tools of type {kind!r} are not supported; this server takes functions")
+        return value
+
+
+class FunctionToolChoice(BaseModel):
+    """A `tool_choice` that names the function to call."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(JsonSchema):
+    """`text.format`: what the answer has to follow."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+
+    @model_validator(mode="after")
+    def schema_has_a_name(self) -> "TextFormat":
+        if self.type == "json_schema" and not {"name", "schema_"} <= self.model_fields_set:
+            raise ValueError("a json_schema needs a `name` and a `schema`")
+        return self
+
+
+class TextOptions(BaseModel):
+    """`text`: how the answer is to be written."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(BaseModel):
+    """`POST /v1/responses`. Null means the same as leaving a field out; what is not named here is as in a chat."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(text_as_item, json_schema_input_type=str | list[Item]),
+    ]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int | None, told(minimum=1)] = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def nothing_is_asked_for_in_vain(self) -> "ResponsesBody":
+        for name, value in (self.model_extra or {}).items():
+            if value is None:
+                continue
+            if name in CHAT_NAMES:
+                raise FieldError(f"{name} is a field of chats: use {CHAT_NAMES[name]}", name)
+            neutral = UNSUPPORTED.get(name)
+            if neutral is not None and not any(type(value) is type(item) and value == item for item in neutral):
+                why = ": no response is stored, send the whole conversation" if name in STORED else ""
+                raise FieldError(f"{name} is not supported by this server{why}", name)
+            if name == "tidar" and isinstance(value, dict) and value.get("trace"):
+                raise FieldError("tidar.trace is for /v1/chat/completions and /v1/completions", "tidar.trace")
+        return self
+
+    def as_chat(self) -> ChatBody:
+        """The same question to /v1/chat/completions. Raises ApiError (400), by the name of the field here."""
+        passed = self.model_extra or {}
+        fields = {name: value for name, value in passed.items() if name not in HARMLESS and name not in UNSUPPORTED}
+        fields |= {
+            "model": self.model,
+            "messages": messages_of(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "stream": self.stream,
+            "tools": None if self.tools is None else [chat_tool(tool) for tool in self.tools],
+            "tool_choice": chat_choice(self.tool_choice),
+            "response_format": None if self.text is None else chat_format(self.text.format),
+        }
+        if self.top_logprobs or LOGPROBS in (self.include or ()):
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        try:
+            return ChatBody.model_validate(fields)
+        except ValidationError as error:
+            raise as_here(from_validation(error)) from error
+
+    def echo(self) -> dict[str, Any]:
+        """What every object of its answer repeats of it, or says of what it left out."""
+        passed = self.model_extra or {}
+        given = self.model_dump(include={"tools", "tool_choice", "text"}, exclude_unset=True, by_alias=True)
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": passed.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if passed.get("temperature") is None else passed["temperature"],
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": given.get("tool_choice") or "auto",
+            "tools": [{"parameters": None, "strict": None} | tool for tool in given.get("tools") or ()],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if passed.get("top_p") is None else passed["top_p"],
+            "truncation": "disabled",
+        }
+
+
+def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
+    """The items as a chat's messages: calls join the assistant's turn that they follow."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    for item in items:
+        if isinstance(item, MessageItem):
+            messages.append({"role": item.role, "content": item.content})
+        elif isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif isinstance(item, CallItem):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            called = {"name": item.name, "arguments": item.arguments}
+            messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+    if not messages:
+        raise bad_request("input has nothing that this model reads", "input")
+    return messages
+
+
+def chat_tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+
+
+def chat_choice(choice: str | FunctionToolChoice | None) -> Any:
+    if isinstance(choice, FunctionToolChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def chat_format(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None or form.type != "json_schema":
+        return None if form is None else {"type": form.type}
+    return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+_HERE: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def as_here(error: ApiError) -> ApiError:
+    """An error about a chat, by the names of the fields here."""
+    field, dot, rest = (error.param or "").partition(".")
+    if field not in _HERE:
+        return error
+    renamed = partial(ApiError, error.status, error.message.replace(field, _HERE[field], 1))
+    return renamed(_HERE[field] + (dot + rest if field != "messages" else ""), error.code)

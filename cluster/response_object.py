@@ -1,0 +1,189 @@
+"""Answers as objects of OpenAI's Responses API: whole, or as its events."""
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from cluster.errors import ApiError, server_error
+from cluster.responses import Head, chain, logprobs_of, usage_of
+from cluster.streams import Answer, Piece
+from cluster.tool_calls import CallDelta
+from tidar_core.request import FinishReason
+
+log = logging.getLogger("ray.serve")
+Json = dict[str, Any]
+
+
+def new_response_head(model: str) -> Head:
+    return Head(model, True, f"resp_{uuid.uuid4().hex}")
+
+
+class Output:
+    """The items of an answer as they grow. Its methods give the events that tell of it, but for their numbers.
+
+    Text that stands before, between or behind calls is a message of its own each time.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Json] = []
+        self._open = False  # whether the last of them still grows
+
+    def add(self, piece: Piece, logprobs: Sequence[Json]) -> Iterator[Json]:
+        if piece.text or logprobs:
+            yield from self._text(piece.text, logprobs)
+        for delta in piece.calls:
+            yield from self._call(delta)
+
+    def end(self, status: str) -> Iterator[Json]:
+        """The last item ends as the whole answer does. An answer without a word is an empty message."""
+        if not self.items:
+            yield from self._begin_message()
+        yield from self._close(status)
+
+    def _text(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+        if not self._open or self.items[-1]["type"] != "message":
+            if not text:
+                return  # the tokens of a call, or of its tags
+            yield from self._close("completed")
+            yield from self._begin_message()
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
+
+    def _begin_message(self) -> Iterator[Json]:
+        yield from self._begin({"type": "message", "id": _id("msg"), "role": "assistant", "content": []})
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.content_part.added", content_index=0, part=dict(part))
+        self.items[-1]["content"].append(part)
+
+    def _call(self, delta: CallDelta) -> Iterator[Json]:
+        if delta.id is not None:
+            yield from self._close("completed")
+            called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+            yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
+        if delta.arguments:
+            self.items[-1]["arguments"] += delta.arguments
+            yield self._event("response.function_call_arguments.delta", delta=delta.arguments)
+
+    def _begin(self, item: Json) -> Iterator[Json]:
+        item["status"] = "in_progress"
+        self.items.append(item)
+        self._open = True
+        yield self._item_event("response.output_item.added")
+
+    def _close(self, status: str) -> Iterator[Json]:
+        if not self._open:
+            return
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            part = item["content"][0]
+            told = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
+            yield self._event("response.output_text.done", **told)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+        else:
+            told = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **told)
+        yield self._item_event("response.output_item.done")
+
+    def _event(self, kind: str, **told: Any) -> Json:
+        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **told}
+
+    def _item_event(self, kind: str) -> Json:
+        item = self.items[-1]
+        shown = item | {"content": list(item["content"])} if item["type"] == "message" else dict(item)
+        return {"type": kind, "output_index": len(self.items) - 1, "item": shown}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def response_object(head: Head, echo: Mapping[str, Any], status: str, **told: Any) -> Json:
+    """OpenAI's `Response`; `echo` is what it repeats of the request."""
+    common = {"id": head.id, "object": "response", "created_at": head.created, "model": head.model, "status": status}
+    return {**common, "error": None, "incomplete_details": None, "output": [], "usage": None, **echo, **told}
+
+
+def ended(head: Head, echo: Mapping[str, Any], answer: Answer, items: list[Json]) -> Json:
+    """The object of an answer that has come to its end, by itself or at a limit."""
+    usage = usage_of(answer.choices)
+    counted = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.choices[0].cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.total_tokens,
+    }
+    told: Json = {"output": items, "usage": counted, "metrics": answer.metrics()}
+    if status_of(answer) == "completed":
+        told["completed_at"] = int(time.time())
+    else:
+        told["incomplete_details"] = {"reason": "max_output_tokens"}
+    return response_object(head, echo, status_of(answer), **told)
+
+
+def status_of(answer: Answer) -> str:
+    finish = answer.choices[0].finish
+    assert finish is not None
+    return "incomplete" if finish.reason is FinishReason.LENGTH else "completed"
+
+
+def logprobs_told(head: Head, answer: Answer, piece: Piece) -> list[Json]:
+    found = logprobs_of(head, answer, 0, piece.logprobs)
+    return [] if found is None else found["content"]
+
+
+def whole_response(head: Head, echo: Mapping[str, Any], answer: Answer, pieces: Sequence[Piece]) -> bytes:
+    """The body of an answer that is not streamed."""
+    output = Output()
+    for piece in pieces:
+        for _ in output.add(piece, logprobs_told(head, answer, piece)):
+            pass
+    for _ in output.end(status_of(answer)):
+        pass
+    return dump(ended(head, echo, answer, output.items))
+
+
+async def response_events(
+    head: Head, echo: Mapping[str, Any], answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None]
+) -> AsyncGenerator[bytes, None]:
+    """The events of an answer whose first piece is here already; the last one tells the whole object."""
+    number = 0
+
+    def numbered(told: Json) -> bytes:
+        nonlocal number
+        line = b"event: " + told["type"].encode() + b"\ndata: " + dump({**told, "sequence_number": number}) + b"\n\n"
+        number += 1
+        return line
+
+    output = Output()
+    begun = response_object(head, echo, "in_progress")
+    yield numbered({"type": "response.created", "response": begun})
+    yield numbered({"type": "response.in_progress", "response": begun})
+    try:
+        async with aclosing(chain(first, rest)) as pieces:
+            async for piece in pieces:
+                for told in output.add(piece, logprobs_told(head, answer, piece)):
+                    yield numbered(told)
+        status = status_of(answer)
+        for told in output.end(status):
+            yield numbered(told)
+        yield numbered({"type": f"response.{status}", "response": ended(head, echo, answer, output.items)})
+    except Exception as error:
+        said = error if isinstance(error, ApiError) else server_error()
+        if said is not error:
+            log.exception("stream %s failed", head.id)
+        fault = {"code": "server_error", "message": said.message}
+        failed = response_object(head, echo, "failed", error=fault, output=output.items)
+        yield numbered({"type": "response.failed", "response": failed})
+
+
+def dump(told: Json) -> bytes:
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
