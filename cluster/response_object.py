@@ -165,11 +165,12 @@ async def response_events(
 
     output = Output()
     begun = response_object(head, echo, "in_progress")
-    yield numbered({"type": "response.created", "response": begun})
-    yield numbered({"type": "response.in_progress", "response": begun})
     try:
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
+                if piece is first:  # not before: a client that leaves at once must end the pieces too
+                    yield numbered({"type": "response.created", "response": begun})
+                    yield numbered({"type": "response.in_progress", "response": begun})
                 for told in output.add(piece, logprobs_told(head, answer, piece)):
                     yield numbered(told)
         status = status_of(answer)

@@ -1,7 +1,8 @@
 """Answers of the Responses API: their events and the whole object, by themselves and from a real server."""
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -14,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
-from cluster.response_object import Output
-from cluster.streams import Piece
+from cluster.response_object import Output, new_response_head, response_events
+from cluster.streams import Answer, Piece, requests_for
 from cluster.tool_calls import CallDelta
 from tests.cluster.guarded import Guarded
+from tests.cluster.test_schemas import card_for
 from tests.cluster.test_tools import WEATHER
+from tests.tiny import tiny_tokenizer
+from tidar_core.request import SamplingParams
 
+CARD = card_for(tiny_tokenizer())
 EVENTS = {
     get_args(kind.model_fields["type"].annotation)[0]: kind
     for kind in get_args(get_args(ResponseStreamEvent)[0])
@@ -87,6 +92,28 @@ def test_events_tell_the_items_however_an_answer_is_cut(
         whole = item["content"][0]["text"] if item["type"] == "message" else item["arguments"]
         assert "".join(deltas) == whole
     assert all(one["output_index"] <= two["output_index"] for one, two in pairwise(events))
+
+
+def test_a_client_that_leaves_at_once_ends_the_pieces() -> None:
+    ended = False
+
+    async def more() -> AsyncGenerator[Piece, None]:
+        nonlocal ended
+        try:
+            yield Piece(0, "b")
+        finally:
+            ended = True
+
+    async def leave() -> None:
+        pieces = more()
+        first = await anext(pieces)
+        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
+        events = response_events(new_response_head("tiny"), {}, answer, first, pieces)
+        assert b"response.created" in await anext(events)
+        await events.aclose()
+        assert ended
+
+    asyncio.run(leave())
 
 
 @pytest.fixture(scope="module")
