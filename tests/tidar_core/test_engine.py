@@ -15,6 +15,7 @@ from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 from tidar_core.text import TextStream
 
@@ -377,6 +378,17 @@ def test_drafts_that_are_trusted_have_a_say(engine, temperature):
     steps = [step for answer in drafter for step in answer.steps]
     assert all(step.accepted == len(step.drafted) for step in steps[:-1] if step.anchor is not None)
     assert [answer.tokens for answer in half] != [answer.tokens for answer in plain]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_drafter_alone_never_says_its_own_mask(tmp_path, temperature):
+    model = tiny_checkpoint(tmp_path / "model")
+    (model / CONTRACT_FILE).write_text(OwnDrafter(mask_token_id=400, block_length=4).model_dump_json())
+    engine = load_engine(EngineConfig(str(model), dtype="float32", device="cpu"))
+    params = SamplingParams(20, temperature, ignore_eos=True, drafts="full", draft_trust=0.0)
+    (answer,) = answer_all(engine, [(5, 6, 7)], [params])
+    assert (len(answer.tokens), answer.finish.reason) == (20, FinishReason.LENGTH)
+    assert 400 not in answer.tokens
 
 
 def test_trust_needs_drafts(tmp_path):

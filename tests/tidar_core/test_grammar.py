@@ -233,6 +233,32 @@ def test_what_is_slow_ahead_ends_guessing_and_not_the_answer(engine: Engine, mon
     assert state.error is None
 
 
+@pytest.mark.parametrize("slow", range(7))
+def test_what_is_too_slow_ends_an_answer_at_the_same_token_with_drafts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """slow: which of the questions to the matcher takes too long; in both ways they come in the same order."""
+    compiled = engine._compiling._grammars.compiled(Grammar("regex", "[0-9]{2}x")).result()
+    tokens = [engine.tokenizer.encode(text)[0] for text in "11x"]
+    questions = [mark for number in range(7) for mark in (0.0, float(number == slow))]
+
+    def answered(runs: list[list[int]]) -> tuple[int, str | None]:
+        state, clock = GrammarState(compiled, [2, 0], engine.info.vocab_size), iter(questions)
+        emitted = 0
+        for run in runs:
+            # Drafts are asked about first, and once they held what they were asked is not asked again.
+            monkeypatch.setattr(constraint.time, "thread_time", lambda: next(clock, 0.0))
+            state.masks(run[:-1] if len(runs) > 1 else run)
+            if len(run) > 1:
+                monkeypatch.setattr(constraint.time, "thread_time", lambda: 0.0)
+            emitted += state.advance(run)
+            if state.error is not None:
+                break
+        return emitted, state.error
+
+    assert answered([tokens]) == answered([[token] for token in tokens])
+
+
 def test_a_grammar_that_was_forgotten_and_asked_for_again_is_not_dropped(engine: Engine) -> None:
     grammars = Grammars(engine.tokenizer, engine.info.vocab_size, engine.info.eos_ids)
     grammar = Grammar("regex", "[0-9]{7}")

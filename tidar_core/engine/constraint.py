@@ -16,6 +16,7 @@ from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
+TOO_SLOW = "the grammar has too many readings to be followed in time: make it simpler"
 SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambiguous that it holds all others up
 
 
@@ -23,7 +24,7 @@ class GrammarState:
     """A `Constraint` by xgrammar. Whatever looks ahead goes back to where the emitted tokens end.
 
     Where looking ahead takes too long nothing is guessed any more: drafts must not end an answer that would be
-    complete without them.
+    complete without them. What was too slow behind drafts that then held ends it where it would end without.
     """
 
     def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
@@ -33,7 +34,9 @@ class GrammarState:
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
         self.error: str | None = None
         self._ahead = 0  # guesses that the matcher stands behind
+        self._slow = False  # whether the last that was asked of the matcher took too long
         self._guesses_too_slowly = False
+        self._too_slow_at: int | None = None  # of the tokens that `masks` looked at, the last that can be emitted
         self._words = -(-vocab_size // 32)
         self._matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
@@ -45,22 +48,30 @@ class GrammarState:
 
     def advance(self, tokens: Items[int]) -> int:
         """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where the grammar
-        does not allow them."""
-        for count, token in enumerate(tokens):
+        does not allow one of them, or takes too long: the answer ends with that one."""
+        for count, token in enumerate(tokens, 1):
             if self.ended:
-                return count
+                return count - 1
             if not self._accept(token):
                 self.error = "the answer does not follow its grammar"
+            elif count == self._too_slow_at:
+                self.error = TOO_SLOW
+            if self.error is not None:
+                return count
         return len(tokens)
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
         """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
         draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
         found = [self.mask()]
-        for draft in drafts:
+        self._too_slow_at = None
+        for count, draft in enumerate(drafts, 1):
             if not self._step_ahead(draft):
                 break
+            slow_step = self._slow
             found.append(self.mask())
+            if self._too_slow_at is None and (slow_step or self._slow):
+                self._too_slow_at = count if slow_step else count + 1  # a slow mask shows with the token it is for
         self.forget(self._ahead)
         return found + [None] * (len(drafts) + 1 - len(found))
 
@@ -97,12 +108,11 @@ class GrammarState:
         return allowed
 
     def _watch(self, began: float) -> None:
-        if time.thread_time() - began <= SLOWEST_SECONDS:
-            return
-        if self._ahead:
+        self._slow = time.thread_time() - began > SLOWEST_SECONDS
+        if self._slow and self._ahead:
             self._guesses_too_slowly = True
-        else:
-            self.error = "the grammar has too many readings to be followed in time: make it simpler"
+        elif self._slow:
+            self.error = TOO_SLOW
 
 
 def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:

@@ -127,6 +127,7 @@ def with_drafts_say(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
             if mixed is logits:
                 mixed = logits.clone()
             own = mixed[row : row + len(plan.drafts)]
-            own.mul_(trust).add_(said[: len(plan.drafts)], alpha=1.0 - trust)
+            never = own == -torch.inf  # times a trust of 0 that would be no number
+            own.mul_(trust).add_(said[: len(plan.drafts)], alpha=1.0 - trust).masked_fill_(never, -torch.inf)
         row += len(plan.drafts) + 1 if plan.emits else 0
     return mixed

@@ -127,10 +127,11 @@ class Scheduler:
             sequence, budget = self.waiting[0], self.limits.step_rows - chosen.rows
             if budget <= 0 or (self._full() and not self._yielding(sequence)):
                 return
+            cached = sequence.cached
             self._reuse(sequence)
             if not self._make_way(sequence, chosen):
                 self._release(sequence)
-                sequence.cached = None
+                sequence.cached = cached
                 self._refused = sequence, self._room(sequence)
                 return
             count = min(len(sequence.tokens) - sequence.computed, budget)
@@ -401,7 +402,7 @@ def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -
     """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does."""
     until = constraint.advance(emitted)
     if constraint.error is not None:
-        return emitted, Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+        return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
     if until < len(emitted):
         return emitted[:until], Finish(FinishReason.STOP)
     if finish is not None and finish.reason is FinishReason.ERROR:
