@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tidar_core.config import ModelConfig, RoundedDType
-from tidar_core.kernels import cpu
+from tidar_core.kernels import cpu, cpu_build
 from tidar_core.kernels.ops import Ops
 
 AVX2 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
@@ -29,13 +29,13 @@ KINDS_OF_X86 = ["x86-64", "x86-64-v3", "x86-64-v4", "cascadelake", "sapphirerapi
 
 
 def flags_for(processor: str) -> tuple[str, ...]:
-    return tuple(f"-march={processor}" if flag == "-march=native" else flag for flag in cpu.FLAGS)
+    return tuple(f"-march={processor}" if flag == "-march=native" else flag for flag in cpu_build.FLAGS)
 
 
 def ops_for(processor: str, config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | None = None) -> Ops:
     """Skips the test where there is no compiler."""
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler here")
-    with patch.object(cpu, "FLAGS", flags_for(processor)):
+    with patch.object(cpu_build, "FLAGS", flags_for(processor)):
         made = cpu.cpu_ops(config, dtype, rounded)
     return replace(made, name=f"{made.name} {processor}")

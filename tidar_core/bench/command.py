@@ -312,7 +312,7 @@ def peers(
     with user_errors():
         from tidar_core.bench.peers.compare import compare_engines, model_for, own_engines, peer_engine
         from tidar_core.bench.prompts import chat_text, read_set
-        from tidar_core.kernels.cpu import cache_directory
+        from tidar_core.kernels.cpu_build import cache_directory
         from tidar_core.model.loading import load_tokenizer
         from tidar_core.model.sources import find_model
 

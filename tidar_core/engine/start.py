@@ -17,7 +17,8 @@ from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.warmup import capture_graphs, check_cost, fly_once, measure_cost, rows_are_exact, with_own_pages
-from tidar_core.kernels.cpu import CompileError, cache_directory, cpu_ops, supports
+from tidar_core.kernels.cpu import cpu_ops, supports
+from tidar_core.kernels.cpu_build import CompileError, cache_directory
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
 from tidar_core.layout import WithinBlock

@@ -1,23 +1,16 @@
-"""The CPU's operations: `cpu_kernels.cpp` and the products beside it, compiled once for this processor."""
+"""The CPU's operations: `cpu_kernels.cpp` and the products beside it."""
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import resources
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import ModelConfig, RoundedDType
+from tidar_core.kernels.cpu_build import CompileError, compiled_library
 from tidar_core.kernels.cpu_pass import bind_layers
 from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
@@ -27,73 +20,6 @@ from tidar_core.model.weights import LowRank
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 INT4_GROUP = 32  # inputs that share a scale and a minimum
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
-SOURCES = (
-    "cpu_lanes.cpp",
-    "cpu_kernels.cpp",
-    "cpu_gemm.cpp",
-    "cpu_gemm_int8.cpp",
-    "cpu_gemm_int4.cpp",
-    "cpu_pass.cpp",
-    "cpu_slots.cpp",
-)  # one unit: they share names
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno")
-
-
-class CompileError(RuntimeError):
-    """The kernels cannot be compiled here; the message is one line."""
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept between starts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidar"
-
-
-def _processor() -> str:
-    """What `-march=native` depends on, so that a cache directory shared by machines holds a library for each."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    except OSError:
-        return platform.processor()
-
-
-def _openmp_runtime() -> list[str]:
-    """Torch's own OpenMP library where its wheel bundles one: a second thread pool would fight with torch's."""
-    return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]
-
-
-def compiled_library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache where they were compiled before. Raises CompileError."""
-    room = resources.files("tidar_core.kernels")
-    source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
-    runtime = _openmp_runtime()
-    key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *runtime))
-    target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-        if compiler is None:
-            raise CompileError("no C++ compiler (g++ or clang++) on PATH")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-                (Path(scratch) / "kernels.cpp").write_text(source)
-                built, unit = Path(scratch) / "kernels.so", Path(scratch) / "kernels.o"
-                compile_flags = [flag for flag in FLAGS if flag != "-shared"]
-                steps = [[compiler, *compile_flags, "-c", "-o", str(unit), str(Path(scratch) / "kernels.cpp")]]
-                link = [compiler, "-shared", "-o", str(built), str(unit)]
-                steps.append([*link, *runtime] if runtime else [*link, "-fopenmp"])
-                for step in steps:
-                    done = subprocess.run(step, capture_output=True, text=True, timeout=300)
-                    if done.returncode != 0:
-                        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                        raise CompileError(f"the C++ compiler failed: {last}")
-                os.replace(built, target)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompileError(f"compiling the CPU kernels failed: {error}") from error
-    try:
-        return ctypes.CDLL(str(target))
-    except OSError as error:
-        raise CompileError(f"the compiled CPU kernels cannot be loaded: {error}") from error
 
 
 def supports(config: ModelConfig, page_size: int) -> bool:

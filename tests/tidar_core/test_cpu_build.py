@@ -1,0 +1,92 @@
+"""The kernels' library: made once, made anew where it is damaged, and one line where it cannot be made."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidar_core.kernels import cpu_build
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and of the kernels the part that compiles in a second."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_build, "SOURCES", ("cpu_lanes.cpp",))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "tidar"
+
+
+def compiler(folder: Path, *lines: str) -> str:
+    """A compiler by name that does what the lines of a shell script say."""
+    script = folder / "compiler"
+    script.write_text("\n".join(("#!/bin/sh", *lines)), encoding="latin-1")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+def test_it_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_build.compiled_library()
+    (library,) = cache.iterdir()
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
+    assert cpu_build.compiled_library()
+    assert list(cache.iterdir()) == [library]
+
+
+@pytest.mark.parametrize("kept", [0, 100, 4096, -1])
+def test_a_library_that_was_cut_is_made_anew(cache: Path, kept: int) -> None:
+    """In a process of its own: one that is cut ends whoever touches what it lacks."""
+    cpu_build.compiled_library()
+    (library,) = cache.iterdir()
+    whole = library.read_bytes()
+    library.write_bytes(whole[:kept])
+    code = (
+        "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); cpu_build.compiled_library()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+    assert len(library.read_bytes()) == len(whole)
+
+
+def test_what_cannot_be_loaded_is_not_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"; shift; done'))
+    with pytest.raises(cpu_build.CompileError, match=r"kernels\.so"):
+        cpu_build.compiled_library()
+    assert list(cache.iterdir()) == []
+    monkeypatch.delenv("CXX")
+    assert cpu_build.compiled_library()
+
+
+@pytest.mark.parametrize("given", ["nice g++", "g++ -m64", "", "no-such-compiler"])
+def test_the_environment_may_name_a_compiler_with_arguments(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", given)
+    assert cpu_build.compiler() == (given.split() if "g++" in given else ["g++"])
+    assert cpu_build.compiled_library()
+
+
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("printf 'k\\374hl\\n' >&2; exit 1", "failed: k.hl"),
+        ("exit 1", "no message"),
+        ("kill -9 $$", "ended by SIGKILL"),
+    ],
+)
+def test_a_compiler_that_fails_is_one_line(
+    does: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, does))
+    with pytest.raises(cpu_build.CompileError, match=says) as error:
+        cpu_build.compiled_library()
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(cpu_build.CompileError, match="no C\\+\\+ compiler"):
+        cpu_build.compiled_library()

@@ -1,0 +1,142 @@
+"""The CPU kernels' source as a library: compiled once for this processor, kept, and known to be whole when loaded.
+
+A start may be killed in the midst of it, a disk may lose what was written last, a compiler may make what cannot be
+loaded: none of that may outlive the start that it happened in.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+SOURCES = (
+    "cpu_lanes.cpp",
+    "cpu_kernels.cpp",
+    "cpu_gemm.cpp",
+    "cpu_gemm_int8.cpp",
+    "cpu_gemm_int4.cpp",
+    "cpu_pass.cpp",
+    "cpu_slots.cpp",
+)  # one unit: they share names
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=fast",
+    # For some processors g++ would contract where a row has company and not where it is alone: other bits.
+    "--param=avoid-fma-max-bits=0",
+    "-fno-math-errno",
+)
+COMPILERS = ("g++", "clang++")
+SECONDS = 300.0  # for one call of a compiler
+DIGEST_BYTES = 32
+
+
+class CompileError(RuntimeError):
+    """The kernels cannot be compiled here; the message is one line."""
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidar"
+
+
+def compiled_library() -> ctypes.CDLL:
+    """The compiled kernels, from the cache where they were compiled before. Raises CompileError."""
+    room = resources.files("tidar_core.kernels")
+    source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
+    key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *_torchs_openmp()))
+    target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    try:
+        if _is_whole(target):
+            return ctypes.CDLL(str(target))
+    except OSError:
+        pass  # made for another system, or by another compiler's runtime that is gone: once more
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = _compile(source, Path(scratch))
+            library = ctypes.CDLL(str(built))  # before others find it
+            _seal(built)
+            os.replace(built, target)
+            return library
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"compiling the CPU kernels failed: {error}") from error
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, so that a cache directory shared by machines holds a library for each."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    except OSError:
+        return platform.processor()
+
+
+def _torchs_openmp() -> list[str]:
+    """Torch's own OpenMP library where its wheel bundles one: a second thread pool would fight with torch's."""
+    return [str(path) for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]]
+
+
+def compiler() -> list[str]:
+    """The words that call the compiler: $CXX, which may have arguments, or the first that is there. Raises
+    CompileError."""
+    for words in (shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)):
+        if words and shutil.which(words[0]):
+            return words
+    raise CompileError("no C++ compiler (g++ or clang++) on PATH")
+
+
+def _compile(source: str, scratch: Path) -> Path:
+    """The library made of the source. Raises CompileError, OSError, TimeoutExpired."""
+    called, unit, built = compiler(), scratch / "kernels.o", scratch / "kernels.so"
+    (scratch / "kernels.cpp").write_text(source)
+    # clang calls a runtime of its own, by names that torch's does not have.
+    gnu = "clang" not in _run([*called, "--version"])
+    runtime = _torchs_openmp() if gnu else []
+    _run([*called, *FLAGS, "-c", "-o", str(unit), str(scratch / "kernels.cpp")])
+    _run([*called, "-shared", "-Wl,--no-undefined", "-o", str(built), str(unit), *(runtime or ["-fopenmp"])])
+    return built
+
+
+def _run(command: list[str]) -> str:
+    """What it prints. Raises CompileError."""
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    if done.returncode < 0:
+        killed = signal.Signals(-done.returncode).name
+        raise CompileError(f"the C++ compiler was ended by {killed}: it may have run out of memory")
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CompileError(f"the C++ compiler failed: {last}")
+    return done.stdout
+
+
+def _seal(built: Path) -> None:
+    """Puts a digest behind the library, where no loader looks, and both on the disk."""
+    with built.open("r+b") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.seek(0, os.SEEK_END)
+        file.write(digest)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether it ends with its digest: the parts of one that was cut would end the process when they are touched."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    body, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    return hashlib.sha256(body).digest() == digest
