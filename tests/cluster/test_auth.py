@@ -72,3 +72,8 @@ def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) ->
         path.write_text(content)
     with pytest.raises(ConfigError, match="key file"):
         read_keys(str(path))
+
+
+@pytest.mark.parametrize("header", ["bearer first-key", "BEARER first-key", "Bearer  first-key", "Bearer first-key "])
+def test_a_key_may_be_written_as_http_allows(client: TestClient, header: str) -> None:
+    assert client.get("/v1/models", headers={"Authorization": header}).status_code != 401

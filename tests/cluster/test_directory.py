@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from cluster.options import ServeOptions
 from cluster.routing import ANYWHERE, Way, fitting
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
+from tidar_core.prefixes import prefix_marks
+from tidar_core.request import Request, SamplingParams
 
 
 class Stubborn:
@@ -274,6 +277,75 @@ def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card
         assert models.cards() == [card]
         assert (await directory.known())[0] == card
         assert handle.woken == 1, "whom it knows it leaves asleep"
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_who_has_said_nothing_for_long_is_not_there(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FORGET_SECONDS", 0.3)
+
+    async def run() -> None:
+        handle = Handle({"r0", "r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        assert directory.replicas == ("r0", "r1")
+        handle.hung = frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r1",):
+                await asyncio.sleep(0.02)
+        assert directory.silent == {"r0"}
+        handle.hung = frozenset()
+        async with asyncio.timeout(10):
+            while directory.silent or directory.replicas != ("r0", "r1"):
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_only_so_many_wait_for_a_model_that_sleeps_and_not_for_ever(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle(set(), card), Wake(seconds=0.2, most=2))  # type: ignore[arg-type]
+        for _ in range(2):  # the places are given back
+            answers = await asyncio.gather(*(directory.awake() for _ in range(3)), return_exceptions=True)
+            assert sorted(answer.status for answer in answers if isinstance(answer, ApiError)) == [429, 503, 503]
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]
+        prompt = tuple(range(200))
+        plain = Request("r", prompt, SamplingParams(4), cache_salt="tenant")
+        assert directory.marks(plain) == b""
+        await directory.start()
+        assert directory.marks(plain) == prefix_marks(prompt, card.page_size, "tenant", 256) != b""
+        assert directory.marks(Request("r", prompt, SamplingParams(4, prompt_logprobs=0))) == b""
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
+    """It may have another drafter than those before it."""
+
+    class Handles(Handle):
+        async def answer(self, method: str, way: Way) -> Any:
+            name = await super().answer("alive", way)
+            return replace(self.card, adapter=f"of {name}") if method == "describe" else name
+
+    async def run() -> None:
+        handle = Handles({"r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        assert directory.model[0].adapter == "of r1"
+        handle.there = {"r0", "r1", "r2"} - {"r0"}
+        async with asyncio.timeout(10):
+            while directory.model[0].adapter != "of r2":
+                await asyncio.sleep(0.02)
         await directory.stop()
 
     asyncio.run(run())

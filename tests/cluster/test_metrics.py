@@ -99,3 +99,14 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
 
 def test_a_page_of_nobody_is_empty() -> None:
     assert render([]) == b""
+
+
+def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_first_token() -> None:
+    metrics, timing = ReplicaMetrics("tiny", "r1", block_length=4), Timing(started=10.0, resumed=True)
+    metrics.arrived(5, timing)
+    metrics.stepped(step(0, 0, 0), timing, now=10.5)
+    metrics.stepped(step(1, 0, 0), timing, now=11.0)
+    page = render([metrics.collect(Load(0, 0, 0, 12))]).decode()
+    assert 'vllm:prompt_tokens_total{engine="r1",model_name="tiny"} 0.0' in page
+    assert 'vllm:time_to_first_token_seconds_count{engine="r1",model_name="tiny"} 0.0' in page
+    assert 'vllm:inter_token_latency_seconds_count{engine="r1",model_name="tiny"} 1.0' in page

@@ -48,3 +48,44 @@ def test_a_call_that_fits_nobody_is_told_so_and_not_kept() -> None:
         assert router._pending_requests_by_id == {}
 
     asyncio.run(run())
+
+
+class Named(Running):
+    def __init__(self, name: str) -> None:
+        self.replica_id = ReplicaID(name, DEPLOYMENT)
+
+
+def test_what_was_just_chosen_counts() -> None:
+    """Marks that went somewhere draw the next there; calls and moved streams on their way are load."""
+
+    async def run() -> None:
+        source, two = DeploymentHandleSource.REPLICA, [Named("r0"), Named("r1")]
+
+        def fresh() -> ReplicaRouter:
+            router = ReplicaRouter(deployment_id=DEPLOYMENT, handle_source=source, use_replica_queue_len_cache=True)
+            router.initialize_state()
+            return router
+
+        async def chosen(router: ReplicaRouter, way: Way) -> str:
+            metadata = RequestMetadata(request_id="x", internal_request_id=generate_request_id())
+            pending = PendingRequest(args=[], kwargs={"way": way}, metadata=metadata)
+            ranks = await router.choose_replicas(two, pending)  # type: ignore[arg-type]
+            return ranks[0][0].replica_id.unique_id
+
+        router = fresh()
+        assert len({await chosen(router, Way(marks=b"prefix 1")) for _ in range(4)}) == 1
+        router = fresh()
+        for _ in range(10):
+            assert {await chosen(router, ANYWHERE), await chosen(router, ANYWHERE)} == {"r0", "r1"}
+        router = fresh()
+        router.replica_queue_len_cache.update(two[0].replica_id, 0)
+        router.replica_queue_len_cache.update(two[1].replica_id, 8)
+        assert [await chosen(router, Way(moved=True)) for _ in range(2)] == ["r0", "r1"], "shared out"
+        router = fresh()
+        router.replica_queue_len_cache.update(two[0].replica_id, 0)
+        router.replica_queue_len_cache.update(two[1].replica_id, 8)
+        assert await chosen(router, ANYWHERE) == "r0"
+        router.on_send_request(two[0].replica_id)
+        assert router._candidate(two[0], [], False).load == 1, "counted by Serve from now on, and once"  # type: ignore[arg-type]
+
+    asyncio.run(run())

@@ -1,6 +1,7 @@
 """Request bodies: what is read, what is ignored, what is refused by name."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -323,3 +324,19 @@ def test_a_template_that_refuses_is_the_clients_error() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     card = card_for(tokenizer)
     assert "roles must alternate" in refused(chat_prompt, chat(), card, prepare(card)).message
+
+
+def test_what_was_asked_for_reaches_the_engine_in_its_own_terms(card: ModelCard) -> None:
+    off = replace(card, drafts="off")
+    assert sampling_params(completion(tidar={"draft_trust": 0.5}), off, 3, 1).drafts == "full"
+    assert sampling_params(completion(), off, 3, 1).drafts == "off"
+    assert sampling_params(completion(tidar={"block": 99}), card, 3, 1).block == card.block_length
+    assert sampling_params(completion(tidar={"block": 2}), replace(card, block_length=0), 3, 1).block == 1
+    for token in ("007", "+7", " 7", "512", "-1", "٧"):
+        assert refused(sampling_params, completion(logit_bias={token: 1}), card, 3, 1).param == "logit_bias"
+
+
+def test_usage_in_every_chunk_is_told_only_where_usage_is() -> None:
+    for usage in (True, False, None):
+        options = {"include_usage": usage, "continuous_usage_stats": True}
+        assert completion(stream=True, stream_options=options).counts_on == bool(usage)

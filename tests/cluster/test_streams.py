@@ -166,7 +166,7 @@ def test_closing_the_merged_stream_closes_all(streams: int) -> None:
         merged = merge([source(f"s{number}", 1000, closed) for number in range(streams)])
         await anext(merged)
         await merged.aclose()
-        return closed
+        return list(closed)
 
     assert sorted(asyncio.run(run())) == [f"s{number}" for number in range(streams)]
 
@@ -177,7 +177,7 @@ def test_one_streams_error_ends_the_others() -> None:
         with pytest.raises(ApiError, match="gone"):
             async for _ in merge([source("a", 2, closed, fail=True), source("b", 1000, closed)]):
                 pass
-        return closed
+        return list(closed)
 
     assert sorted(asyncio.run(run())) == ["a", "b"]
 
@@ -343,3 +343,30 @@ def test_a_stream_counts_from_its_first_piece_to_its_end() -> None:
     pieces_of(Looking(*[(step,) for step in (*STEPS, LAST)]), pace)
     assert seen == [False, True, True, True]
     assert pace.interval("cpu") == 0
+
+
+def test_a_prompt_of_several_choices_is_cached_once() -> None:
+    params = [SamplingParams(max_tokens=5, choice=number) for number in range(3)]
+    answer = Answer(CARD, requests_for("answer", [tuple(range(80))] * 3, params), trace=False)
+    for one in answer.choices:
+        step = output([7])
+        assert step.trace is not None
+        one.add(replace(step, trace=replace(step.trace, cached=64)), "r1")
+    assert [one.cached_tokens for one in answer.choices] == [64, 0, 0]
+    assert [one.prompt_tokens for one in answer.choices] == [80, 0, 0]
+
+
+def test_the_id_that_ends_an_answer_has_no_log_probability() -> None:
+    growing = choice(logprobs=0)
+    tokens = [*ids("dog"), 2]
+    entries = tuple(TokenLogprobs(token, -0.5, ()) for token in tokens)
+    piece = growing.add(replace(output(tokens, Finish(FinishReason.STOP, 2)), logprobs=entries), "r1")
+    assert piece.logprobs == entries[:-1]
+
+
+def test_requests_carry_salt_and_priority() -> None:
+    params = [SamplingParams(max_tokens=5)] * 2
+    made = requests_for("answer", [(1,), (2,)], params, cache_salt="tenant", priority=-3)
+    assert [(one.request_id, one.cache_salt, one.priority) for one in made] == [
+        ("answer-0", "tenant", -3), ("answer-1", "tenant", -3),
+    ]  # fmt: skip

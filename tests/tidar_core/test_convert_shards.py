@@ -135,3 +135,22 @@ def test_once_many_are_held_out_they_stay(keys, first):
     _, held_before = sides(keys[:first])
     assert len(held_before) <= 2 or held_before <= held
     assert len(held) >= min(2, max(0, len(keys) - 1))
+
+
+def test_where_a_shard_was_deleted_no_other_is_written_over(tmp_path):
+    """As the user is told to delete one that cannot be read."""
+    store = open_store(tmp_path, HEADER)
+    for job in range(3):
+        store.append([document(job)], [job], 1.0)
+    (tmp_path / "shard-000001.safetensors").unlink()
+    open_store(tmp_path, HEADER).append([document(1)], [1], 1.0)
+    stored = open_store(tmp_path, HEADER).read()
+    assert stored.done == {0, 1, 2}
+    assert len(stored.corpus) == 3
+
+
+def test_a_users_copy_of_a_shard_is_left_alone(tmp_path):
+    open_store(tmp_path, HEADER).append([document(0)], [0], 1.0)
+    shard = tmp_path / "shard-000000.safetensors"
+    (tmp_path / "shard-000000-copy.safetensors").write_bytes(shard.read_bytes())
+    assert len(open_store(tmp_path, HEADER).read().corpus) == 1

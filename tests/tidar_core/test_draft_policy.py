@@ -241,3 +241,11 @@ def test_context_makes_rows_dearer(context, price):
     cost = replace(FLAT, reading=price, attending=price)
     near, far = StepSize(0, 4, sequences=1), StepSize(0, 4, sequences=1, context=context)
     assert abs(cost.seconds(far) - cost.seconds(near) - 5 * price * context) < 1e-6
+
+
+def test_who_may_draft_less_does_not_hold_others_back():
+    for first, second in ((2, 8), (8, 2)):
+        policy = DraftPolicy(8, FLAT, (0.95,))
+        for limit in (first, second):
+            (shape,) = policy.choose([SequenceView("auto", limit - 1, limit)], 0)
+            assert shape.block == limit, (first, second)

@@ -425,3 +425,17 @@ def test_a_name_is_used_once_at_a_time(engine):
     engine.submit(Request("twin", (7, 8), GREEDY))
     engine.abort("twin")
     assert [output.finish.reason for output in engine.step()] == [FinishReason.ABORT] * 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("r", (5,), SamplingParams(4, logit_bias=((512, 1.0),))), "logit_bias"),
+        (Request("r", (5,), SamplingParams(4), emitted=(512,)), "between 0 and 511"),
+        (Request("r", (5,), SamplingParams(2), emitted=(6, 7)), "emitted already"),
+    ],
+)
+def test_what_an_engine_could_not_compute_is_refused(engine, request_, message):
+    with pytest.raises(RequestError, match=message):
+        engine.submit(request_)
+    assert not engine.has_work

@@ -167,3 +167,40 @@ def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path: Path) 
     assert broken.finish is not None
     assert broken.finish.reason is FinishReason.ERROR
     assert fine.tokens == other.tokens
+
+
+def test_min_tokens_holds_with_steps_ahead(tmp_path: Path) -> None:
+    one, two = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap=True)
+    (free,), _ = answers(one, [GREEDY])
+    late = replace(GREEDY, min_tokens=12, stop_token_ids=frozenset(free.tokens[:8]))
+    (expected,), _ = answers(one, [late])
+    (found,), _ = answers(two, [late])
+    assert (found.tokens, found.finish) == (expected.tokens, expected.finish)
+    assert len(found.tokens) > 12
+
+
+def test_a_prompt_is_read_with_steps_ahead(tmp_path: Path) -> None:
+    engine = tiny_engine(tmp_path, overlap=True)
+    engine.submit(Request("r", (5, 6, 7, 8), replace(GREEDY, prompt_logprobs=1)))
+    read = []
+    while engine.has_work:
+        read += [entry.token for output in engine.step() for entry in output.prompt_logprobs]
+    assert read == [6, 7, 8]
+
+
+def test_rows_that_ran_for_drafts_that_did_not_come_are_told(tmp_path: Path) -> None:
+    (answer,), _ = answers(tiny_engine(tmp_path, overlap=True), [replace(GREEDY, drafts="full")])
+    assert any(step.verify_rows > 1 + len(step.drafted) for step in answer.steps)
+
+
+def test_who_comes_while_steps_are_ahead_is_let_in_at_once(tmp_path: Path) -> None:
+    engine = tiny_engine(tmp_path, overlap=True)
+    engine.submit(Request("runs", (5, 6, 7), replace(GREEDY, drafts="off")))
+    for _ in range(3):
+        engine.step()
+    assert engine._flight is not None
+    engine.submit(Request("comes", (8, 9), replace(GREEDY, max_tokens=2, drafts="off")))
+    said = [output.request_id for _ in range(4) for output in engine.step()]
+    assert "comes" in said, "not only once all others are through"
+    while engine.has_work:
+        engine.step()

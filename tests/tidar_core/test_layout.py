@@ -101,3 +101,11 @@ def test_unverified_drafts_survive_only_behind_the_anchor_they_guessed():
     assert drafts_left([5, 6, 7, 8], verified=2, committed=3, anchor=9) == []
     assert drafts_left([5, 6, 7, 8], verified=2, committed=2, anchor=7) == []
     assert drafts_left([5, 6], verified=2, committed=3, anchor=7) == []
+
+
+def test_a_proposal_may_reach_the_last_position_and_none_beyond():
+    def fitted(position):
+        return fit_shape(Shape(0, (1,), 4), drafts_in_hand=0, remaining=99, position=position, max_positions=40)
+
+    assert fitted(35) == Shape(0, (1,), 4)
+    assert fitted(36) == Shape(0)

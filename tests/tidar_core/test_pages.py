@@ -129,3 +129,14 @@ def test_mistakes_are_told():
         pool.publish(pages[0], b"key")
     with pytest.raises(ValueError, match="at least one"):
         PagePool(0)
+
+
+def test_of_a_prefix_the_end_is_dropped_first():
+    """A page is of no use without those before it."""
+    pool = PagePool(3)
+    pages = pool.take(3)
+    for page, key in zip(pages, (b"a", b"b", b"c"), strict=True):
+        pool.publish(page, key)
+    pool.give_back(pages)
+    pool.take(1)
+    assert pool.take_known([b"a", b"b", b"c"]) == pages[:2]

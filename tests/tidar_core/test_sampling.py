@@ -362,3 +362,9 @@ def test_a_draft_under_greedy_holds_where_the_best_token_agrees() -> None:
     kept = kept_scores(logits, [TokenRule(GREEDY, 0)] * 5)
     assert torch.equal((kept > -torch.inf).nonzero()[:, 1], logits.argmax(-1))
     assert torch.equal(kept[kept > -torch.inf], logits.amax(-1))
+
+
+def test_ids_outside_the_vocabulary_ban_nothing() -> None:
+    logits = torch.arange(8.0).repeat(2, 1)
+    outside = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0, banned=(-1, 8, 10**9))
+    assert pick_tokens(logits, [outside, replace(outside, banned=(7,))]).tolist() == [7, 6]

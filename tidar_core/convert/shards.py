@@ -256,7 +256,9 @@ def read_header(directory: Path) -> DataHeader:
 
 
 def _shard_paths(directory: Path) -> list[Path]:
-    return sorted(directory.glob("shard-[0-9]*.safetensors"), key=_number)
+    """Those that a store wrote: a user's copy of one beside it is not read."""
+    named = [path for path in directory.glob("shard-*.safetensors") if path.stem.removeprefix("shard-").isdecimal()]
+    return sorted(named, key=_number)
 
 
 def _number(path: Path) -> int:
