@@ -107,8 +107,11 @@ constexpr int TOGETHER = MOST_SUMS < 12 ? MOST_SUMS : 12;  // queries whose sums
 // One query head of one row, and what it sees beside the context.
 template <typename T> struct Query { const T* q; const T* tail_k; const T* tail_v; int context, tail; T* out; };
 
+constexpr int CHAIN_PAGES = 32;  // whose values are summed in one chain: a longer one would lose what is small
+
 // M queries of one sequence and one K/V head, which share its pages. Every score and every sum over keys is a chain of
-// its own in the order of the keys, so that a query's bits do not depend on the others.
+// its own in the order of the keys, closed at places that the keys' positions alone tell, so that a query's bits do not
+// depend on the others.
 template <typename T, int M>
 void attend_together(const Query<T>* queries, const T* keys, const T* values, const int32_t* table, int64_t tail_stride,
                      Shape s, int kv_head, float scale, std::vector<float>& scratch) {
@@ -179,7 +182,7 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
     }
     constexpr int WIDE = 4 * M <= MOST_SUMS ? 4 : 2 * M <= MOST_SUMS ? 2 : 1;  // vectors of values a pass
     for (int d = 0; d < D; d += WIDE * LANES) {
-        f16v acc[M][WIDE] = {};
+        f16v acc[M][WIDE] = {}, closed[M][WIDE] = {};
         const int wide = (D - d) / LANES < WIDE ? (D - d) / LANES : WIDE;
         auto add = [&](auto count) {
             constexpr int W = decltype(count)::value;
@@ -200,6 +203,9 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
                             for (int w = 0; w < W && p * LANES + i < queries[m].context; w++)
                                 acc[m][w] += v[w] * scores[m * width + p * LANES + i];
                 }
+                if (p % CHAIN_PAGES != CHAIN_PAGES - 1 && p != pages - 1) continue;
+                for (int m = 0; m < M; m++)
+                    for (int w = 0; w < W; w++) { closed[m][w] += acc[m][w]; acc[m][w] = f16v{}; }
             }
             for (int m = 0; m < M; m++)
                 for (int t = 0; t < queries[m].tail; t++)
@@ -209,7 +215,7 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
         };
         with_count<WIDE>(wide, add);
         for (int m = 0; m < M; m++)
-            for (int w = 0; w < wide; w++) store(queries[m].out + d + w * LANES, acc[m][w] * inverse[m]);
+            for (int w = 0; w < wide; w++) store(queries[m].out + d + w * LANES, (closed[m][w] + acc[m][w]) * inverse[m]);
     }
 }
 
