@@ -262,6 +262,8 @@ def check_resources(options: ServeOptions) -> None:
     most, mend = options.most_engines, "lower --replicas" if options.max_replicas is None else "lower --max-replicas"
     if len(options.served) > 1:
         mend += " or serve fewer models"
+    if device == "cuda" and not gpus:
+        raise ConfigError("no GPU is visible to Ray: join a cluster that has some, or use --device cpu")
     if device == "cuda" and gpus < most:
         raise ConfigError(f"{most} engines need as many GPUs, Ray sees {gpus}: {mend}")
     if cpus < most:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, ServedDType
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -22,6 +22,11 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 def sent(made: Tensor, device: torch.device) -> Tensor:
     """`on_device` of a tensor in the host's memory."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def arithmetic_dtype(served: ServedDType) -> torch.dtype:
+    """What is computed with where weights are kept as `served`: those in fewer bits are widened to bf16."""
+    return torch.float32 if served == "float32" else torch.bfloat16
 
 
 def choose_device(wanted: str) -> torch.device:

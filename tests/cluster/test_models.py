@@ -265,6 +265,13 @@ def test_all_engines_of_a_node_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -
         check_resources(options)
 
 
+def test_without_a_gpu_nobody_is_told_to_start_less_than_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    with pytest.raises(ConfigError, match=r"no GPU is visible to Ray: .* --device cpu"):
+        check_resources(ServeOptions(device="cuda"))
+
+
 def test_paths_of_all_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("base", "drafter", "other"):
         (tmp_path / name).mkdir()

@@ -8,6 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from tests.tiny import tiny_checkpoint, tiny_gguf
+from tidar_core.bench.peers import compare
 from tidar_core.bench.peers.compare import WORKER, Engine, compare_engines, model_for, own_engines, peer_engine
 from tidar_core.config import ConfigError
 from tidar_core.model.configuration import load_config
@@ -34,7 +35,7 @@ def test_our_engine_and_transformers_do_the_same_work(tmp_path):
 
 def test_an_engine_that_does_not_start_is_named(tmp_path):
     broken = Engine("broken", (sys.executable, str(WORKER), "tidar", str(tmp_path / "nothing"), "--drafts", "off"))
-    with pytest.raises(ConfigError, match="broken ended by itself"):
+    with pytest.raises(ConfigError, match=r"broken ended by itself \(status 1\) and said last: .*no model at"):
         compare_engines([broken], ["a"], batches=[1], rounds=1, at_least=1, max_tokens=1, honour_end=True)
 
 
@@ -58,6 +59,27 @@ def test_a_quantized_file_becomes_a_directory_with_its_weights(tmp_path):
     assert torch.equal(ours.embedding, theirs.embedding)
     assert all(torch.equal(a.qkv, b.qkv) for a, b in zip(ours.layers, theirs.layers, strict=True))
     assert load_tokenizer(written).get_vocab() == load_tokenizer(source).get_vocab()
+
+
+def test_another_file_of_the_same_name_is_another_model(tmp_path):
+    source = find_model(str(tiny_gguf(tmp_path / "tiny.gguf", tiny_checkpoint(tmp_path / "one", seed=1))))
+    first = model_for("vllm", source, tmp_path / "peers")
+    assert model_for("vllm", source, tmp_path / "peers") == first
+    tiny_gguf(tmp_path / "tiny.gguf", tiny_checkpoint(tmp_path / "two", seed=2))
+    second = find_model(model_for("vllm", source, tmp_path / "peers"))
+    assert str(second.directory) != first
+    ours, theirs = (load_weights(each, load_config(each), torch.float32, "cpu") for each in (source, second))
+    assert torch.equal(ours.embedding.bfloat16().float(), theirs.embedding)
+
+
+def test_a_model_that_was_not_written_to_its_end_is_written_again(tmp_path, monkeypatch):
+    source = find_model(str(tiny_gguf(tmp_path / "tiny.gguf", tiny_checkpoint(tmp_path / "model"))))
+    with monkeypatch.context() as patched:
+        patched.setattr(compare, "load_tokenizer", None)  # calling it fails, once the weights are written
+        with pytest.raises(TypeError):
+            model_for("vllm", source, tmp_path / "peers")
+    assert list((tmp_path / "peers").iterdir()) == []
+    assert find_model(model_for("vllm", source, tmp_path / "peers"))
 
 
 def test_the_script_is_a_script():

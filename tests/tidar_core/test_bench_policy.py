@@ -1,5 +1,6 @@
 """The simulator of the draft policy: it walks as decoding walks, and nothing beats its oracle."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.bench.policy import record_traces, run_policy_bench
 from tidar_core.bench.simulate import Trace, compare_settings
 from tidar_core.config import EngineConfig
+from tidar_core.engine import load_engine
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import SamplingParams
 
@@ -62,6 +64,14 @@ def test_traces_say_what_decoding_does(tmp_path):
                 held += step.accepted
             place += step.accepted + 1
     assert held > 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_weights_in_fewer_bits_are_judged_in_bf16(tmp_path, dtype):
+    tiny_engine(tmp_path)
+    config = EngineConfig(model=str(tmp_path / "model"), adapter=str(tmp_path / "adapter"), dtype=dtype, device="cpu")
+    engine = load_engine(config)
+    assert record_traces(engine, config, prompts(2, longest=9), [[5, 6, 7], [8, 9, 10]])
 
 
 def test_the_bench_compares_all_settings_on_a_real_engine(tmp_path):

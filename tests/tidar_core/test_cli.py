@@ -74,6 +74,26 @@ def test_bench_exact_keeps_what_it_has_found(model, tmp_path, monkeypatch, batch
     assert all(one["equal"] == 2 for one in found)
 
 
+def test_without_a_drafter_no_bench_says_that_drafts_were_compared(model, tmp_path):
+    record = tmp_path / "record.json"
+    plain = ["--model", model / "tiny", "--adapter", "none", "--max-tokens", 4]
+    result = tidar("bench", "exact", *plain, "--prompts", 2, "--batch", 9, "--json", record)
+    assert result.exit_code == 0, result.output
+    assert "has no drafter" in result.stderr
+    ways = {one["way"] for one in json.loads(record.read_text())["comparisons"]}
+    assert ways == {"off, alone", "off, batch of 2"}
+    result = tidar("bench", "acceptance", *plain)
+    assert result.exit_code == 1
+    assert "nothing would be drafted" in result.stderr
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_training_of_less_than_a_block_a_step_is_refused(model, rows):
+    result = tidar("bench", "training", "--model", model / "tiny", "--rows", rows)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert f"--rows {rows} is less than one block of 8 slots" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

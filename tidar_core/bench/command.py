@@ -13,7 +13,7 @@ from rich.table import Table
 from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
 from tidar_core.bench.device_command import Exact, JsonFile, gpu, kernels, steps, training, write_record
 from tidar_core.bench.prompts import PromptSet
-from tidar_core.config import DEFAULT_MODEL, EngineConfig
+from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.request import DraftMode
 
 
@@ -67,7 +67,10 @@ def exact(
         from tidar_core.bench.exact import run_exact
         from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
 
-        engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        config = EngineConfig(model, adapter, dtype, device, threads)
+        engine = load(replace(config, max_running=max(config.max_running, batch)))
+        if not engine.info.block_length:
+            Console(stderr=True).print(f"{model} has no drafter: batches alone are compared, no drafts", style="yellow")
         chosen = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
         table = Table("rule", "against", "way", "equal", "near ties", "different", title=f"{model}, {dtype}")
         comparisons: list[dict[str, object]] = []
@@ -106,6 +109,8 @@ def acceptance(
 
         texts = {name: read_set(name, prompts) for name in prompt_set or [PromptSet.HUMANEVAL]}
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        if drafts != "off" and not engine.info.block_length:
+            raise ConfigError(f"{model} has no drafter here, so nothing would be drafted: name one with --adapter")
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, drafts=drafts, block=block or None)
         results = {
             name: measure_acceptance(engine, [chat_prompt(engine.tokenizer, text) for text in chosen], params)
@@ -276,7 +281,8 @@ def soak(
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Minutes of mixed traffic on one engine: requests lost, memory gained. Exit status 1 if any was lost."""
+    """Minutes of mixed traffic on one engine: requests lost, memory gained. Exit status 1 if any was lost or
+    ended in an error."""
     with user_errors():
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
         from tidar_core.bench.soak import run_soak
@@ -289,7 +295,7 @@ def soak(
             table.add_row(name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else str(value))
         Console().print(table)
         write_record(json_file, {"engine": engine.info, "soak": result.as_record()})
-        if result.lost or result.pages_owned_at_the_end:
+        if result.lost or result.wrong or result.pages_owned_at_the_end:
             raise typer.Exit(1)
 
 
@@ -310,7 +316,14 @@ def peers(
 ) -> None:
     """Tokens per second beside other engines: same weights, prompts (HumanEval, MT-Bench) and machine, in turn."""
     with user_errors():
-        from tidar_core.bench.peers.compare import compare_engines, model_for, own_engines, peer_engine
+        from tidar_core.bench.peers.compare import (
+            WORKER,
+            compare_engines,
+            model_for,
+            own_engines,
+            peer_engine,
+            peer_python,
+        )
         from tidar_core.bench.prompts import chat_text, read_set
         from tidar_core.kernels.cpu_build import cache_directory
         from tidar_core.model.loading import load_tokenizer
@@ -318,11 +331,18 @@ def peers(
 
         source = find_model(model)
         names = peer or [name for name in PeerName if (directory / name).exists()]
-        context, folder = 2048, cache_directory() / "peers"
+        if not names:
+            raise ConfigError(f"no peer is installed in {directory}: see {WORKER.with_name('install.sh')}")
+        for name in names:
+            peer_python(name, directory)  # before a model is written for it
+        context, folder, tokenizer = 2048, cache_directory() / "peers", load_tokenizer(source)
+        pairs = zip(read_set(PromptSet.HUMANEVAL), read_set(PromptSet.MTBENCH), strict=False)
+        texts = [chat_text(tokenizer, text) for pair in pairs for text in pair]
+        room = context - max(len(tokenizer(text)["input_ids"]) for text in texts)
+        if max_tokens > room:
+            raise ConfigError(f"--max-tokens {max_tokens} is more than the {room} that fit behind the longest prompt")
         engines = own_engines(model, context, [choice.value for choice in dtype or [DTypeChoice.BFLOAT16]])
         engines += [peer_engine(name, directory, model_for(name, source, folder), context) for name in names]
-        pairs = zip(read_set(PromptSet.HUMANEVAL), read_set(PromptSet.MTBENCH), strict=False)
-        texts = [chat_text(load_tokenizer(source), text) for pair in pairs for text in pair]
         results = compare_engines(
             engines, texts, batches=batch or [1, 8, 32], rounds=rounds, at_least=prompts, max_tokens=max_tokens,
             honour_end=honour_end, say=Console(stderr=True).print,

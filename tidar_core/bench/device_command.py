@@ -38,7 +38,7 @@ def training(
     model: Model = DEFAULT_MODEL,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are counted.")] = 5,
-    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step; 0: what suits the device.")] = 0,
+    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step, in whole documents; 0: by device.")] = 0,
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,

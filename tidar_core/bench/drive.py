@@ -24,10 +24,12 @@ class Answer:
 def answer_all(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams], cache_salt: str = ""
 ) -> list[Answer]:
-    """The answers to all prompts, decoded as one batch as far as the engine's limits allow."""
+    """The answers to all prompts, decoded as one batch as far as the engine's limits allow. With a salt none of them
+    finds a prefix of another's, were it the same prompt; without one they do."""
     answers = {str(index): Answer() for index in range(len(prompts))}
     for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-        engine.submit(Request(str(index), prompt, chosen, cache_salt=cache_salt))
+        salt = f"{cache_salt} {index}" if cache_salt else ""
+        engine.submit(Request(str(index), prompt, chosen, cache_salt=salt))
     while engine.has_work:
         for output in engine.step():
             answer = answers[output.request_id]

@@ -35,7 +35,8 @@ class Comparison:
 def decode_ways(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
 ) -> dict[str, list[list[int]]]:
-    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`."""
+    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`, or of all prompts
+    where they are fewer."""
     return dict(_each_way(engine, prompts, params, batch))
 
 
@@ -43,8 +44,8 @@ def _each_way(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
 ) -> Iterator[tuple[str, list[list[int]]]]:
     """Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it."""
-    for mode in MODES:
-        for size in dict.fromkeys((1, batch)):
+    for mode in MODES if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
+        for size in dict.fromkeys((1, min(batch, len(prompts)))):
             answers: list[list[int]] = []
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]

@@ -18,6 +18,7 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.request import SamplingParams
+from tidar_core.transfer import arithmetic_dtype
 
 
 def run_policy_bench(
@@ -47,16 +48,18 @@ def run_policy_bench(
 def record_traces(
     engine: Engine, config: EngineConfig, prompts: Sequence[tuple[int, ...]], answers: Sequence[Sequence[int]]
 ) -> list[Trace]:
-    """How far drafts behind each token of the answers hold, all of them computed at once by the trainer's passes."""
+    """How far drafts behind each token of the answers hold, all of them computed at once by the trainer's passes, in
+    bf16 where the engine keeps weights in fewer bits."""
     source = find_model(config.model)
     model = load_config(source)
     device = torch.device(engine.info.device)
-    weights = load_weights(source, model, getattr(torch, config.dtype), device)
+    dtype = arithmetic_dtype(config.dtype)
+    weights = load_weights(source, model, dtype, device)
     identity = identify_base(source.name, model, weights, load_tokenizer(source))
     path = default_adapter_for(identity) if config.adapter == "default" else Path(config.adapter)
     if path is None:
-        raise ConfigError("no drafter adapter is shipped for this model: name one with --adapter")
-    adapter = load_adapter(path, identity, getattr(torch, config.dtype), device).weights
+        raise ConfigError("this model drafts by itself, without an adapter: see tidar bench decode")
+    adapter = load_adapter(path, identity, dtype, device).weights
     told = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     documents = tuple(
         (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)])) for prompt, answer in told

@@ -21,7 +21,7 @@ from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
@@ -124,6 +124,8 @@ def _work_of(profiler: Any, on_gpu: bool) -> tuple[tuple[Work, ...], float]:
 
 def run_training_bench(model: str, rank: int, steps: int, rows: int, device: str, threads: int) -> dict[str, Any]:
     """`measure_training` for a model as `tidar convert` trains it. Raises ConfigError."""
+    config = TrainConfig(rows_a_step=rows, measure_every=10**9)
+    check_rows(config)
     if threads:
         torch.set_num_threads(threads)
     on = choose_device(device)
@@ -134,7 +136,6 @@ def run_training_bench(model: str, rank: int, steps: int, rows: int, device: str
         weights = widened(weights)
     base = frozen_base(shape, weights)
     identity = identify_base(source.name, shape, weights, load_tokenizer(source))
-    config = TrainConfig(rows_a_step=rows, measure_every=10**9)
     speed = measure_training(base, identity, config, rank, steps)
     name = torch.cuda.get_device_name(on) if on.type == "cuda" else "CPU"
     return {"model": source.name, "device": name, "torch": torch.__version__, "training": asdict(speed)}

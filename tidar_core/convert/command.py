@@ -77,7 +77,7 @@ def convert_command(
     learning_rate: Annotated[
         float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3, and 1e-5 in full mode.")
     ] = 0.0,
-    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step; 0: what suits the device.")] = 0,
+    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step, in whole documents; 0: by device.")] = 0,
     rows_at_once: Annotated[
         int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")
     ] = 0,

@@ -38,7 +38,7 @@ from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStor
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
@@ -343,8 +343,7 @@ def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokeni
 
 def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError."""
-    if 0 < options.train.rows_a_step < options.train.block:
-        raise ConfigError(f"--rows {options.train.rows_a_step} is less than one block of {options.train.block} slots")
+    check_rows(options.train)
     path, layers = _start_path(options, identity), check_layers(identity, options.layers)
     if path is None:
         check_rank(identity, options.rank, options.projections)

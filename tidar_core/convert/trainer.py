@@ -119,6 +119,12 @@ class Watch:
     line: Callable[[str], None] = lambda line: None
 
 
+def check_rows(config: TrainConfig) -> None:
+    """Raise ConfigError where a step has no room for one block."""
+    if 0 < config.rows_a_step < config.block:
+        raise ConfigError(f"--rows {config.rows_a_step} is less than one block of {config.block} slots")
+
+
 def train_drafter(
     base: FrozenBase,
     start: AdapterWeights,

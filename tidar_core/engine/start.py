@@ -31,7 +31,7 @@ from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import pack_adapter, pack_model
-from tidar_core.transfer import choose_device, enough_memory
+from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
 GIB = 2**30
 CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
@@ -50,7 +50,7 @@ def load_engine(
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
-    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+    dtype = arithmetic_dtype(config.dtype)
     source = find_model(config.model)
     model = load_config(source)
     report(f"reading {source.name}")

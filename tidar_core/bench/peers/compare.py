@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -56,13 +57,19 @@ def own_engines(model: str, context: int, dtypes: Sequence[ServedDType] = ("bflo
     ]
 
 
-def peer_engine(name: str, directory: Path, model: str, context: int) -> Engine:
-    """A peer in the environment that `install.sh` made in `directory`. Raises ConfigError where it is not there."""
+def peer_python(name: str, directory: Path) -> Path:
+    """The Python of the environment that `install.sh` made for a peer. Raises ConfigError where it is not there."""
     python = directory / name / "bin" / "python"
     if not python.exists():
         script = WORKER.with_name("install.sh")
         raise ConfigError(f"{name} is not installed in {directory}: bash {script} {directory} {name}")
-    return Engine(name, (str(python), str(WORKER), name, model, "--context", str(context)))
+    return python
+
+
+def peer_engine(name: str, directory: Path, model: str, context: int) -> Engine:
+    """A peer by its name. Raises ConfigError as `peer_python` does."""
+    python = str(peer_python(name, directory))
+    return Engine(name, (python, str(WORKER), name, model, "--context", str(context)))
 
 
 def model_for(peer: str, source: ModelSource, folder: Path) -> str:
@@ -74,10 +81,15 @@ def model_for(peer: str, source: ModelSource, folder: Path) -> str:
         return str(source.gguf_path)
     if source.gguf_path is None:
         return str(source.directory)
-    target = folder / source.name
-    if not (target / "config.json").exists():
-        dense_model(source, torch.bfloat16, local_files_only=True).save_pretrained(target)
-        load_tokenizer(source).save_pretrained(target)
+    found = source.gguf_path.stat()  # another file may have the same name
+    target = folder / f"{source.name}-{found.st_size:x}-{found.st_mtime_ns:x}"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / "model"
+            dense_model(source, torch.bfloat16, local_files_only=True).save_pretrained(made)
+            load_tokenizer(source).save_pretrained(made)
+            made.rename(target)
     return str(target)
 
 
@@ -130,33 +142,36 @@ def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[Callable[[d
     """The engine's process, ready; gives the function that sends it a round."""
     say(f"starting {engine.name}")
     root = str(Path(tidar_core.__file__).parent.parent)
-    process = subprocess.Popen(
-        engine.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=root
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    questions, answers = process.stdin, process.stdout
+    with TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            engine.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=root
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        questions, answers = process.stdin, process.stdout
 
-    def reply() -> dict[str, Any]:
-        line = answers.readline()
-        if not line:
-            shown = " ".join(engine.command)
-            raise ConfigError(f"{engine.name} ended by itself (status {process.wait()}); to see why, run: {shown}")
-        read: dict[str, Any] = json.loads(line)
-        return read
+        def reply() -> dict[str, Any]:
+            line = answers.readline()
+            if not line:
+                status = process.wait()
+                log.seek(0)
+                said = (log.read().strip().splitlines() or ["nothing"])[-1]
+                raise ConfigError(f"{engine.name} ended by itself (status {status}) and said last: {said}")
+            read: dict[str, Any] = json.loads(line)
+            return read
 
-    def ask(question: dict[str, Any]) -> dict[str, Any]:
-        questions.write(json.dumps(question) + "\n")
-        questions.flush()
-        return reply()
+        def ask(question: dict[str, Any]) -> dict[str, Any]:
+            questions.write(json.dumps(question) + "\n")
+            questions.flush()
+            return reply()
 
-    try:
-        reply()
-        yield ask
-    finally:
-        questions.close()
         try:
-            process.wait(ENDS_WITHIN)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            reply()
+            yield ask
+        finally:
+            questions.close()
+            try:
+                process.wait(ENDS_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
