@@ -66,7 +66,7 @@ class Plan:
     body: Body
     prompts: Prompts
     tools: Toolbox | None = None
-    echo: Mapping[str, Any] | None = None
+    echo: str | None = None
 
 
 def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:

@@ -3,15 +3,16 @@
 Nothing is stored here: a client sends the whole conversation each time, what the model said and called among its items.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
-from cluster.messages import FunctionCall, check_content
-from cluster.schemas import ChatBody, told
+from cluster.messages import FunctionCall, RefusalPart, check_content
+from cluster.schemas import ChatBody, few, told
 from cluster.structured import JsonSchema
 from cluster.tools import MAX_TOOLS, Function, FunctionName
 from tidar_core.request import MAX_LOGPROBS
@@ -63,7 +64,7 @@ class InputPart(BaseModel):
     text: str
 
 
-ItemContent = str | list[InputPart]
+ItemContent = str | list[InputPart | RefusalPart]
 
 
 def item_content(value: object) -> str | None:
@@ -78,7 +79,7 @@ class MessageItem(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: ItemText
 
@@ -113,8 +114,7 @@ def kind_of(value: object) -> str | None:
         return f"({getattr(value, 'type', None)})"
     if not isinstance(value, dict):
         return None
-    kind = value.get("type", "message" if "role" in value else None)
-    return f"({kind})"
+    return "(message)" if value.get("type") is None and "role" in value else f"({value.get('type')})"
 
 
 # In brackets the name of a branch is no part of the name of a field: see `from_validation`.
@@ -127,7 +127,8 @@ Item = Annotated[
         kind_of,
         custom_error_type="item",
         custom_error_message="must be an item of type message, function_call, function_call_output or reasoning; "
-        "others are not supported by this server",
+        "others are not supported, an item_reference neither: no response is stored, so send the item itself (clients "
+        "do where `store` is false)",
     ),
 ]
 
@@ -193,13 +194,13 @@ class ResponsesBody(BaseModel):
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int | None, told(minimum=1)] = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(max_length=32, fail_fast=True)] | None = None
     top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, few(16)] = None
 
     @model_validator(mode="after")
     def nothing_is_asked_for_in_vain(self) -> "ResponsesBody":
@@ -236,11 +237,13 @@ class ResponsesBody(BaseModel):
         except ValidationError as error:
             raise as_here(from_validation(error)) from error
 
-    def echo(self) -> dict[str, Any]:
-        """What every object of its answer repeats of it, or says of what it left out."""
+    def echo(self) -> str:
+        """What every object of its answer repeats of it, or says of what it left out, as JSON. Raises ApiError (400)
+        where JSON has no word for it."""
         passed = self.model_extra or {}
         given = self.model_dump(include={"tools", "tool_choice", "text"}, exclude_unset=True, by_alias=True)
-        return {
+        text = {name: value for name, value in (given.get("text") or {}).items() if value is not None}
+        told = {
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
@@ -250,13 +253,17 @@ class ResponsesBody(BaseModel):
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": 1.0 if passed.get("temperature") is None else passed["temperature"],
-            "text": given.get("text") or {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}} | text,
             "tool_choice": given.get("tool_choice") or "auto",
             "tools": [{"parameters": None, "strict": None} | tool for tool in given.get("tools") or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if passed.get("top_p") is None else passed["top_p"],
             "truncation": "disabled",
         }
+        try:
+            return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (ValueError, RecursionError) as error:
+            raise bad_request("tools and text must be JSON, and not nested too deeply", "tools") from error
 
 
 def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
@@ -305,7 +312,9 @@ _HERE: Mapping[str, str] = {
 def as_here(error: ApiError) -> ApiError:
     """An error about a chat, by the names of the fields here."""
     field, dot, rest = (error.param or "").partition(".")
+    message = error.message
+    for chat, here in _HERE.items():
+        message = re.sub(rf"\b{chat}\b", here, message)
     if field not in _HERE:
-        return error
-    renamed = partial(ApiError, error.status, error.message.replace(field, _HERE[field], 1))
-    return renamed(_HERE[field] + (dot + rest if field != "messages" else ""), error.code)
+        return error if message == error.message else ApiError(error.status, message, error.param, error.code)
+    return ApiError(error.status, message, _HERE[field] + (dot + rest if field != "messages" else ""), error.code)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -31,23 +31,36 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = False  # whether the last of them still grows
+        self._early: list[Json] = []  # of tokens whose text is held back
 
     def add(self, piece: Piece, logprobs: Sequence[Json]) -> Iterator[Json]:
-        if piece.text or logprobs:
-            yield from self._text(piece.text, logprobs)
-        for delta in piece.calls:
-            yield from self._call(delta)
+        for part in piece.told:
+            if isinstance(part, CallDelta):
+                yield from self._call(part)
+            else:
+                yield from self._text(part, logprobs)
+                logprobs = ()
+        if logprobs:
+            yield from self._text("", logprobs)
 
-    def end(self, status: str) -> Iterator[Json]:
-        """The last item ends as the whole answer does. An answer without a word is an empty message."""
+    def end(self, status: str, in_arguments: bool = False) -> Iterator[Json]:
+        """The last item ends as the whole answer does, but a call as its arguments do: whoever reads "completed" will
+        call. An answer without a word is an empty message."""
         if not self.items:
             yield from self._begin_message()
+            if self._early:
+                yield from self._text("", self._early)
+        if self.items[-1]["type"] == "function_call":
+            status = "incomplete" if in_arguments else "completed"
         yield from self._close(status)
 
     def _text(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
         if not self._open or self.items[-1]["type"] != "message":
             if not text:
-                return  # the tokens of a call, or of its tags
+                if not self._open:  # else the tokens of a call
+                    self._early += logprobs
+                return
+            logprobs, self._early = [*self._early, *logprobs], []
             yield from self._close("completed")
             yield from self._begin_message()
         part = self.items[-1]["content"][0]
@@ -63,6 +76,7 @@ class Output:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
+            self._early = []
             yield from self._close("completed")
             called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
@@ -105,13 +119,15 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def response_object(head: Head, echo: Mapping[str, Any], status: str, **told: Any) -> Json:
-    """OpenAI's `Response`; `echo` is what it repeats of the request."""
+def response_object(head: Head, echo: str, status: str, **told: Any) -> str:
+    """OpenAI's `Response` as JSON; `echo`, an object too, is what it repeats of the request. That is as long as the
+    client likes and told several times, so it was made JSON once, where streams did not wait for it."""
     common = {"id": head.id, "object": "response", "created_at": head.created, "model": head.model, "status": status}
-    return {**common, "error": None, "incomplete_details": None, "output": [], "usage": None, **echo, **told}
+    empty: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+    return dumped({**common, **empty, **told}).removesuffix("}") + "," + echo.removeprefix("{")
 
 
-def ended(head: Head, echo: Mapping[str, Any], answer: Answer, items: list[Json]) -> Json:
+def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> str:
     """The object of an answer that has come to its end, by itself or at a limit."""
     usage = usage_of(answer.choices)
     counted = {
@@ -140,28 +156,36 @@ def logprobs_told(head: Head, answer: Answer, piece: Piece) -> list[Json]:
     return [] if found is None else found["content"]
 
 
-def whole_response(head: Head, echo: Mapping[str, Any], answer: Answer, pieces: Sequence[Piece]) -> bytes:
+def in_arguments(answer: Answer) -> bool:
+    tools = answer.choices[0].tools
+    return tools is not None and tools.in_arguments
+
+
+def whole_response(head: Head, echo: str, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     """The body of an answer that is not streamed."""
     output = Output()
     for piece in pieces:
         for _ in output.add(piece, logprobs_told(head, answer, piece)):
             pass
-    for _ in output.end(status_of(answer)):
+    for _ in output.end(status_of(answer), in_arguments(answer)):
         pass
-    return dump(ended(head, echo, answer, output.items))
+    return ended(head, echo, answer, output.items).encode()
 
 
 async def response_events(
-    head: Head, echo: Mapping[str, Any], answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None]
+    head: Head, echo: str, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[bytes, None]:
     """The events of an answer whose first piece is here already; the last one tells the whole object."""
     number = 0
 
-    def numbered(told: Json) -> bytes:
+    def event(told: Json, response: str | None = None) -> bytes:
+        """Numbered; with the object, where it is one of those that tell it."""
         nonlocal number
-        line = b"event: " + told["type"].encode() + b"\ndata: " + dump({**told, "sequence_number": number}) + b"\n\n"
+        body = dumped({**told, "sequence_number": number})
+        if response is not None:
+            body = body.removesuffix("}") + ',"response":' + response + "}"
         number += 1
-        return line
+        return f"event: {told['type']}\ndata: {body}\n\n".encode()
 
     output = Output()
     begun = response_object(head, echo, "in_progress")
@@ -169,22 +193,22 @@ async def response_events(
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
                 if piece is first:  # not before: a client that leaves at once must end the pieces too
-                    yield numbered({"type": "response.created", "response": begun})
-                    yield numbered({"type": "response.in_progress", "response": begun})
+                    yield event({"type": "response.created"}, begun)
+                    yield event({"type": "response.in_progress"}, begun)
                 for told in output.add(piece, logprobs_told(head, answer, piece)):
-                    yield numbered(told)
+                    yield event(told)
         status = status_of(answer)
-        for told in output.end(status):
-            yield numbered(told)
-        yield numbered({"type": f"response.{status}", "response": ended(head, echo, answer, output.items)})
+        for told in output.end(status, in_arguments(answer)):
+            yield event(told)
+        yield event({"type": f"response.{status}"}, ended(head, echo, answer, output.items))
     except Exception as error:
         said = error if isinstance(error, ApiError) else server_error()
         if said is not error:
             log.exception("stream %s failed", head.id)
         fault = {"code": "server_error", "message": said.message}
         failed = response_object(head, echo, "failed", error=fault, output=output.items)
-        yield numbered({"type": "response.failed", "response": failed})
+        yield event({"type": "response.failed"}, failed)
 
 
-def dump(told: Json) -> bytes:
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode()
+def dumped(told: Json) -> str:
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))

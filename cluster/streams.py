@@ -30,16 +30,24 @@ LONGEST_INTERVAL_SECONDS = 0.25  # so that a reader sees text flow, however many
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one choice. `trace` is the wire's `tidar` object, where one was asked for. `calls`: what
-    it added to calls of tools, of which no text is told."""
+    """What one step added to one choice. told: its text, and what of it belongs to calls of tools, in order. `trace` is
+    the wire's `tidar` object, where one was asked for."""
 
     choice: int
-    text: str
+    told: tuple[str | CallDelta, ...]
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    calls: tuple[CallDelta, ...] = ()
     offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.told if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        """At most one delta for each call: clients add up one a chunk."""
+        return tuple(part for part in self.told if isinstance(part, CallDelta))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +112,14 @@ class Choice:
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
-        text, calls = self._calls(text)
-        return Piece(self.number, text, finish, shown_trace, entries, calls, offset)
+        return Piece(self.number, runs(self._told(text)), finish, shown_trace, entries, offset)
 
-    def _calls(self, text: str) -> tuple[str, tuple[CallDelta, ...]]:
-        """What of a step's text is no call, and what it adds to calls."""
+    def _told(self, text: str) -> tuple[str | CallDelta, ...]:
+        """A step's text, and what of it adds to calls."""
         if self.tools is None:
-            return text, ()
-        text, calls = self.tools.push(text)
-        if self.finish is not None:
-            rest, more = self.tools.finish()
-            text, calls = text + rest, (*calls, *more)
-        return text, one_a_call(calls)
+            return (text,)
+        told = self.tools.push(text)
+        return told if self.finish is None else (*told, *self.tools.finish())
 
 
 def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
@@ -271,21 +275,23 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         return pieces[0]
     return replace(
         pieces[0],
-        text="".join(piece.text for piece in pieces),
+        told=runs(part for piece in pieces for part in piece.told),
         finish=pieces[-1].finish,
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
-        calls=one_a_call(delta for piece in pieces for delta in piece.calls),
     )
 
 
-def one_a_call(deltas: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """The same with one delta for each call: clients add up one a chunk."""
-    made: list[CallDelta] = []
-    for delta in deltas:
-        if made and made[-1].index == delta.index:
-            made[-1] = replace(made[-1], arguments=made[-1].arguments + delta.arguments)
-        else:
-            made.append(delta)
+def runs(told: Iterable[str | CallDelta]) -> tuple[str | CallDelta, ...]:
+    """The same with neighbours joined that are text, or of one call; nothing of empty text."""
+    made: list[str | CallDelta] = []
+    for part in told:
+        last = made[-1] if made else None
+        if isinstance(part, str) and isinstance(last, str):
+            made[-1] = last + part
+        elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and last.index == part.index:
+            made[-1] = replace(last, arguments=last.arguments + part.arguments)
+        elif part != "":
+            made.append(part)
     return tuple(made)
 
 

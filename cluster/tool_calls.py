@@ -95,8 +95,7 @@ class ToolParser:
         self._begin, self._end = form.begin.strip(), form.end.strip()
         self._held = ""  # of which it is not known yet what it is
         self._lead = ""  # what stood before an object: text after all where that is no call
-        self._text: list[str] = []
-        self._deltas: list[CallDelta] = []
+        self._told: list[str | CallDelta] = []  # in the order of the answer
         self._reader = _ObjectReader()
         self._read = 0  # characters of `_held` that the reader has seen
         self._step = self._in_text if self._begin else self._before_object
@@ -104,27 +103,31 @@ class ToolParser:
     @property
     def complete(self) -> bool:
         """No call is left half said."""
-        return self._step not in (self._in_arguments, self._in_rest)
+        return not self.in_arguments and self._step != self._in_rest
 
-    def push(self, text: str) -> tuple[str, tuple[CallDelta, ...]]:
-        """Append text; return what of it can be shown, and what it adds to calls."""
+    @property
+    def in_arguments(self) -> bool:
+        """The last call's arguments are not whole."""
+        return self._step == self._in_arguments
+
+    def push(self, text: str) -> tuple[str | CallDelta, ...]:
+        """Append text; return what of it can be shown, and what it adds to calls, in order."""
         self._held += text
         while self._held and self._step():
             pass
         return self._out()
 
-    def finish(self) -> tuple[str, tuple[CallDelta, ...]]:
+    def finish(self) -> tuple[str | CallDelta, ...]:
         """End the answer. What was held back is text, but for whitespace and a cut tag behind a call."""
         behind_call = self._step == self._behind_object or (self._step == self._in_text and self.calls)
         if not (self._step == self._behind_object or (behind_call and self._held.isspace())):
-            self._text += [self._lead, self._held]
+            self._told += [self._lead, self._held]
         self._held = self._lead = ""
         return self._out()
 
-    def _out(self) -> tuple[str, tuple[CallDelta, ...]]:
-        text, deltas = "".join(self._text), tuple(self._deltas)
-        self._text, self._deltas = [], []
-        return text, deltas
+    def _out(self) -> tuple[str | CallDelta, ...]:
+        told, self._told = tuple(part for part in self._told if part), []
+        return told
 
     # Each step takes from the front of `_held` what it understands; False where it needs more to tell.
 
@@ -218,7 +221,7 @@ class ToolParser:
         return True
 
     def _no_call(self, end: int) -> bool:
-        self._text.append(self._lead)
+        self._told.append(self._lead)
         self._lead = ""
         self._show(end)
         self._step = self._in_text if self._begin else self._in_plain_text
@@ -226,7 +229,7 @@ class ToolParser:
 
     def _show(self, end: int) -> None:
         text, self._held = self._cut(end)
-        self._text.append(text)
+        self._told.append(text)
 
     def _cut(self, place: int) -> tuple[str, str]:
         return self._held[:place], self._held[place:]
@@ -238,7 +241,7 @@ class ToolParser:
 
     def _add(self, delta: CallDelta) -> None:
         if self._parallel or delta.index == 0:
-            self._deltas.append(delta)
+            self._told.append(delta)
 
 
 def _string(literal: str) -> str | None:

@@ -1,6 +1,8 @@
 """The Responses API as it is asked: what of it becomes a chat, and what is refused by its own names."""
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -137,8 +139,38 @@ def test_errors_about_the_chat_name_the_fields_here() -> None:
     assert (told.message, told.param) == ("max_output_tokens must be at least 1", "max_output_tokens")
     told = as_here(ApiError(400, "too long", "messages", "context_length_exceeded"))
     assert (told.param, told.code) == ("input", "context_length_exceeded")
+    told = as_here(ApiError(400, "give either response_format or structured_outputs, not both", "structured_outputs"))
+    assert told.message.startswith("give either text.format or")
     other = ApiError(429, "full", None, "full")
     assert as_here(other) is other
+
+
+def test_what_json_has_no_word_for_is_refused_and_not_repeated() -> None:
+    def echoed(parameters: str) -> str:
+        tool = '{"type": "function", "name": "f", "parameters": ' + parameters + "}"
+        return read_body(f'{{"input": "a", "tools": [{tool}]}}'.encode(), ResponsesBody).echo()
+
+    with pytest.raises(ApiError, match="must be JSON"):
+        echoed('{"maximum": 1e999}')
+    for depth in range(800, 1000, 5):  # it is read somewhat deeper than it is written
+        with suppress(ApiError):
+            json.loads(echoed('{"a": ' * depth + "1" + "}" * depth))
+    with pytest.raises(ApiError, match="nested too deeply"):
+        echoed('{"a": ' * 2000 + "1" + "}" * 2000)
+
+
+def test_nulls_are_as_good_as_nothing() -> None:
+    assert messages(input=[{"type": None, "role": "user", "content": "Who?"}]) == messages()
+    assert json.loads(asked(text={"format": None}).echo())["text"] == {"format": {"type": "text"}}
+
+
+def test_what_is_long_and_wrong_is_refused_at_once() -> None:
+    began = time.process_time()
+    for fields in ({"include": [1] * 300_000}, {"metadata": dict.fromkeys(map(str, range(300_000)), 1)}):
+        with pytest.raises(ApiError) as caught:
+            asked(**fields)
+        assert (caught.value.param or "").startswith(tuple(fields))
+    assert time.process_time() - began < 3
 
 
 def test_an_object_repeats_what_was_asked_in_openais_own_type() -> None:
@@ -147,12 +179,12 @@ def test_an_object_repeats_what_was_asked_in_openais_own_type() -> None:
         instructions="Be brief.", tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, temperature=0.5,
         text=form, metadata={"a": "b"}, parallel_tool_calls=False, max_output_tokens=9,
     )  # fmt: skip
-    told = response_object(new_head("tiny", True), body.echo(), "in_progress")
+    told = json.loads(response_object(new_head("tiny", True), body.echo(), "in_progress"))
     found = Response.model_validate(told)
     assert (found.instructions, found.temperature, found.top_p, found.metadata) == ("Be brief.", 0.5, 1.0, {"a": "b"})
     assert (found.parallel_tool_calls, found.max_output_tokens, found.status) == (False, 9, "in_progress")
     assert told["tools"] == [{**TOOL, "strict": None}]
     assert (told["text"], told["tool_choice"]) == (form, {"type": "function", "name": "weather"})
-    plain = response_object(new_head("tiny", True), asked().echo(), "in_progress")
+    plain = json.loads(response_object(new_head("tiny", True), asked().echo(), "in_progress"))
     Response.model_validate(plain)
     assert (plain["tool_choice"], plain["text"], plain["tools"]) == ("auto", {"format": {"type": "text"}}, [])

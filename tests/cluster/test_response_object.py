@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from cluster.response_object import Output, new_response_head, response_events
-from cluster.streams import Answer, Piece, requests_for
+from cluster.streams import Answer, Piece, joined, requests_for
 from cluster.tool_calls import CallDelta
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_schemas import card_for
@@ -48,12 +48,21 @@ def pieces_of(said: list[tuple[str, str]], cuts: list[int]) -> list[Piece]:
     for (kind, text), cut in zip(said, cuts, strict=True):
         cut = min(cut, len(text))
         if kind == "text":
-            made += [Piece(0, text[:cut]), Piece(0, text[cut:])]
+            made += [Piece(0, (text[:cut],)), Piece(0, (text[cut:],))]
             continue
         begun = CallDelta(calls, text[:cut], f"call_{calls}", "weather")
-        made += [Piece(0, "", calls=(begun,)), Piece(0, "", calls=(CallDelta(calls, text[cut:]),))]
+        made += [Piece(0, (begun,)), Piece(0, (CallDelta(calls, text[cut:]),))]
         calls += 1
     return made
+
+
+def together(pieces: list[Piece], sizes: list[int]) -> list[Piece]:
+    """The same with so many at a time as one, as where several steps come together."""
+    made = []
+    for size in sizes:
+        some, pieces = pieces[:size], pieces[size:]
+        made += [joined(some)] if some else []
+    return [*made, *([joined(pieces)] if pieces else [])]
 
 
 def told_by(pieces: list[Piece], status: str) -> tuple[list[Any], list[Any]]:
@@ -73,9 +82,11 @@ def test_events_tell_the_items_however_an_answer_is_cut(
     said: list[tuple[str, str]], data: st.DataObject, status: str
 ) -> None:
     cuts = data.draw(st.lists(st.integers(0, 5), min_size=len(said), max_size=len(said)))
-    events, items = told_by(pieces_of(said, cuts), status)
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=6))
+    events, items = told_by(together(pieces_of(said, cuts), sizes), status)
     assert without_ids(items) == without_ids(told_by(pieces_of(said, [9] * len(said)), status)[1])
-    assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + [status]
+    last = "completed" if items[-1]["type"] == "function_call" else status
+    assert [item["status"] for item in items] == ["completed"] * (len(items) - 1) + [last]
     texts = "".join(text for kind, text in said if kind == "text")
     assert "".join(item["content"][0]["text"] for item in items if item["type"] == "message") == texts
     assert [item["arguments"] for item in items if item["type"] == "function_call"] == [
@@ -94,13 +105,38 @@ def test_events_tell_the_items_however_an_answer_is_cut(
     assert all(one["output_index"] <= two["output_index"] for one, two in pairwise(events))
 
 
+def test_a_call_is_complete_where_its_arguments_are() -> None:
+    """Whatever ended the answer: a limit behind it, or a stop string within them."""
+    pieces = [Piece(0, (CallDelta(0, "{", "call_0", "weather"),))]
+    for in_arguments, told in ((True, "incomplete"), (False, "completed")):
+        for status in ("completed", "incomplete"):
+            output = Output()
+            for piece in pieces:
+                list(output.add(piece, ()))
+            list(output.end(status, in_arguments))
+            assert output.items[0]["status"] == told
+
+
+def test_tokens_whose_text_waits_have_log_probabilities_too() -> None:
+    entries: list[Any] = [{"token": token} for token in "abc"]
+    output = Output()
+    for told, some in (((), entries[:1]), ((), entries[1:2]), (("abc",), entries[2:])):
+        list(output.add(Piece(0, told), some))
+    list(output.end("completed"))
+    assert output.items[0]["content"][0]["logprobs"] == entries
+    silent = Output()
+    list(silent.add(Piece(0, ()), entries))
+    list(silent.end("completed"))
+    assert silent.items[0]["content"][0]["logprobs"] == entries
+
+
 def test_a_client_that_leaves_at_once_ends_the_pieces() -> None:
     ended = False
 
     async def more() -> AsyncGenerator[Piece, None]:
         nonlocal ended
         try:
-            yield Piece(0, "b")
+            yield Piece(0, ("b",))
         finally:
             ended = True
 
@@ -108,7 +144,7 @@ def test_a_client_that_leaves_at_once_ends_the_pieces() -> None:
         pieces = more()
         first = await anext(pieces)
         answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
-        events = response_events(new_response_head("tiny"), {}, answer, first, pieces)
+        events = response_events(new_response_head("tiny"), "{}", answer, first, pieces)
         assert b"response.created" in await anext(events)
         await events.aclose()
         assert ended

@@ -25,8 +25,8 @@ from cluster.streams import (
     finished_well,
     joined,
     merge,
-    one_a_call,
     requests_for,
+    runs,
 )
 from cluster.tool_calls import CallDelta
 from tests.cluster.test_schemas import card_for
@@ -188,7 +188,7 @@ def test_each_prompt_is_a_choice_of_its_own() -> None:
     answer.choices[0].add(output([7, 8]), "r1")
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
-    assert answer.choices[0].add(output([9]), "r1") == Piece(0, TOKENIZER.decode([9]))
+    assert answer.choices[0].add(output([9]), "r1") == Piece(0, (TOKENIZER.decode([9]),))
 
 
 def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
@@ -304,15 +304,16 @@ def test_joined_pieces_lose_nothing() -> None:
     entries = [TokenLogprobs(token, -0.5, 1, ()) for token in range(4)]
     calls = (CallDelta(0, "", "id", "f"), CallDelta(0, "{"), CallDelta(0, "}"), CallDelta(1, "", "id2", "g"))
     parts = [
-        Piece(1, "a", None, None, (entries[0],), calls[:1], 7),
-        Piece(1, "", None, None, (), calls[1:2], 8),
-        Piece(1, "b", Finish(FinishReason.STOP), None, tuple(entries[1:]), calls[2:], 9),
+        Piece(1, ("a", calls[0]), None, None, (entries[0],), 7),
+        Piece(1, (calls[1],), None, None, (), 8),
+        Piece(1, (calls[2], "b", calls[3]), Finish(FinishReason.STOP), None, tuple(entries[1:]), 9),
     ]
     whole_piece = joined(parts)
     assert (whole_piece.choice, whole_piece.text, whole_piece.offset) == (1, "ab", 7)
     assert whole_piece.logprobs == tuple(entries)
     assert whole_piece.finish == Finish(FinishReason.STOP)
-    assert whole_piece.calls == (CallDelta(0, "{}", "id", "f"), CallDelta(1, "", "id2", "g")) == one_a_call(calls)
+    assert whole_piece.told == ("a", CallDelta(0, "{}", "id", "f"), "b", CallDelta(1, "", "id2", "g"))
+    assert whole_piece.calls == (CallDelta(0, "{}", "id", "f"), CallDelta(1, "", "id2", "g")) == runs(calls)
 
 
 def test_a_pace_is_shared_by_streams_alone_and_never_slow() -> None:

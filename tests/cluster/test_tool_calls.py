@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
+from cluster.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser
 
 NAMES = frozenset({"add", "say"})
 Call = tuple[str, str, str]  # id, name, arguments
@@ -25,9 +25,9 @@ def parsed(
     calls: list[list[str]] = []
     outputs = [parser.push(piece) for piece in pieces]
     complete = parser.complete
-    for text, deltas in (*outputs, parser.finish()):
-        texts.append(text)
-        for delta in deltas:
+    for told in (*outputs, parser.finish()):
+        texts.append("".join(part for part in told if isinstance(part, str)))
+        for delta in (part for part in told if isinstance(part, CallDelta)):
             if delta.id is not None:
                 assert delta.index == len(calls)
                 assert delta.name is not None
@@ -113,13 +113,17 @@ def test_text_before_and_between_calls_is_told_and_whitespace_around_them_is_not
 def test_arguments_and_text_come_as_they_are_written() -> None:
     ids = count()
     parser = ToolParser(HERMES, NAMES, True, lambda: str(next(ids)))
-    assert parser.push("Well <") == ("Well", ())  # the space waits with what may begin a call
-    assert parser.push("b> <tool_call>\n{") == (" <b>", ())
-    ((begun,),) = [parser.push('"name": "add", "arguments": {')[1][:1]]
-    assert (begun.name, begun.index) == ("add", 0)
-    (more,) = parser.push('"a": "x')[1]
-    assert (more.arguments, more.id) == ('"a": "x', None)
+    assert parser.push("Well <") == ("Well",)  # the space waits with what may begin a call
+    assert "".join(map(str, parser.push("b> <tool_call>\n{"))) == " <b>"
+    begun, opened = parser.push('"name": "add", "arguments": {')
+    assert isinstance(begun, CallDelta)
+    assert (begun.name, begun.index, opened) == ("add", 0, CallDelta(0, "{"))
+    assert parser.push('"a": "x') == (CallDelta(0, '"a": "x'),)
+    assert parser.in_arguments
     assert not parser.complete
+    rest, behind = parser.push('"}}</tool_call>\nSo.')
+    assert (rest, behind) == (CallDelta(0, '"}'), "\nSo."), "in the order of the answer"
+    assert parser.complete
 
 
 @pytest.mark.parametrize(
