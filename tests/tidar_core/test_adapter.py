@@ -113,7 +113,7 @@ def test_a_save_that_fails_leaves_the_old_adapter(
     before = load(path, base)
 
     def full_disk(self: Path, content: bytes) -> None:
-        self.touch()
+        self.open("wb").close()  # as a real one: what was there is gone
         raise OSError("no space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full_disk)

@@ -16,6 +16,8 @@ from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
 from tidar_core.convert import run, speed
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, ShardStore
 from tidar_core.convert.trainer import train_drafter
 from tidar_core.engine import load_engine
@@ -123,6 +125,27 @@ def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeyp
     assert status == 0, output
     assert ("training in fp32: this processor is slow in bfloat16" in output) == wide
     assert trained == [torch.float32 if wide else torch.bfloat16]
+
+
+def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_path, monkeypatch):
+    trained: list[bytes] = []
+    judged: list[bytes] = []
+
+    def measuring(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, *_) -> Progress:
+        trained.extend(tokens.tobytes() for tokens, _ in sampler.next_documents(Progress(), 10**6, 64))
+        judged.extend(tokens.tobytes() for tokens, _ in held_out.documents)
+        for step, found in enumerate((2.0, 1.5)):
+            result = HeldOutResult(1, found, {"chat": found}, 0.5, (0.5, 0.4, 0.3))
+            watch.measured(result, start, Progress(step=step), found == 2.0)
+        return Progress(step=1, best=2.0)
+
+    monkeypatch.setattr(run, "train_drafter", measuring)
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 1, *SMALL, "--own-tokens", 600)
+    assert status == 0, output
+    assert read_adapter_config(tmp_path / "drafter").training["held_out"]["tokens_per_step"] == 2.0
+    assert judged
+    assert not [tokens for tokens in judged if any(each.startswith(tokens) for each in trained)]
 
 
 def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from tidar_core.bench.exact import (
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import full, full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
-from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss
+from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
 from tidar_core.convert.trainer import Budget
 from tidar_core.engine import load_engine
@@ -318,6 +319,65 @@ def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny):
 def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
     values = iter(FullDrafts(one, (0.5, 0.5, 0.5)) for one in found)
     monkeypatch.setattr(full_run, "measure_full", lambda *_: next(values))
+
+
+def test_a_resumed_training_has_the_same_losses(tiny):
+    """Its weights and its moments are those that it had."""
+    losses: list[float] = []
+    tiny.trained = lambda report, *_: losses.append(report.loss)
+    found = []
+    for runs in ((4,), (2, 4)):
+        torch.manual_seed(0)  # the mask's row of the embedding is drawn
+        for steps in runs:
+            tiny.train(steps, learning_rate=1e-3, final_rate=1e-3)
+        found.append(losses.copy())
+        losses.clear()
+        shutil.rmtree(tiny.out)
+        shutil.rmtree(tiny.directory / "work")
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("harm", ["loss", "gradient"])
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny, monkeypatch, harm):
+    tiny.train(1)
+    if harm == "loss":
+        monkeypatch.setattr(full, "joint_loss", lambda *given: joint_loss(*given) * math.nan)
+    else:
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(ConfigError, match=r"not a number at step 1: .*kept.*--learning-rate"):
+        tiny.train(3)
+    progress, tensors, _ = load_checkpoint(tiny.directory / "work", {})
+    assert progress.step == 1
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_what_is_measured_on_is_not_trained_on(tiny, monkeypatch):
+    judged: set[bytes] = set()
+    trained: set[bytes] = set()
+
+    def measured(model, documents, *_) -> FullDrafts:
+        judged.update(tokens.tobytes() for tokens in documents)
+        return FullDrafts(1.5, (0.5, 0.5, 0.5))
+
+    def noted(tokens, *given):
+        trained.add(tokens.tobytes())
+        return doubled(tokens, *given)
+
+    monkeypatch.setattr(full_run, "measure_full", measured)
+    monkeypatch.setattr(full, "doubled", noted)
+    tiny.train(8)
+    assert judged
+    assert len(trained) > 8
+    assert not judged & trained
+
+
+def test_drafts_count_up_to_the_first_that_differs(monkeypatch):
+    """Two blocks of four: behind the slot that is not counted, one holds once, the other in all three."""
+    masked = F.one_hot(torch.tensor([1, 1, 0, 1, 0, 1, 0, 0, 0]), 2).float()
+    following = F.one_hot(torch.zeros(9, dtype=torch.int64), 2).float()
+    monkeypatch.setattr(full, "document_logits", lambda *_: (following, masked))
+    drafts = measure_full(None, [np.arange(3, 12)], 2, FullConfig(block=4))
+    assert drafts == FullDrafts(3.0, (1.0, 0.5, 1.0))
 
 
 def test_the_best_is_known_after_a_kill(tiny, monkeypatch):

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.trained import TinyBase, random_documents, tiny_base
+from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
+from tidar_core.convert import held_out
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
 from tidar_core.convert.forward import Attends, Clean, FrozenBase, run_clean, run_masks
-from tidar_core.convert.held_out import HeldOut, judge_windows, measure_held_out
+from tidar_core.convert.held_out import HeldOut, choose_windows, judge_windows, measure_held_out
 from tidar_core.convert.ops import compiled, training_ops
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
@@ -217,6 +218,25 @@ def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
     assert 1.0 < result.tokens_per_step < 4.0
     assert result.by_kind == {"chat": result.tokens_per_step}
     assert np.cumprod(result.holds) == pytest.approx(result.all_right)
+
+
+def test_a_window_lies_in_one_stretch_of_own_words_and_its_document_holds_its_blocks():
+    own = np.ones(200, bool)
+    own[0] = own[60:70] = False
+    found = choose_windows(corpus_of([(np.arange(3, 203, dtype=np.int32), own)]), [0], 4, 1024)
+    assert found.windows[0].tolist() == list(range(1, 59))
+    assert len(found.documents[0][0]) == len(found.documents[0][1]) == 58 + 4
+
+
+def test_tokens_per_step_are_those_of_a_walk(monkeypatch):
+    """What holds behind a draft that does not counts for nothing; a kind's documents are its own."""
+    judged = [np.ones((6, 3), bool), np.tile([True, False, True], (6, 1))]
+    monkeypatch.setattr(held_out, "judge_windows", lambda *_: judged)
+    result = measure_held_out(None, None, HeldOut((), (), ("chat", "code")), 3, "causal")
+    assert result.by_kind == {"chat": 3.0, "code": 1.0}
+    assert result.tokens_per_step == (18 + 15) / (6 + 15)
+    assert result.slot_0 == 1.0
+    assert result.all_right == (0.5, 0.5)
 
 
 def test_a_full_gpu_is_not_taken_for_a_broken_compiler(monkeypatch):

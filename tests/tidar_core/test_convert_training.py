@@ -1,12 +1,14 @@
 """The trainer: it learns, resumes to the same loss, survives kills and bad luck, and leaves a folder that serves."""
 
 import errno
+import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -22,7 +24,7 @@ from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step
 from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter
+from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
@@ -68,16 +70,23 @@ def corpus(tiny) -> Corpus:
 
 
 def train(
-    tiny: TinyBase, corpus: Corpus, directory: Path, steps: int, config: TrainConfig = CONFIG, **watch
+    tiny: TinyBase,
+    corpus: Corpus,
+    directory: Path,
+    steps: int | Budget,
+    config: TrainConfig = CONFIG,
+    slot_head: int = 0,
+    **watch,
 ) -> tuple[list[StepReport], Progress]:
     start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
+    start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
     learnt, held = corpus.split()
     sampler = Sampler(corpus, learnt.tolist(), config.block, tiny.base.config.max_positions, config.seed)
     windows = choose_windows(corpus, held.tolist(), config.block, tiny.base.config.max_positions)
     seen: list[StepReport] = []
     told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
     vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
-    budget = Budget(steps=steps)
+    budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
     return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, told)
 
 
@@ -114,6 +123,23 @@ def test_a_training_goes_on_in_smaller_parts_where_memory_is_full(tiny, corpus, 
     assert [step.mask_rows for step in parts] == [step.mask_rows for step in whole]
     assert [step.loss for step in parts] == pytest.approx([step.loss for step in whole], rel=1e-4)
     assert [step.norm for step in parts] == pytest.approx([step.norm for step in whole], rel=1e-3)
+
+
+def test_memory_that_is_full_midway_counts_no_block_twice(tiny, corpus, tmp_path, monkeypatch):
+    config = replace(CONFIG, rows_a_pass=64)  # two parts a step
+    whole, _ = train(tiny, corpus, tmp_path / "whole", 1, config)
+    run, calls = trainer.run_masks, itertools.count(1)
+
+    def full_once(*given):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(*given)
+
+    monkeypatch.setattr(trainer, "run_masks", full_once)
+    parts, _ = train(tiny, corpus, tmp_path / "parts", 1, config)
+    assert next(calls) > 3
+    assert parts[0].loss == pytest.approx(whole[0].loss, rel=1e-4)
+    assert parts[0].norm == pytest.approx(whole[0].norm, rel=1e-3)
 
 
 def test_memory_that_is_too_small_is_told_in_one_line(tiny, corpus, tmp_path, monkeypatch):
@@ -220,6 +246,39 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny,
     progress, tensors, _ = load_checkpoint(tmp_path, {})
     assert progress.step == 4
     assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_a_gradient_that_is_no_number_stops_as_well(tiny, corpus, tmp_path, monkeypatch):
+    train(tiny, corpus, tmp_path, 2)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    with pytest.raises(ConfigError, match="not a number at step 2"):
+        train(tiny, corpus, tmp_path, 4)
+    assert load_checkpoint(tmp_path, {})[0].step == 2
+
+
+def test_time_is_counted_and_tells_when_to_measure_and_to_end(tiny, corpus, tmp_path, monkeypatch):
+    """By a clock that moves a second at each look, a step takes one, and so does a measurement."""
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=iter(range(1000)).__next__))
+    measured: list[int] = []
+    config = replace(CONFIG, rows_a_step=16, measure_every=0)
+    _, progress = train(
+        tiny, corpus, tmp_path, Budget(steps=1000, seconds=130), config,
+        measured=lambda result, adapter, progress, best: measured.append(progress.step),
+    )  # fmt: skip
+    assert measured == [0, 60, 120, 127]
+    assert (progress.step, progress.seconds) == (127, 131)
+
+
+def test_the_slot_head_is_trained_and_faster_than_the_rest(tiny, corpus, tmp_path):
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def told(result, adapter, *_) -> None:
+        seen.append({name: tensor.clone() for name, tensor in named_tensors(adapter)})
+
+    train(tiny, corpus, tmp_path, 1, replace(CONFIG, measure_every=1), 16, measured=told)
+    moved = {name: (seen[1][name] - tensor).abs().max().item() for name, tensor in seen[0].items()}
+    assert moved["mask_embedding"] > 0
+    assert moved["slot_head.out"] / moved["mask_embedding"] == pytest.approx(trainer.SLOT_HEAD_FASTER, rel=0.01)
 
 
 def test_training_ends_where_nothing_is_gained(tiny, corpus, tmp_path):

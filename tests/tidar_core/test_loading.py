@@ -141,7 +141,7 @@ def test_progress_rises_to_the_number_of_weights(llama: Path) -> None:
     assert seen[-1] == (total, total)
 
 
-@pytest.mark.parametrize(("named", "expected"), [([7, 2, 7], (7, 2)), (5, (5,)), (None, (2,))])
+@pytest.mark.parametrize(("named", "expected"), [([7, 2, 7], (7, 2)), (5, (5,)), (0, (0,)), (None, (2,))])
 def test_generation_config_names_what_ends_an_answer(copy: Path, named: Any, expected: tuple[int, ...]) -> None:
     edit_json(copy / "generation_config.json", eos_token_id=named)
     assert load_config(find_model(str(copy))).eos_ids == expected
