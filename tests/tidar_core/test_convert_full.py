@@ -301,6 +301,14 @@ def test_starts_alone_do_not_end_a_training(tiny):
     assert stale == [1, 1, 1, 2]
 
 
+def test_another_base_of_the_same_shape_does_not_go_on_from_this_ones_weights(tiny, tmp_path):
+    tiny.train(2)
+    other = find_model(str(tiny_checkpoint(tmp_path / "other", layers=1, vocab=511, seed=1)))
+    with pytest.raises(ConfigError, match="holds a training with base"):
+        Tiny(other, tiny.tokenizer, tiny.directory).train(4)
+    tiny.train(4)
+
+
 def test_a_training_that_ended_early_goes_on_with_more_budget(tiny):
     for steps in (4, 5, 6):
         tiny.train(steps)

@@ -6,6 +6,7 @@ learn the tokens of their own positions. The loss is (α · AR + diffusion) / (1
 noise schedule. transformers runs the model, so that every architecture it can train is trained as it should be.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -132,13 +133,25 @@ class FullReport:
     seconds: float
 
 
+def digest_of_weights(model: Any) -> str:
+    """A short hash of a model that was just loaded, whatever its folder is called: 16 hex digits over one row of each
+    of its parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter[len(parameter) // 2].detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 class FullTraining:
-    """The model that is trained, its optimizer, and where they are. Documents are fixed by seed and step."""
+    """The model that is trained, its optimizer, and where they are. Documents are fixed by seed and step. settings:
+    what a checkpoint of it may not differ in."""
 
     def __init__(
         self, model: Any, mask: int, config: FullConfig, corpus: Callable[[int], tuple[np.ndarray, np.ndarray]]
     ):
         self.model, self.mask, self.config, self.progress = model, mask, config, Progress()
+        self.settings = {"base": digest_of_weights(model)} | config.fixed()
         self._document = corpus
         self.names, self.tensors = zip(*model.named_parameters(), strict=True)
         self.optimizer = torch.optim.AdamW(

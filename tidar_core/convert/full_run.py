@@ -192,7 +192,7 @@ def _card(name: str, record: dict[str, Any]) -> str:
 def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
     """From the last checkpoint in `work`, where there is one. What is in `out` may be newer, and better than all that
     the checkpoint knows of."""
-    found = load_checkpoint(work, training.config.fixed())
+    found = load_checkpoint(work, training.settings)
     if found is None:
         return
     training.progress, tensors, notes = found
@@ -208,4 +208,4 @@ def save(training: FullTraining, work: Path) -> None:
     work.mkdir(parents=True, exist_ok=True)
     parameters = parameter_tensors(training.names, training.tensors)
     tensors = parameters | optimizer_tensors(training.optimizer, list(training.names))
-    save_checkpoint(work, training.config.fixed(), training.progress, tensors)
+    save_checkpoint(work, training.settings, training.progress, tensors)
