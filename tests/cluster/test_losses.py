@@ -12,7 +12,7 @@ from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way
-from tests.cluster.test_carrier import REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tests.cluster.test_carrier import REQUEST, Act, Cast, Scripted, carry, goes_on_behind, undisturbed
 from tidar_core.request import Request
 
 
@@ -26,17 +26,7 @@ def test_a_replica_that_is_not_the_one_that_was_meant_is_no_failure(cause: Excep
             raise error
             yield
 
-    class First(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-            if self.calls:
-                return super().generate(request, mailbox, kind, way)
-            self.calls.append(Cut("r0", Act(), request, kind))
-            return self.calls[-1]
-
-    cast = First([Act()])
-    outputs, _ = carry(cast)
-    assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert len(cast.calls) == 2
+    goes_on_behind(Cut)
 
 
 def test_a_request_that_is_over_is_waited_for_no_more() -> None:
