@@ -37,7 +37,7 @@ _MASS_BITS = 44  # a token's mass is exp(z - max z) in units of 2**-44
 MAX_VOCAB = 1 << 18  # keeps a row's mass below 2**63
 _WIDTHS = (64, 1024)  # candidates looked at first and second; then all
 _TIES = 8  # room for ties behind the k-th candidate (bf16 logits tie often)
-_COLDEST = 1e-30  # lower temperatures would overflow x / T, and decide nothing more
+_COLDEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +58,12 @@ class TokenRule:
 
     @property
     def adjusts(self) -> bool:
-        """A grammar, bias or penalties change this row's scores."""
-        return self.allowed is not None or bool(self.params.logit_bias) or self.params.penalises
-
-    @property
-    def takes_best(self) -> bool:
-        """The token is the best of the scores as they are."""
-        return self.params.temperature == 0 and not self.banned and not self.adjusts
+        """Banned ids, a grammar, bias or penalties change this row's scores."""
+        return bool(self.banned or self.params.logit_bias) or self.allowed is not None or self.params.penalises
 
     def keeps_all(self, vocab: int) -> bool:
-        """The scores are taken as they are: argmax, or a sample of the whole vocabulary."""
-        return not self.banned and not self.adjusts and _way(self.params, vocab).kind in (_Kind.GREEDY, _Kind.WHOLE)
+        """S is the whole vocabulary, or the best alone."""
+        return _way(self.params, vocab).kind in (_Kind.GREEDY, _Kind.WHOLE)
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
@@ -80,14 +75,13 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None
 
     A row that has NaN or +inf in it, or nothing finite, gets `NO_TOKEN` (-1) and disturbs no other.
     """
-    _check(logits, rules)
-    logits = _adjusted(logits, rules)
+    logits = adjusted(logits, rules)
     picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
         index = on_device(rows, logits.device)
         own = [rules[row] for row in rows]
         if way.kind is _Kind.GREEDY:
-            picks[index] = _pick_greedy(logits, own, index)
+            picks[index] = _pick_greedy(logits, index)
         elif way.kind is _Kind.WHOLE:
             picks[index] = _pick_whole(_scaled(logits, own, index), _noise_key(own, index, shift))
         else:
@@ -103,14 +97,13 @@ def kept_scores(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
     The softmax of a row is the distribution that its token is drawn from. A greedy row keeps the one token it
     picks; a row that gets `NO_TOKEN` keeps nothing. Arguments are those of `pick_tokens`.
     """
-    _check(logits, rules)
-    logits = _adjusted(logits, rules)
+    logits = adjusted(logits, rules)
     kept = torch.full(logits.shape, -torch.inf, dtype=torch.float32, device=logits.device)
     for way, rows in _ways(rules, logits.shape[-1]).items():
         index = on_device(rows, logits.device)
         own = [rules[row] for row in rows]
         if way.kind is _Kind.GREEDY:
-            picks = _pick_greedy(logits, own, index)
+            picks = _pick_greedy(logits, index)
             index, picks = index[picks >= 0], picks[picks >= 0]
             kept[index, picks] = logits[index, picks].float()
         elif way.kind is _Kind.WHOLE:
@@ -122,6 +115,17 @@ def kept_scores(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
                 whole = torch.full((len(found.rows), logits.shape[-1]), -torch.inf, device=logits.device)
                 kept[index[found.rows]] = whole.scatter_(-1, found.ids, found.scores.masked_fill(~inside, -torch.inf))
     return kept
+
+
+def heat(params: SamplingParams) -> float:
+    """What scores are divided by: lower temperatures would overflow x / T, and decide nothing more. 0 for the best."""
+    return max(params.temperature, _COLDEST) if params.temperature else 0.0
+
+
+def top_p_cut(params: SamplingParams) -> float:
+    """The share of the mass that top-p leaves out; below 0 where it keeps all."""
+    # The best token always stays: its share is 1, so the cut has to stay below.
+    return min(1 - params.top_p, 1 - 2.0**-24) if params.top_p < 1 else -1.0
 
 
 class _Kind(Enum):
@@ -167,23 +171,22 @@ class _Candidates:
     kept: Tensor
 
 
-def _check(logits: Tensor, rules: Sequence[TokenRule]) -> None:
+def adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
+    """The logits [rows, vocab], with grammar, bias, penalties and banned ids on the rows that ask for them: a copy in
+    fp32 if there are any. Raises ValueError where there is not one rule a row, or the vocabulary is too large."""
     if logits.dim() != 2 or logits.shape[0] != len(rules):
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
     if not 0 < logits.shape[1] <= MAX_VOCAB:
         raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {MAX_VOCAB}")
-
-
-def _adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
-    """The logits, with grammar, bias and penalties on the rows that ask for them; a copy if there are any."""
     rows = [row for row, rule in enumerate(rules) if rule.adjusts]
     if not rows:
         return logits
-    adjusted = logits.float() if logits.dtype is not torch.float32 else logits.clone()
-    _keep_allowed(adjusted, rules)
+    scores = logits.float() if logits.dtype is not torch.float32 else logits.clone()
+    _keep_allowed(scores, rules)
     for row in rows:
-        penalised(adjusted[row], rules[row].params, rules[row].history)
-    return adjusted
+        penalised(scores[row], rules[row].params, rules[row].history)
+    _ban(scores, rules)
+    return scores
 
 
 def _keep_allowed(scores: Tensor, rules: Sequence[TokenRule]) -> None:
@@ -214,9 +217,9 @@ def _way(params: SamplingParams, vocab: int) -> _Way:
     return _Way(_Kind.RANKED if ranked else _Kind.TAILED, widths)
 
 
-def _pick_greedy(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor:
+def _pick_greedy(logits: Tensor, index: Tensor) -> Tensor:
     """argmax of each row; it takes the first of equals, and NaN before any number."""
-    scores = _ban(_take(logits, index).float(), rules, shared=logits)
+    scores = _take(logits, index).float()
     picks = scores.argmax(-1)
     best = scores.gather(-1, picks.unsqueeze(-1)).squeeze(-1)
     return picks.masked_fill_(~best.isfinite(), NO_TOKEN)
@@ -291,7 +294,7 @@ def _keep(scores: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
     if limits.top_k is not None:
         border = scores.gather(-1, limits.top_k - 1)
         kept &= scores >= border
-    mass = _fixed_point(weights).masked_fill_(~kept, 0)
+    mass = fixed_point(weights).masked_fill_(~kept, 0)
     total = mass.sum(-1, keepdim=True) if limits.mass is None else limits.mass
     better = mass.cumsum(-1) - mass
     share = ((total - better).double() / total.double()).float()
@@ -304,8 +307,7 @@ def _keep(scores: Tensor, limits: _Limits) -> tuple[Tensor, Tensor]:
 
 def _limits(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> _Limits:
     params = [rule.params for rule in rules]
-    # The best token always stays: its share is 1, so the cut has to stay below.
-    cuts = [min(1 - one.top_p, 1 - 2.0**-24) if one.top_p < 1 else -1.0 for one in params]
+    cuts = [top_p_cut(one) for one in params]
     floats = on_device([cuts, [one.min_p for one in params]], scaled.device, torch.float32)
     cut, min_p = floats.unsqueeze(-1)
     if way.kind is _Kind.RANKED:
@@ -317,31 +319,27 @@ def _limits(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> _Limits:
 def _whole_mass(scaled: Tensor) -> Tensor:
     """The mass of all tokens of each row: int64 [rows, 1]."""
     parts = (scaled[rows] - scaled[rows].amax(-1, keepdim=True) for rows in _chunks(scaled))
-    return torch.cat([_fixed_point(part.exp_()).sum(-1, keepdim=True) for part in parts])
+    return torch.cat([fixed_point(part.exp_()).sum(-1, keepdim=True) for part in parts])
 
 
-def _fixed_point(weights: Tensor) -> Tensor:
+def fixed_point(weights: Tensor) -> Tensor:
+    """Masses, int64, of exp(z - max z), fp32."""
     return (weights * 2.0**_MASS_BITS).to(torch.int64)
 
 
 def _scaled(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor:
     """z = x / T in fp32, a tensor of its own."""
-    temperatures = [max(rule.params.temperature, _COLDEST) for rule in rules]
-    divisor = on_device(temperatures, logits.device, torch.float32).unsqueeze(-1)
-    return _ban(_take(logits, index).float() / divisor, rules, shared=logits)
+    divisor = on_device([heat(rule.params) for rule in rules], logits.device, torch.float32).unsqueeze(-1)
+    return _take(logits, index).float() / divisor
 
 
-def _ban(scores: Tensor, rules: Sequence[TokenRule], shared: Tensor) -> Tensor:
-    """Exclude each row's banned ids; in place, unless the scores still are the caller's own tensor."""
+def _ban(scores: Tensor, rules: Sequence[TokenRule]) -> None:
+    """Excludes each row's banned ids, in place."""
     vocab = scores.shape[-1]
     banned = [(row, token) for row, rule in enumerate(rules) for token in rule.banned if 0 <= token < vocab]
-    if not banned:
-        return scores
-    if scores.data_ptr() == shared.data_ptr():
-        scores = scores.clone()
-    rows, tokens = torch.tensor(banned, device=scores.device).unbind(-1)
-    scores[rows, tokens] = -torch.inf
-    return scores
+    if banned:
+        rows, tokens = torch.tensor(banned, device=scores.device).unbind(-1)
+        scores[rows, tokens] = -torch.inf
 
 
 def _noise_key(rules: Sequence[TokenRule], index: Tensor, shift: Tensor | None) -> NoiseKey:

@@ -16,10 +16,11 @@ from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
 from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.reference import split_heads
+from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockSizes, BlockTiles, block_attention
 from tidar_core.kernels.triton_gemm import WIDEST_RANK, Gpu, measured_tiles
-from tidar_core.kernels.triton_sampling import pick_whole
+from tidar_core.kernels.triton_sampling import pick_kept, pick_listed, pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
 
@@ -60,8 +61,12 @@ def variants_in_use() -> list[Variant]:
         steps = step_launches(config, dtype, page, 8, 0)
         launches += [launch for launch in steps if launch.variant.kernel.__name__ in ATTENTION]
     logits = torch.empty(8, 49152, dtype=FP32, device="meta")
-    heat, words = torch.empty(8, device="meta"), torch.empty(4, 8, dtype=torch.int32, device="meta")
-    launches += noted_launches(lambda: pick_whole(logits, heat, words))
+    numbers = all_zero(8, torch.device("meta"))
+    launches += noted_launches(lambda: pick_whole(logits, numbers))
+    for scores in (logits, logits.bfloat16()):
+        launches += noted_launches(partial(pick_kept, scores, numbers, 20))
+    candidates = torch.empty(8, 32, dtype=torch.int64, device="meta")
+    launches += noted_launches(lambda: pick_listed(logits[:, :32], candidates, numbers))
     for width in (0, 3, 7, 15):
         launches += noted_launches(partial(hand_on, width))
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))

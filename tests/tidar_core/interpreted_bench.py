@@ -42,6 +42,7 @@ KERNELS = {
     "rotate_and_store, 8 bits",
     "head",
     "pick",
+    "pick_listed",
     "succession",
 }
 BESIDES = {

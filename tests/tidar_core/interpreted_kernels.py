@@ -13,9 +13,8 @@ from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import carried_rows_match, decisions_match
-from tidar_core import sampling
 from tidar_core.bench.kernel_checks import in_8_bits, numbers_of
-from tidar_core.kernels import triton_attention, triton_gemm, triton_sampling
+from tidar_core.kernels import triton_attention, triton_gemm
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, product_planner
@@ -23,8 +22,6 @@ from tidar_core.kernels.triton_ops import supports, triton_ops
 from tidar_core.layout import Shape, mask_rows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
-from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -358,37 +355,6 @@ def test_an_adapter_too_wide_for_one_launch(dtype):
     logits = ops.head(x, weight)
     assert logits.dtype == torch.float32
     close(logits, x.float() @ weight.float().t(), torch.float32)
-
-
-RULES = [  # temperature, seed, choice, position
-    (0.0, 1, 0, 5), (0.7, 2**63 + 12345, 3, 77), (1.0, 5, 0, 1_000_000), (0.0, 5, 0, 2), (1.0, 5, 0, 2),
-    (1.0, 5, 0, 2), (1.0, 5, 0, 2), (1.3, 99, 1, 2**31 + 5), (1e-40, 99, 1, 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("vocab", [511, 4100])
-def test_picks_are_those_of_the_token_rule(vocab):
-    """Argmax and sampled, ties, NaN, infinities, rows with nothing finite, pieces and a ragged end."""
-    logits = 3 * torch.randn(len(RULES) + 2, vocab, generator=torch.Generator().manual_seed(6))
-    logits[3] = logits[3].round()
-    logits[4, 77], logits[5, -1], logits[6], logits[7, 10:] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    rules = [
-        TokenRule(SamplingParams(max_tokens=9, temperature=heat, seed=seed, choice=choice), position)
-        for heat, seed, choice, position in RULES
-    ]
-    rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=1.0, seed=3, top_k=7), 4))
-    rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=0.0), 4, banned=(int(logits[-1].argmax()),)))
-    picks = triton_sampling.pick_tokens(logits, rules)
-    assert picks.tolist() == sampling.pick_tokens(logits, rules).tolist()
-    assert picks[4:7].tolist() == [sampling.NO_TOKEN] * 3
-    assert triton_sampling.pick_tokens(logits[1:2].half(), rules[1:2]).tolist() == [
-        sampling.pick_tokens(logits[1:2].half(), rules[1:2]).item()
-    ]
-    shift = torch.arange(len(rules)) % 4
-    moved = [
-        replace(rule, position=rule.position + further) for rule, further in zip(rules, shift.tolist(), strict=True)
-    ]
-    assert triton_sampling.pick_tokens(logits, rules, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
 
 
 @pytest.mark.parametrize("seed", range(60))

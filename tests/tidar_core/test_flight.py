@@ -18,6 +18,7 @@ from tidar_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=4)
+KEPT = replace(SAMPLED, top_k=40, top_p=0.9, min_p=0.01)
 
 
 def prompts(count: int) -> list[tuple[int, ...]]:
@@ -45,7 +46,7 @@ def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tu
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, KEPT], ids=["greedy", "sampled", "a part of the vocabulary"])
 def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock, params: SamplingParams) -> None:
     """With everything drafted a step is what came before it alone; only where an answer is about to end may a step that
     was planned for the most that might have come draft less."""
@@ -80,14 +81,13 @@ def test_plain_decoding_is_planned_ahead_too(tmp_path: Path, adapter: str) -> No
 @pytest.mark.parametrize(
     "waiting",
     [
-        replace(SAMPLED, top_k=9),
         replace(GREEDY, repetition_penalty=1.2),
         replace(GREEDY, logprobs=2),
         replace(GREEDY, logit_bias=((7, 3.0),)),
         replace(GREEDY, grammar=Grammar("regex", "[a-z]{4,40}"), ignore_eos=False),
         replace(GREEDY, draft_trust=0.5),
     ],
-    ids=["top-k", "penalty", "logprobs", "bias", "grammar", "trust"],
+    ids=["penalty", "logprobs", "bias", "grammar", "trust"],
 )
 def test_what_the_host_decides_is_waited_for(tmp_path: Path, waiting: SamplingParams) -> None:
     """While such a request is there each step is over before the next; afterwards they overlap again."""

@@ -15,7 +15,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 HERE = Path(__file__).parent
-FILES = ("interpreted_bench.py", "interpreted_blocks.py", "interpreted_engine.py", "interpreted_kernels.py")
+NAMES = ("bench", "blocks", "engine", "kernels", "picks")
+FILES = tuple(f"interpreted_{name}.py" for name in NAMES)
 # The library's own threads cost more than they bring on matrices this small.
 SETTINGS = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -43,6 +43,7 @@ class KVChoice(StrEnum):
 
 
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 bench = typer.Typer(no_args_is_help=True, help="Measure: exactness, tokens per step and per second, the policy, peers.")
 
 
@@ -93,7 +94,7 @@ def acceptance(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts of each set, at most.")] = 164,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    temperature: Temperature = 0.0,
     drafts: Drafts = "full",
     block: Annotated[int, typer.Option(min=0, help="Slots a proposal at most; 0: what the drafter has.")] = 0,
     dtype: DType = "bfloat16",
@@ -140,6 +141,9 @@ def decode(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
+    temperature: Temperature = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Where tokens are sampled; 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Where tokens are sampled.")] = 1.0,
     full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
     exact: Exact = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
@@ -156,6 +160,7 @@ def decode(
     with user_errors():
         from tidar_core.bench.decode import measure_decode
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.request import SamplingParams
 
         most = max(batch or [0], default=0)
         config = EngineConfig(
@@ -165,10 +170,17 @@ def decode(
         chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
         results = measure_decode(
-            engine, chosen, batches=batch or [1, 8, 32], modes=modes,
-            rounds=rounds, max_tokens=max_tokens, at_least=prompts,
+            engine, chosen, batches=batch or [1, 8, 32], modes=modes, rounds=rounds, at_least=prompts,
+            params=SamplingParams(max_tokens, temperature, top_k, top_p),
         )  # fmt: skip
-        table = Table("batch", "drafts", "tokens/s", "against off", "tokens per step", title=f"{model}, {dtype}")
+        table = Table(
+            "batch",
+            "drafts",
+            "tokens/s",
+            "against off",
+            "tokens per step",
+            title=f"{model}, {dtype}, temperature {temperature:g}",
+        )
         found = []
         for r in results:
             cells = f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}", f"{r.tokens_per_step:.2f}"

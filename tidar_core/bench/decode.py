@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from tidar_core.bench.drive import Answer, answer_all, tokens_per_step
@@ -32,13 +32,13 @@ def measure_decode(
     batches: Sequence[int],
     modes: Sequence[DraftMode],
     rounds: int,
-    max_tokens: int,
+    params: SamplingParams,
     at_least: int,
 ) -> Iterator[DecodeResult]:
     """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts. A batch size
     is told once all its rounds are over.
 
-    A round answers at least `at_least` prompts, `batch` at a time, greedily, to the end of sequence or `max_tokens`.
+    A round answers at least `at_least` prompts, `batch` at a time, by `params`, to the end of sequence or `max_tokens`.
     Time runs from the first request to the last token, prompts included; no prefix is reused across answers.
     """
     for batch in batches:
@@ -54,9 +54,9 @@ def measure_decode(
                 some = chosen[first : first + batch]
                 # A machine's speed drifts: none of the modes always runs behind the others.
                 for mode in modes[:: -1 if (number + first // batch) % 2 else 1]:
-                    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts=mode)
+                    asked = [replace(params, drafts=mode, seed=first + index) for index in range(len(some))]
                     began = time.perf_counter()
-                    answers[mode] += answer_all(engine, some, [params] * len(some), f"{batch} {number} {mode} {first}")
+                    answers[mode] += answer_all(engine, some, asked, f"{batch} {number} {mode} {first}")
                     seconds[mode] += time.perf_counter() - began
             if number < 0:
                 continue

@@ -44,6 +44,9 @@ def phases(model: str) -> list[Phase]:
     ]
     found += [Phase(f"steps {name}", ("steps", "--shape", name), 110) for name in reversed(large)]
     found += [
+        Phase(
+            "decode, sampled", (*decode, "--batch", "1", "--batch", "32", "--temperature", "0.7", "--top-p", "0.9"), 60
+        ),
         Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 90),
         Phase("decode, one step at a time", (*decode, *batches, "--no-overlap"), 90),
         Phase("decode without graphs", (*decode, "--batch", "1", "--prompts", "4", "--no-graphs"), 60),

@@ -18,13 +18,14 @@ from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.flight import nearest_outcomes, plan_table
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels import reference
+from tidar_core.kernels import rules as kernel_rules
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockSizes, supports
 from tidar_core.kernels.triton_gemm import product_planner
 from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
 from tidar_core.kernels.triton_ops import tiles_of
-from tidar_core.kernels.triton_sampling import pick_tokens
+from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.layout import Shape, full_shape
 from tidar_core.model.float8 import packed, rounded, to_float8
 from tidar_core.model.weights import LowRank
@@ -317,16 +318,28 @@ def _check_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 
 
 def _check_picks(config: ModelConfig, device: torch.device) -> Iterator[Check]:
-    """Against the token rule in torch on the same device: equal tokens, greedy and sampled."""
+    """Against the token rule in torch on the same device: equal tokens, greedy and sampled, of all and of a few."""
     logits = 3 * torch.randn(8, config.vocab_size, device=device)
     logits[0] = logits[0].round()  # ties
     heats = (0.0, 0.0, 0.7, 1.0, 1.0, 1.3, 2.0, 0.2)
-    rules = [
-        TokenRule(SamplingParams(max_tokens=1, temperature=heat, seed=int(row * 1e18)), 1000 * row)
-        for row, heat in enumerate(heats)
-    ]
-    same = torch.equal(pick_tokens(logits, rules), sampling.pick_tokens(logits, rules))
-    yield Check("pick", "argmax and Gumbel, 8 rows", "float32", float(not same), 0.0)
+    candidates = torch.rand(8, config.vocab_size, device=device).topk(32).indices
+    whole = SamplingParams(max_tokens=1)
+    kinds = {
+        "argmax and Gumbel": whole,
+        "top-p": replace(whole, top_p=0.9),
+        "top-k and top-p": replace(whole, top_p=0.95, top_k=20),
+        "min-p": replace(whole, min_p=0.05),
+    }
+    for kind, params in kinds.items():
+        rules = [
+            TokenRule(replace(params, temperature=heat, seed=int(row * 1e18)), 1000 * row)
+            for row, heat in enumerate(heats)
+        ]
+        same = torch.equal(pick_tokens(logits, rules), sampling.pick_tokens(logits, rules))
+        yield Check("pick", f"{kind}, 8 rows", "float32", float(not same), 0.0)
+        numbers, scores = kernel_rules.rule_numbers(rules, config.vocab_size, device), logits.gather(1, candidates)
+        same = torch.equal(*(pick(scores, candidates, numbers) for pick in (pick_listed, kernel_rules.pick_listed)))
+        yield Check("pick_listed", f"{kind}, 8 rows of 32", "float32", float(not same), 0.0)
 
 
 def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes: Sizes) -> Iterator[Check]:

@@ -14,13 +14,21 @@ from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import KVCache, Ops, StepRows, rotary_tables
-from tidar_core.kernels.triton_sampling import pick_whole
+from tidar_core.kernels.rules import rule_numbers
+from tidar_core.kernels.triton_sampling import pick_kept, pick_whole
 from tidar_core.layout import Shape
 from tidar_core.model.weights import LowRank
+from tidar_core.request import SamplingParams
+from tidar_core.sampling import TokenRule
 
 RANK = 32
 FULL = Shape(7, tuple(range(1, 8)), 8)  # 8 verify rows and 56 mask rows
 REPEATS = 7
+PICKS = {
+    "sampled": SamplingParams(max_tokens=1),
+    "top-p": SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9),
+    "top-k and top-p": SamplingParams(max_tokens=1, temperature=0.6, top_p=0.95, top_k=20),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +193,18 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
         qkv = subject.random(count, (config.heads + 2 * config.kv_heads) * config.head_dim)
         gate_up = subject.random(count, 2 * config.intermediate_size)
         logits = torch.randn(count, config.vocab_size, device=device)
-        heat, words = torch.ones(count, device=device), torch.zeros(4, count, dtype=torch.int32, device=device)
+        picks = {
+            kind: rule_numbers([TokenRule(params, row) for row in range(count)], config.vocab_size, device)
+            for kind, params in PICKS.items()
+        }
         works = {
             "add_norm": again(ops.add_norm, x, residual, subject.random(config.hidden_size), 1e-5),
             "silu_mul": again(ops.silu_mul, gate_up),
             "rotate_and_store": again(ops.rotate_and_store, qkv, rows, rotary, cache, 0, None),
             "attend, the list of work too": again(ops.attend, qkv, rows, cache, 0),
-            "pick, sampled": again(pick_whole, logits, heat, words),
+            "pick, sampled": again(pick_whole, logits, picks["sampled"]),
+            "pick, top-p": again(pick_kept, logits, picks["top-p"], 0),
+            "pick, top-k and top-p": again(pick_kept, logits, picks["top-k and top-p"], PICKS["top-k and top-p"].top_k),
         }
         for kernel, work in works.items():
             yield subject.measure(kernel, f"{count} rows", work, 8, 0)

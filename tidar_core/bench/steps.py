@@ -20,6 +20,7 @@ from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
+from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import Shape
 from tidar_core.model.decoder import all_layers
@@ -105,9 +106,7 @@ class _Model:
         return in_8_bits(cache) if self.weights.layers[0].qkv.dtype == FLOAT8 else cache
 
     def greedy(self, hidden: Tensor) -> Tensor:
-        heat = torch.zeros(len(hidden), device=hidden.device)
-        words = torch.zeros(4, len(hidden), dtype=torch.int32, device=hidden.device)
-        return pick_whole(self.ops.head(hidden, self.weights.head), heat, words)
+        return pick_whole(self.ops.head(hidden, self.weights.head), all_zero(len(hidden), hidden.device))
 
 
 def random_model(subject: Subject) -> _Model:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.model.slot_head import CANDIDATES, greedy_drafts, next_state, rescored
+from tidar_core.kernels.rules import RuleNumbers, rule_numbers
+from tidar_core.model.slot_head import CANDIDATES, drafts_of, next_state, rescored
 from tidar_core.model.weights import SlotHead
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
@@ -39,44 +40,55 @@ def pick_drafts(
     head = None if runner.adapter is None else runner.adapter.slot_head
     if head is None or runner.vocabulary is None or alone:
         return runner.ops.pick(logits, rules, shift)
-    if all(rule.takes_best for rule in rules):
-        picks = _at_once(runner, head, runner.vocabulary, hidden, logits, anchors, counts)
+    if runner.ops.draft_slots is not None:
+        words = runner.weights.embedding
+        picks = runner.ops.draft_slots(head, words, runner.vocabulary, hidden, logits, anchors, counts, rules, shift)
         if picks is not None:
             return picks
-    return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
+    if any(rule.adjusts for rule in rules):
+        return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
+    return _side_by_side(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
 
 
-def _at_once(
+def _side_by_side(
     runner: Runner,
     head: SlotHead,
     vocabulary: Tensor,
     hidden: Tensor,
     logits: Tensor,
+    rules: Items[TokenRule],
     anchors: Tensor,
     counts: Items[int],
-) -> Tensor | None:
-    """Greedy drafts in one call or one graph; None where there is no such thing."""
-    words = runner.weights.embedding
-    if runner.ops.draft_slots is not None:
-        return runner.ops.draft_slots(head, words, vocabulary, hidden, logits, anchors, counts)
-    if runner.graphs is None or len(counts) > GRAPHED[-1]:
-        return None
-
-    def drafts(hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor) -> Tensor:
-        return greedy_drafts(head, words, vocabulary, hidden, scores, candidates, first)
-
-    best = logits.topk(min(CANDIDATES, logits.shape[1]))
-    size, longest = GRAPHED[bisect_left(GRAPHED, len(counts))], max(counts)
-    # Filled up with slots that were drafted anyway: behind a shorter proposal its last, behind all proposals the first.
+    shift: Tensor | None,
+) -> Tensor:
+    """All proposals as if they were of one length, so that sizes alone decide what is launched: in one graph, where
+    there are graphs."""
+    words, device, longest = runner.weights.embedding, runner.device, max(counts)
+    graphs = None if len(counts) > GRAPHED[-1] else runner.graphs
+    size = len(counts) if graphs is None else GRAPHED[bisect_left(GRAPHED, len(counts))]
+    # Filled up with slots that are drafted anyway: behind a shorter proposal its last, behind all proposals the first.
     starts = [*accumulate(counts[:-1], initial=0), *[0] * (size - len(counts))]
     lengths = [*counts, *[counts[0]] * (size - len(counts))]
     rows = [
         start + min(slot, length - 1) for start, length in zip(starts, lengths, strict=True) for slot in range(longest)
     ]
-    index = on_device(rows, runner.device)
+    index = on_device(rows, device)
+    best = logits.topk(min(CANDIDATES, logits.shape[1]))
     shaped = [each[index].view(size, longest, -1) for each in (hidden, best.values, best.indices)]
+    numbers = rule_numbers(rules, logits.shape[1], device, shift)
+    told = [each[:, index].view(-1, size, longest) for each in (numbers.reals, numbers.whole)]
     first = torch.cat((anchors, anchors[:1].expand(size - len(counts))))
-    drafted = runner.graphs.run(("slots", size, longest), runner.device, drafts, *shaped, first)
+
+    def drafts(
+        hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor, reals: Tensor, whole: Tensor
+    ) -> Tensor:
+        def pick(slot: int, anew: Tensor, some: Tensor) -> Tensor:
+            return runner.ops.pick_listed(anew, some, RuleNumbers(reals[:, :, slot], whole[:, :, slot]))
+
+        return drafts_of(head, words, vocabulary, hidden, scores, candidates, first, pick)
+
+    given = (*shaped, first, *told)
+    drafted = drafts(*given) if graphs is None else graphs.run(("slots", size, longest), device, drafts, *given)
     return torch.cat([proposal[:count] for proposal, count in zip(drafted, counts, strict=False)])
 
 

@@ -147,7 +147,7 @@ class Engine:
             if not ended:
                 self._compiling.pause()
             return ended
-        if self._overlap and all(plan.emits and may_fly(plan.sequence, self.info.vocab_size) for plan in plans):
+        if self._overlap and all(plan.emits and may_fly(plan.sequence) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
 

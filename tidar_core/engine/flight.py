@@ -56,7 +56,7 @@ class Flight:
         return truths, [values[start + 2 : start + width] for start in states]
 
 
-def may_fly(sequence: Sequence, vocab: int) -> bool:
+def may_fly(sequence: Sequence) -> bool:
     """Whether a sequence's tokens need nothing that the host finds out between two steps."""
     params = sequence.request.params
     return (
@@ -65,7 +65,7 @@ def may_fly(sequence: Sequence, vocab: int) -> bool:
         and not sequence.reads_prompt
         and params.draft_trust == 1.0
         and sequence.generated >= params.min_tokens
-        and TokenRule(params, 0).keeps_all(vocab)
+        and not TokenRule(params, 0).adjusts
     )
 
 

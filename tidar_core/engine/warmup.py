@@ -32,6 +32,7 @@ COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, w
 TRIAL_BYTES = 128 << 20  # most that the pages for it take
 REPEATS = 5
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+SAMPLED = SamplingParams(max_tokens=64, temperature=0.6, top_k=20, top_p=0.95)
 
 
 def with_own_pages(runner: Runner, block_length: int) -> Runner:
@@ -47,9 +48,17 @@ def with_own_pages(runner: Runner, block_length: int) -> Runner:
     )
 
 
-def _plan(tokens: list[int], start: int, known: int, drafts: int, shape: Shape, pages: list[int]) -> SequencePlan:
+def _plan(
+    tokens: list[int],
+    start: int,
+    known: int,
+    drafts: int,
+    shape: Shape,
+    pages: list[int],
+    params: SamplingParams = GREEDY,
+) -> SequencePlan:
     """`known` tokens from `start` on and `drafts` behind them."""
-    sequence = Sequence(Request("warm-up", tuple(tokens), GREEDY), 0.0, tokens, computed=start, pages=pages)
+    sequence = Sequence(Request("warm-up", tuple(tokens), params), 0.0, tokens, computed=start, pages=pages)
     end = start + known
     return SequencePlan(sequence, start, tuple(tokens[start:end]), tuple(tokens[end : end + drafts]), shape, emits=True)
 
@@ -226,12 +235,14 @@ def capture_graphs(
 
 
 def fly_once(runner: Runner, cost: StepCost, block_length: int, within_block: WithinBlock) -> None:
-    """A step and the one behind it, on the trash page: what they are launched with is compiled then."""
+    """A step and the one behind it, on the trash page, for each way in which tokens are picked: what they are launched
+    with is compiled then."""
     shape = Shape(0, (1,), block_length) if runner.adapter is not None else Shape()
-    plan = _plan([1], 0, 1, 0, shape, [0])
-    first = launch(runner, [plan], cost, within_block, block_length, None)
-    behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
-    launch(runner, [behind], cost, within_block, block_length, (first.state, [0])).land()
+    for params in (GREEDY, SAMPLED):
+        plan = _plan([1], 0, 1, 0, shape, [0], params)
+        first = launch(runner, [plan], cost, within_block, block_length, None)
+        behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
+        launch(runner, [behind], cost, within_block, block_length, (first.state, [0])).land()
 
 
 def _drafting(runner: Runner, proposals: int, slots: int) -> object:

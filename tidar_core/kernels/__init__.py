@@ -3,9 +3,10 @@
 `ops.py` says what each operation takes and gives (`Ops`). `reference.py` is that record in plain torch: it runs
 anywhere and is the oracle of every faster one. `cpu.py` binds `cpu_kernels.cpp` and the products (`cpu_gemm.cpp`, with
 weights in fewer bits `cpu_gemm_int8.cpp` and `cpu_gemm_int4.cpp`), compiled once on the user's machine by
-`cpu_build.py`; `cpu_pass.py` binds `cpu_pass.cpp`, all layers as one call, `cpu_slots.py` binds `cpu_slots.cpp`, the
-drafts of whole proposals as one. They are written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512,
-two with AVX2, four elsewhere.
+`cpu_build.py`; `cpu_pass.py` binds `cpu_pass.cpp`, all layers as one call, `cpu_pick.py` binds `cpu_pick.cpp`, the
+tokens of all rows as one, and `cpu_slots.py` binds `cpu_slots.cpp`, the drafts of whole proposals as one. They are
+written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512, two with AVX2, four elsewhere. `rules.py`
+makes token rules numbers, for all that pick.
 The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention
 over a list of work that the device makes itself, row-wise operations, and products with one tile shape and one order
 of sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the products
@@ -13,8 +14,8 @@ done within them. Weights and K/V pages may be in 8 bits (`tidar_core.model.floa
 begin while the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it
 (`succession.py`). `triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are
 tested interpreted and compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`), but for
-`triton_layers.py`, `triton_succession.py`, `triton_blocks.py` and 8 bits, which have not run on a GPU yet, nor has
-attention since its keys come ahead.
+`triton_layers.py`, `triton_succession.py`, `triton_blocks.py`, picks among what top-k, top-p and min-p keep, and 8
+bits, which have not run on a GPU yet, nor has attention since its keys come ahead.
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep

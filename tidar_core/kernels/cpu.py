@@ -12,6 +12,7 @@ from torch import Tensor
 from tidar_core.config import ModelConfig, RoundedDType
 from tidar_core.kernels.cpu_build import CompileError, compiled_library
 from tidar_core.kernels.cpu_pass import bind_layers
+from tidar_core.kernels.cpu_pick import bind_pick
 from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -163,13 +164,13 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
         run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
         return out
 
-    slots = bind_draft_slots(getattr(library, f"draft_slots_{suffix}"))
+    slots, pick = bind_draft_slots(getattr(library, f"draft_slots_{suffix}")), bind_pick(library.pick_tokens)
     if rounded and not _packs_rounded(config, rounded):
         raise CompileError(f"{rounded} needs matrices whose sizes are multiples of 32")
     if not _packs_whole(config):
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
-            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul, draft_slots=slots,
+            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul, draft_slots=slots, pick=pick,
         )  # fmt: skip
     kind = f"{rounded}_{suffix}" if rounded else suffix
     # The head decides between tokens: it is never kept in less than 8 bits.
@@ -179,7 +180,7 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     pack_base, pack_head = _PACKS[rounded]
     return Ops(
         f"cpu {rounded}" if rounded else "cpu", 1, pack_base, pack_head, pack,
-        linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots,
+        linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots, pick=pick,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 // Drafts of whole proposals, slot by slot: each slot's best tokens, scored anew once the token before is known
-// (slot_head.py). One parallel region for all of it, since every slot waits for the one before.
-#include <algorithm>
+// (slot_head.py), and one of them picked by the token rule. One parallel region for all of it, since every slot waits
+// for the one before.
 
 namespace {
 
@@ -10,7 +10,7 @@ template <typename A, typename B> inline float dot(const A* a, const B* b, int n
     return sum(total);
 }
 
-// The `wanted` best of n scores, in no order: those no less than the wanted-th best of the maxima of short stretches
+// The `wanted` best of n scores, in the order of the tokens: those no less than the wanted-th best of the maxima of short stretches
 // are few, and the best are among them.
 inline void best_tokens(const float* scores, int n, int wanted, int32_t* tokens) {
     constexpr int STRETCH = 16 * LANES;
@@ -40,6 +40,7 @@ inline void best_tokens(const float* scores, int n, int wanted, int32_t* tokens)
     }
     if (int(found.size()) > wanted) std::nth_element(found.begin(), found.begin() + wanted, found.end());
     for (int i = 0; i < wanted; i++) tokens[i] = i < int(found.size()) ? found[i].second : found.empty() ? 0 : found[0].second;
+    std::sort(tokens, tokens + wanted);
 }
 
 template <typename T> struct SlotHead {
@@ -49,8 +50,8 @@ template <typename T> struct SlotHead {
 
 template <typename T>
 void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int vocab, const T* x, const float* logits,
-                 int rows, int proposals, const int32_t* counts, const int64_t* anchors, int candidates, int64_t* drafts,
-                 int threads) {
+                 int rows, int proposals, const int32_t* counts, const int64_t* anchors, int candidates, Rules rules,
+                 int64_t* drafts, int threads) {
     const int size = head.size, width = head.width;
     std::vector<int32_t> tokens(int64_t(rows) * candidates), starts(proposals);
     std::vector<float> heard(int64_t(rows) * width), state(int64_t(proposals) * width), next(state.size());
@@ -95,12 +96,11 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
             {
                 for (int p = 0; p < proposals; p++) {
                     if (slot >= counts[p]) continue;
-                    const int32_t* own = tokens.data() + int64_t(starts[p] + slot) * candidates;
-                    const float* score = scores.data() + int64_t(p) * candidates;
-                    int best = 0;
-                    for (int c = 1; c < candidates; c++)
-                        if (score[c] > score[best] || (score[c] == score[best] && own[c] < own[best])) best = c;
-                    before[p] = drafts[starts[p] + slot] = own[best];
+                    const int row = starts[p] + slot;
+                    const int32_t* own = tokens.data() + int64_t(row) * candidates;
+                    const int place = pick(Row{scores.data() + int64_t(p) * candidates, candidates, own}, rules.of(row));
+                    drafts[row] = place < 0 ? -1 : own[place];
+                    before[p] = place < 0 ? 0 : own[place];  // nothing that could hold
                 }
                 state.swap(next);
             }
@@ -114,9 +114,10 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
     extern "C" void draft_slots_##NAME(const T* hidden, const T* token, const T* state, const T* out, int size,       \
                                        int width, const T* words, const T* vocabulary, int vocab, const T* x,         \
                                        const float* logits, int rows, int proposals, const int32_t* counts,           \
-                                       const int64_t* anchors, int candidates, int64_t* drafts, int threads) {        \
+                                       const int64_t* anchors, int candidates, const float* reals, const int32_t* whole, \
+                                       int64_t* drafts, int threads) {                                                \
         draft_slots(SlotHead<T>{hidden, token, state, out, size, width}, words, vocabulary, vocab, x, logits, rows,   \
-                    proposals, counts, anchors, candidates, drafts, threads); }
+                    proposals, counts, anchors, candidates, Rules{reals, whole, rows}, drafts, threads); }
 
 EXPORT_SLOTS(bf16, bf16)
 EXPORT_SLOTS(float, float)

@@ -7,9 +7,11 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from tidar_core.kernels.cpu_pick import addresses, numbers_unless_greedy
 from tidar_core.kernels.ops import DraftSlots
 from tidar_core.model.slot_head import CANDIDATES
 from tidar_core.model.weights import SlotHead
+from tidar_core.sampling import TokenRule
 
 LANES = 16
 
@@ -19,7 +21,7 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [  # type: ignore[attr-defined]
         *[pointer] * 4, integer, integer, pointer, pointer, integer, pointer, pointer, integer, integer, pointer,
-        pointer, integer, pointer, integer,
+        pointer, integer, pointer, pointer, pointer, integer,
     ]  # fmt: skip
     function.restype = None  # type: ignore[attr-defined]
 
@@ -31,19 +33,22 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
         logits: Tensor,
         anchors: Tensor,
         counts: Items[int],
+        rules: Items[TokenRule],
+        shift: Tensor | None,
     ) -> Tensor | None:
         size, width = head.out.shape
         fits = size % LANES == 0 and width % LANES == 0 and hidden.dtype == words.dtype == head.out.dtype
-        if not fits or logits.dtype is not torch.float32:
+        if not fits or logits.dtype is not torch.float32 or any(rule.adjusts for rule in rules):
             return None
         logits, hidden = logits.contiguous(), hidden.contiguous()
         drafts = torch.empty(len(hidden), dtype=torch.int64)
         each, first = torch.tensor(counts, dtype=torch.int32), anchors.contiguous()
+        numbers = numbers_unless_greedy(rules, logits.shape[1], shift)
         function(
             head.hidden.data_ptr(), head.token.data_ptr(), head.state.data_ptr(), head.out.data_ptr(), size, width,
             words.data_ptr(), vocabulary.data_ptr(), logits.shape[1], hidden.data_ptr(), logits.data_ptr(),
             len(hidden), len(counts), each.data_ptr(), first.data_ptr(), min(CANDIDATES, logits.shape[1]),
-            drafts.data_ptr(), torch.get_num_threads(),
+            *addresses(numbers), drafts.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return drafts
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
+from tidar_core.kernels.rules import RuleNumbers, pick_listed
 from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import inverse_frequencies
@@ -88,7 +89,23 @@ class QKNorm:
     eps: float
 
 
-DraftSlots = Callable[[SlotHead, Tensor, Tensor, Tensor, Tensor, Tensor, Items[int]], Tensor | None]
+class DraftSlots(Protocol):
+    """The drafts of proposals as `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors
+    or rules cannot be had so. words: [vocab, hidden], the embedding; anchors: int64 [proposals]; the rest as there."""
+
+    def __call__(
+        self,
+        head: SlotHead,
+        words: Tensor,
+        vocabulary: Tensor,
+        hidden: Tensor,
+        logits: Tensor,
+        anchors: Tensor,
+        counts: Items[int],
+        rules: Items[TokenRule],
+        shift: Tensor | None,
+        /,
+    ) -> Tensor | None: ...
 
 
 class Pick(Protocol):
@@ -123,11 +140,10 @@ class Ops:
     bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, or None where these
         weights cannot be had so; None where a device has no such thing. On a CPU bit for bit what the operations give
         one by one; on a GPU norms round once where those round twice.
-    draft_slots(head, words, vocabulary, hidden, logits, anchors, counts): the greedy drafts of proposals as
-        `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors cannot be had so; words:
-        [vocab, hidden], the embedding; anchors: int64 [proposals]. None where a device has no such thing.
+    draft_slots: drafting by a slot head as one call, or None where a device has no such thing.
     float8_pages: whether `rotate_and_store` and `attend` know pages in 8 bits.
     pick(logits, rules, shift): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
+    pick_listed(scores, candidates, numbers): the same among a few candidates, as in `tidar_core.kernels.rules`.
     carry, decide, renew: as in `tidar_core.kernels.succession`.
     """
 
@@ -146,6 +162,7 @@ class Ops:
     draft_slots: DraftSlots | None = None
     float8_pages: bool = False
     pick: Pick = pick_tokens
+    pick_listed: Callable[[Tensor, Tensor, RuleNumbers], Tensor] = pick_listed
     carry: Callable[[StepRows, Tensor, Carried, int], None] = carry
     decide: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Decided] = decide
     renew: Callable[[Decided, Tensor, Tensor], None] = renew

@@ -21,7 +21,7 @@ from tidar_core.kernels.triton_gemm import (
 )
 from tidar_core.kernels.triton_layers import bind_layers
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
-from tidar_core.kernels.triton_sampling import pick_tokens
+from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import packed
 
@@ -90,6 +90,7 @@ def triton_ops(
         float8_pages=True,
         bind_layers=partial(bind_layers, config, plan, attend) if exact else None,
         pick=pick_tokens,
+        pick_listed=pick_listed,
         carry=carry,
         decide=decide,
         renew=renew,

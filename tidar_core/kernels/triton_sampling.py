@@ -1,9 +1,12 @@
-"""The token rule in Triton, for rows that keep every token: argmax, or argmax of z + Gumbel noise from Philox.
+"""The token rule in Triton: argmax, or argmax of z + Gumbel noise from Philox over what top-k, top-p and min-p keep.
 
 The rule is that of `tidar_core.sampling`, the integers those of `tidar_core.philox`: four neighbouring tokens share
-one evaluation. A row is cut into pieces of fixed size, one program each; the best value and the lowest id among
-equals do not depend on the order in which pieces are looked at. Rows with top-k, top-p, min-p, penalties, bias or
-banned ids go through `tidar_core.sampling` on the same device.
+one evaluation. Where every token is kept, a row is cut into pieces of fixed size, one program each; the best value and
+the lowest id among equals do not depend on the order in which pieces are looked at. Where some are not, one program
+looks through its row, again and again but without a sort: what is kept is always the head of the row by descending
+score, so the best of all with its noise is the answer if it is kept, and if not, nor is anything behind it, and the
+best of those before it is next. How often that is, the host need not know. Penalties, bias, grammars and banned ids
+change the scores first, by `tidar_core.sampling` on the same device.
 """
 
 # mypy: allow-untyped-defs
@@ -16,13 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tidar_core import sampling
-from tidar_core.sampling import NO_TOKEN, TokenRule
+from tidar_core.kernels.rules import RuleNumbers, rule_numbers
+from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
 
-QUADS = 1024  # of tokens that one program looks at
-COLDEST = 1e-30  # as in `tidar_core.sampling`: lower temperatures would overflow x / T
-WORD = 0xFFFFFFFF
+QUADS = 1024  # of tokens that one program looks at together
+WIDE = 8192  # tokens that it looks at together where there is no noise
 NO_ID = tl.constexpr(2**31 - 1)
+MASS = tl.constexpr(17592186044416.0)  # of a row's best token: 2**44
+SLACK = tl.constexpr(1e-3)  # by which a bound is missed rather than a token
 
 
 @triton.jit
@@ -56,6 +61,19 @@ def _better(value, token, other_value, other_token):
 
 
 @triton.jit
+def _noise(words, rows, quad):
+    """Of the four tokens of each quad, by the words [4, rows] that `words` points into: seed low and high, position and
+    choice of a row."""
+    none = quad.to(tl.uint32) * 0
+    low = none + tl.load(words).to(tl.uint32, bitcast=True)
+    high = none + tl.load(words + rows).to(tl.uint32, bitcast=True)
+    position = none + tl.load(words + 2 * rows).to(tl.uint32, bitcast=True)
+    choice = none + tl.load(words + 3 * rows).to(tl.uint32, bitcast=True)
+    x0, x1, x2, x3 = _philox(quad.to(tl.uint32), position, choice, none, low, high)
+    return _gumbel(x0), _gumbel(x1), _gumbel(x2), _gumbel(x3)
+
+
+@triton.jit
 def _score(logits, noise, token, vocab, heat, samples):
     """z + G of tokens, x where nothing is sampled, -inf beyond the vocabulary; and whether z is a NaN or +inf."""
     x = tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
@@ -81,13 +99,7 @@ def _pick_pieces(
     n0 = tl.full([BLOCK], 0, tl.float32)
     n1, n2, n3 = n0, n0, n0
     if samples:
-        none = tl.full([BLOCK], 0, tl.uint32)
-        low = none + tl.load(words + row).to(tl.uint32, bitcast=True)
-        high = none + tl.load(words + rows + row).to(tl.uint32, bitcast=True)
-        position = none + tl.load(words + 2 * rows + row).to(tl.uint32, bitcast=True)
-        choice = none + tl.load(words + 3 * rows + row).to(tl.uint32, bitcast=True)
-        x0, x1, x2, x3 = _philox(quad.to(tl.uint32), position, choice, none, low, high)
-        n0, n1, n2, n3 = _gumbel(x0), _gumbel(x1), _gumbel(x2), _gumbel(x3)
+        n0, n1, n2, n3 = _noise(words + row, rows, quad)
     at = logits + row.to(tl.int64) * row_stride
     token = quad * 4
     value, bad = _score(at, n0, token, vocab, heat, samples)
@@ -119,12 +131,148 @@ def _pick_rows(best_values, best_tokens, picks, pieces, BLOCK: tl.constexpr):
     tl.store(picks + row, tl.where(fine, lowest, -1).to(tl.int64))
 
 
-def pick_whole(logits: Tensor, temperature: Tensor, words: Tensor) -> Tensor:
+@triton.jit
+def _scaled(logits, token, vocab, heat):
+    """z = x / T of tokens, -inf beyond the vocabulary."""
+    return tl.div_rn(tl.load(logits + token, mask=token < vocab, other=float("-inf")).to(tl.float32), heat)
+
+
+@triton.jit
+def _mass_before(logits, vocab, heat, best, least, place, BLOCK: tl.constexpr):
+    """int64: the mass of the tokens with z above `least`, and of those with just that and ids below `place`."""
+    masses = tl.full([BLOCK], 0, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        z = _scaled(logits, token, vocab, heat)
+        before = (z > least) | ((z == least) & (token < place))
+        masses += tl.where(before, (tl.exp(z - best) * MASS).to(tl.int64), 0)
+    return tl.sum(masses, 0)
+
+
+@triton.jit
+def _further(logits, noise, token, vocab, heat, floor, end_z, end, value, winner, winner_z):
+    """The greatest z + G so far, its token and its z, when `token` is looked at too, where it is kept so far and comes
+    before the end."""
+    z = _scaled(logits, token, vocab, heat)
+    fits = (z >= floor) & ((z > end_z) | ((z == end_z) & (token < end)))
+    noisy = tl.where(fits, z + noise, float("-inf"))
+    wins = (noisy > value) | ((noisy == value) & (token < winner))
+    return tl.where(wins, noisy, value), tl.where(wins, token, winner), tl.where(wins, z, winner_z)
+
+
+@triton.jit(do_not_specialize=["vocab", "row_stride"], do_not_specialize_on_alignment=["reals", "whole"])
+def _pick_kept(
+    logits, borders, reals, whole, picks, vocab, row_stride, QUAD: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """One row: the token that wins among those that are kept. logits [rows, vocab]; borders fp32 [rows], the last logit
+    that top-k keeps; reals [3, rows] and whole [5, rows] as in `RuleNumbers`, temperatures above 0; picks int64."""
+    BLOCK: tl.constexpr = 4 * QUAD
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    at = logits + row.to(tl.int64) * row_stride
+    warmth, cut, min_p = tl.load(reals + row), tl.load(reals + rows + row), tl.load(reals + 2 * rows + row)
+    wide_heat = tl.full([WIDE], 0, tl.float32) + warmth
+    heat = tl.full([BLOCK], 0, tl.float32) + warmth
+    quad_heat = tl.full([QUAD], 0, tl.float32) + warmth
+
+    highest = tl.full([WIDE], float("-inf"), tl.float32)
+    wrong = tl.full([WIDE], 0, tl.int32)
+    for start in range(0, vocab, WIDE):
+        z = _scaled(at, start + tl.arange(0, WIDE), vocab, wide_heat)
+        bad = (z != z) | (z == float("inf"))
+        wrong |= bad.to(tl.int32)
+        highest = tl.maximum(highest, tl.where(bad, float("-inf"), z))
+    best = tl.max(highest, 0)
+    border = tl.max(tl.div_rn(tl.full([BLOCK], 0, tl.float32) + tl.load(borders + row), heat), 0)
+
+    total = tl.full([], 0, tl.int64)
+    floor = border
+    if min_p > 0.0:
+        floor = tl.maximum(floor, best + tl.log(min_p) - SLACK)
+    if cut >= 0.0:
+        total = _mass_before(at, vocab, wide_heat, best, border, vocab, WIDE)
+        # All tokens of so little mass have no more than the share that is left out, be they ever so many.
+        least = cut * (total.to(tl.float32) / MASS) / vocab
+        floor = tl.maximum(floor, best + tl.log(tl.maximum(least, 1e-37)) - SLACK)
+
+    pick = tl.full([], -1, tl.int64)
+    end_z = tl.full([], float("-inf"), tl.float32)
+    end = tl.full([], 0, tl.int32)
+    looking = (tl.max(wrong, 0) == 0) & (best > float("-inf"))
+    while looking:
+        value = tl.full([QUAD], float("-inf"), tl.float32)
+        winner = tl.full([QUAD], NO_ID, tl.int32)
+        winner_z = value
+        for start in range(0, vocab, BLOCK):
+            here = _scaled(at, start + tl.arange(0, BLOCK), vocab, heat)
+            if tl.max(here, 0) >= tl.maximum(floor, end_z):
+                quad = start // 4 + tl.arange(0, QUAD)
+                n0, n1, n2, n3 = _noise(whole + row, rows, quad)
+                token = quad * 4
+                value, winner, winner_z = _further(
+                    at, n0, token, vocab, quad_heat, floor, end_z, end, value, winner, winner_z
+                )
+                value, winner, winner_z = _further(
+                    at, n1, token + 1, vocab, quad_heat, floor, end_z, end, value, winner, winner_z
+                )
+                value, winner, winner_z = _further(
+                    at, n2, token + 2, vocab, quad_heat, floor, end_z, end, value, winner, winner_z
+                )
+                value, winner, winner_z = _further(
+                    at, n3, token + 3, vocab, quad_heat, floor, end_z, end, value, winner, winner_z
+                )
+        most = tl.max(value, 0)
+        end = tl.min(tl.where(value == most, winner, NO_ID), 0)
+        end_z = tl.max(tl.where((value == most) & (winner == end), winner_z, float("-inf")), 0)
+        keeps = tl.exp(end_z - best) >= min_p
+        if cut >= 0.0:
+            rest = total - _mass_before(at, vocab, wide_heat, best, end_z, end, WIDE)
+            keeps &= (rest.to(tl.float64) / total.to(tl.float64)).to(tl.float32) > cut
+        if keeps:
+            pick = end.to(tl.int64)
+            looking = False
+    tl.store(picks + row, pick)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["scores", "candidates", "reals", "whole"])
+def _pick_listed(scores, candidates, reals, whole, picks, count, BLOCK: tl.constexpr):
+    """One row: the token rule over `count` candidates. scores fp32 and candidates int64 [rows, count]; reals [3, rows]
+    and whole [5, rows] as in `RuleNumbers`; picks int64 [rows]."""
+    row, rows = tl.program_id(0), tl.num_programs(0)
+    place = tl.arange(0, BLOCK)
+    x = tl.load(scores + row * count + place, mask=place < count, other=float("-inf"))
+    token = tl.load(candidates + row * count + place, mask=place < count, other=0x7FFFFFFF).to(tl.int32)
+    warmth, cut, min_p = tl.load(reals + row), tl.load(reals + rows + row), tl.load(reals + 2 * rows + row)
+    top_k = tl.load(whole + 4 * rows + row)
+    samples = warmth > 0.0
+    z = tl.div_rn(x, tl.full([BLOCK], 0, tl.float32) + tl.where(samples, warmth, 1.0))
+    wrong = tl.max(((z != z) | (z == float("inf"))).to(tl.int32), 0)
+    best = tl.max(z, 0)
+    # [one, other]: the other stands before the one.
+    above = z[None, :] > z[:, None]
+    before = above | ((z[None, :] == z[:, None]) & (token[None, :] < token[:, None]))
+    kept = (z > float("-inf")) & ((top_k == 0) | (tl.sum(above.to(tl.int32), 1) < top_k))
+    weights = tl.exp(z - best)
+    mass = tl.where(kept, (weights * MASS).to(tl.int64), 0)
+    total = tl.sum(mass, 0)
+    rest = total - tl.sum(tl.where(before, tl.broadcast_to(mass[None, :], [BLOCK, BLOCK]), 0), 1)
+    kept &= ((rest.to(tl.float64) / total.to(tl.float64)).to(tl.float32) > cut) & (weights >= min_p)
+    value = tl.where(tl.sum(before.to(tl.int32), 1) == 0, z, float("-inf"))
+    if samples:
+        n0, n1, n2, n3 = _noise(whole + row, rows, token // 4)
+        which = token % 4
+        value = z + tl.where(which == 0, n0, tl.where(which == 1, n1, tl.where(which == 2, n2, n3)))
+    value = tl.where(kept, value, float("-inf"))
+    most = tl.max(value, 0)
+    lowest = tl.min(tl.where(value == most, token, NO_ID), 0)
+    fine = (wrong == 0) & (most > float("-inf"))
+    tl.store(picks + row, tl.where(fine, lowest, -1).to(tl.int64))
+
+
+def pick_whole(logits: Tensor, numbers: RuleNumbers) -> Tensor:
     """The pick of rows that keep the whole vocabulary: two launches, shapes known beforehand.
 
-    logits: [rows, vocab], each row contiguous. temperature: fp32 [rows], 0 for argmax. words: int32 [4, rows], the
-    bits of seed low and high, position and choice (see `tidar_core.philox`). Returns int64 [rows], `NO_TOKEN` for a
-    row with NaN or +inf in it or nothing finite.
+    logits: [rows, vocab], each row contiguous. Returns int64 [rows], `NO_TOKEN` for a row with NaN or +inf in it or
+    nothing finite.
     """
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, 4 * QUADS)
@@ -133,7 +281,7 @@ def pick_whole(logits: Tensor, temperature: Tensor, words: Tensor) -> Tensor:
     picks = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _pick_pieces[(rows, pieces)](
-            logits, temperature, words, values, tokens, vocab, logits.stride(0), pieces,
+            logits, numbers.reals[0], numbers.whole, values, tokens, vocab, logits.stride(0), pieces,
             BLOCK=QUADS, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         block = max(64, triton.next_power_of_2(pieces))
@@ -141,35 +289,54 @@ def pick_whole(logits: Tensor, temperature: Tensor, words: Tensor) -> Tensor:
     return picks
 
 
-def rule_tensors(
-    rules: Sequence[TokenRule], device: torch.device, shift: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Temperatures and noise words of `pick_whole` for some rules; shift as in `tidar_core.sampling.pick_tokens`."""
-    params = [rule.params for rule in rules]
-    heats = [0.0 if one.temperature == 0 else max(one.temperature, COLDEST) for one in params]
-    words = [
-        [one.seed & WORD for one in params],
-        [one.seed >> 32 & WORD for one in params],
-        [rule.position & WORD for rule in rules],
-        [one.choice & WORD for one in params],
-    ]
-    bits = on_device(words, device, torch.int64).to(torch.int32)
-    if shift is not None:
-        bits[2] += shift
-    return on_device(heats, device, torch.float32), bits
+def pick_kept(logits: Tensor, numbers: RuleNumbers, most: int) -> Tensor:
+    """The pick of sampled rows that keep a part of the vocabulary. most: the largest top_k among them.
+
+    logits: [rows, vocab], each row contiguous. Returns int64 [rows] as `pick_whole` does.
+    """
+    rows, vocab = logits.shape
+    borders = torch.full((rows,), -torch.inf, dtype=torch.float32, device=logits.device)
+    if most:
+        top_k = numbers.whole[4].long()
+        last = logits.topk(most).values.float().gather(1, (top_k - 1).clamp(min=0)[:, None]).squeeze(1)
+        borders = torch.where(top_k > 0, last, borders)
+    picks = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _pick_kept[(rows,)](
+        logits, borders, numbers.reals, numbers.whole, picks, vocab, logits.stride(0),
+        QUAD=QUADS, WIDE=WIDE, num_warps=16, enable_fp_fusion=True,
+    )  # fmt: skip
+    return picks
+
+
+def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:
+    """`tidar_core.kernels.rules.pick_listed` in one launch."""
+    rows, count = scores.shape
+    picks = torch.empty(rows, dtype=torch.int64, device=scores.device)
+    _pick_listed[(rows,)](
+        scores.contiguous(), candidates.contiguous(), numbers.reals.contiguous(), numbers.whole.contiguous(), picks,
+        count, BLOCK=max(16, triton.next_power_of_2(count)), num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return picks
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
-    """`tidar_core.sampling.pick_tokens`, with rows that keep every token picked here."""
-    whole = [row for row, rule in enumerate(rules) if rule.keeps_all(logits.shape[-1])]
-    if not whole:
-        return sampling.pick_tokens(logits, rules, shift)
-    if len(whole) == len(rules):
-        return pick_whole(logits.contiguous(), *rule_tensors(rules, logits.device, shift))
-    cut = [row for row in range(len(rules)) if row not in set(whole)]
-    picks = torch.full((len(rules),), NO_TOKEN, dtype=torch.int64, device=logits.device)
-    for chosen, pick in ((whole, pick_tokens), (cut, sampling.pick_tokens)):
-        index = on_device(chosen, logits.device)
-        own = None if shift is None else shift[index]
-        picks[index] = pick(logits[index], [rules[row] for row in chosen], own)
-    return picks
+    """`tidar_core.sampling.pick_tokens` by these kernels; where no rule adjusts scores, the host waits for nothing."""
+    return _pick_by_kind(sampling.adjusted(logits, rules).contiguous(), rules, shift)
+
+
+def _pick_by_kind(scores: Tensor, rules: Sequence[TokenRule], shift: Tensor | None) -> Tensor:
+    vocab, device = scores.shape[-1], scores.device
+    by_kind: list[list[int]] = [[], []]
+    for row, rule in enumerate(rules):
+        by_kind[rule.keeps_all(vocab)].append(row)
+    if all(by_kind):
+        picks = torch.empty(len(rules), dtype=torch.int64, device=device)
+        for rows in by_kind:
+            index = on_device(rows, device)
+            own = None if shift is None else shift[index]
+            picks[index] = _pick_by_kind(scores[index], [rules[row] for row in rows], own)
+        return picks
+    numbers = rule_numbers(rules, vocab, device, shift)
+    if not by_kind[False]:
+        return pick_whole(scores, numbers)
+    return pick_kept(scores, numbers, max(rule.params.top_k % vocab for rule in rules))

@@ -8,6 +8,8 @@ change, never the text. Its place in the design: a conditional head in the manne
 2402.05109), over mask rows instead of one row's many heads.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,7 +51,7 @@ def rescored(scores: Tensor, candidates: Tensor, told: Tensor, vocabulary: Tenso
     return scores.float() + torch.einsum("rch,rh->rc", vocabulary[candidates].float(), told.float())
 
 
-def greedy_drafts(
+def drafts_of(
     head: SlotHead,
     words: Tensor,
     vocabulary: Tensor,
@@ -57,17 +59,19 @@ def greedy_drafts(
     scores: Tensor,
     candidates: Tensor,
     anchors: Tensor,
+    pick: Callable[[int, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """The best candidate of each slot, one after the other: int64 [proposals, slots]. All on the device, sizes alone
+    """One candidate of each slot, one slot after the other: int64 [proposals, slots]. All on the device, sizes alone
     decide what is launched.
 
     words: [vocab, hidden], the embedding. hidden: [proposals, slots, hidden] of slots 1, 2, …; scores and candidates:
-    [proposals, slots, candidates], as the model's head scored them; anchors: int64 [proposals].
+    [proposals, slots, candidates], as the model's head scored them; anchors: int64 [proposals]. pick(slot, scores,
+    candidates): which of a slot's is taken, int64 [proposals]; below 0 where none can be.
     """
     before, state, drafts = anchors, None, []
     for slot in range(hidden.shape[1]):
         state = next_state(head, hidden[:, slot], words[before], state)
         anew = rescored(scores[:, slot], candidates[:, slot], F.linear(state, head.out), vocabulary)
-        before = candidates[:, slot].gather(-1, anew.argmax(-1, keepdim=True)).squeeze(-1)
-        drafts.append(before)
+        drafts.append(pick(slot, anew, candidates[:, slot]))
+        before = drafts[-1].clamp(min=0)  # a row without a finite score drafts nothing that could hold
     return torch.stack(drafts, dim=1)

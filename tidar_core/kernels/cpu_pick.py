@@ -1,0 +1,48 @@
+"""The token rule as one call into `cpu_pick.cpp`."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tidar_core import sampling
+from tidar_core.kernels.ops import Pick
+from tidar_core.kernels.rules import RuleNumbers, rule_numbers
+from tidar_core.sampling import TokenRule
+
+
+def numbers_unless_greedy(rules: Sequence[TokenRule], vocab: int, shift: Tensor | None) -> RuleNumbers | None:
+    """What the library is told of the rules; None where all rows take the best."""
+    if all(rule.params.temperature == 0 for rule in rules):
+        return None
+    return rule_numbers(rules, vocab, torch.device("cpu"), shift)
+
+
+def addresses(numbers: RuleNumbers | None) -> tuple[int | None, int | None]:
+    """Of the numbers' tensors, which have to live as long."""
+    return (None, None) if numbers is None else (numbers.reals.data_ptr(), numbers.whole.data_ptr())
+
+
+def bind_pick(function: Callable[..., None]) -> Pick:
+    """`Ops.pick` over a function of the compiled library."""
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [  # type: ignore[attr-defined]
+        pointer, ctypes.c_int64, integer, integer, pointer, pointer, pointer, integer,
+    ]  # fmt: skip
+    function.restype = None  # type: ignore[attr-defined]
+
+    def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
+        scores = sampling.adjusted(logits, rules)
+        if scores.dtype is not torch.float32 or scores.stride(1) != 1:
+            return sampling.pick_tokens(logits, rules, shift)
+        rows, vocab = scores.shape
+        numbers = numbers_unless_greedy(rules, vocab, shift)
+        picks = torch.empty(rows, dtype=torch.int64)
+        function(
+            scores.data_ptr(), scores.stride(0), rows, vocab, *addresses(numbers), picks.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return picks
+
+    return pick_tokens

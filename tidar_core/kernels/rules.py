@@ -1,0 +1,75 @@
+"""Token rules as numbers, for the kernels that pick tokens, and the rule over a few candidates by such numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidar_core.philox import NoiseKey, gumbel_at
+from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, top_p_cut
+from tidar_core.transfer import sent
+
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class RuleNumbers:
+    """What picks the tokens of some rows once their scores are adjusted (`tidar_core.sampling.adjusted`).
+
+    reals: fp32 [3, rows]: temperature (0 for the best), `top_p_cut`, min_p. whole: int32 [5, rows]: the bits of seed
+    low and high, position and choice, as `tidar_core.philox` has them, and top_k (0 where it keeps all).
+    """
+
+    reals: Tensor
+    whole: Tensor
+
+
+def all_zero(rows: int, device: torch.device) -> RuleNumbers:
+    """Rows that take the best."""
+    return RuleNumbers(torch.zeros(3, rows, device=device), torch.zeros(5, rows, dtype=torch.int32, device=device))
+
+
+def rule_numbers(
+    rules: Sequence[TokenRule], vocab: int, device: torch.device, shift: Tensor | None = None
+) -> RuleNumbers:
+    """On `device`. shift: int64 [rows], what positions lack, where only the device knows that yet."""
+    params = [rule.params for rule in rules]
+    reals = [[heat(one) for one in params], [top_p_cut(one) for one in params], [one.min_p for one in params]]
+    whole = [
+        [one.seed & _WORD for one in params],
+        [one.seed >> 32 & _WORD for one in params],
+        [rule.position & _WORD for rule in rules],
+        [one.choice & _WORD for one in params],
+        [one.top_k if one.top_k < vocab else 0 for one in params],
+    ]
+    bits = sent(torch.tensor(whole, dtype=torch.int64).to(torch.int32), device)
+    if shift is not None:
+        bits[2] += shift
+    return RuleNumbers(sent(torch.tensor(reals, dtype=torch.float32), device), bits)
+
+
+def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:
+    """The token rule over a few candidates alone: int64 [rows], `NO_TOKEN` as in `tidar_core.sampling.pick_tokens`.
+
+    scores: fp32 [rows, n]; candidates: their ids, int64 [rows, n]. Sizes alone decide what is launched.
+    """
+    heats, cut, min_p = numbers.reals.unsqueeze(-1)
+    *words, top_k = numbers.whole.long().unsqueeze(-1)
+    samples = heats > 0
+    z = torch.where(samples, scores / torch.where(samples, heats, 1.0), scores)
+    best = z.amax(-1, keepdim=True)
+    above = z[:, None, :] > z[:, :, None]  # [row, one, other]: the other stands before the one
+    before = above | ((z[:, None, :] == z[:, :, None]) & (candidates[:, None, :] < candidates[:, :, None]))
+    kept = (z > -torch.inf) & ((top_k == 0) | (above.sum(-1) < top_k))
+    weights = (z - best).exp()
+    mass = fixed_point(weights).masked_fill_(~kept, 0)
+    total = mass.sum(-1, keepdim=True)
+    share = ((total - (before * mass[:, None, :]).sum(-1)).double() / total.double()).float()
+    kept &= (share > cut) & (weights >= min_p)
+    key = NoiseKey(*(word & _WORD for word in words))
+    noisy = torch.where(samples, z + gumbel_at(key, candidates), z).masked_fill_(~kept, -torch.inf)
+    noisy = torch.where(samples | (before.sum(-1) == 0), noisy, -torch.inf)
+    most = noisy.amax(-1, keepdim=True)
+    picks = candidates.masked_fill(noisy != most, MAX_VOCAB).amin(-1)
+    return picks.masked_fill_(~(best.isfinite() & most.isfinite()).squeeze(-1), NO_TOKEN)
