@@ -46,6 +46,7 @@ from cluster.schemas import (
     DetokenizeBody,
     TokenizeBody,
     refuse_unsupported,
+    sampling_of,
     sampling_params,
 )
 from cluster.streams import Answer, Echo, Pace, requests_for
@@ -139,7 +140,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
     async def respond(request: Request) -> Response:
         def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
             body = read_body(raw, ResponsesBody)
-            return replace(chat_plan(body.as_chat(), card, backend), echo=body.echo())
+            chat = body.as_chat()
+            return replace(chat_plan(chat, card, backend), echo=body.echo(sampling_of(chat, card)))
 
         try:
             return await answer(request, plan, chat=True)

@@ -1,10 +1,10 @@
 """What the ingress must know of a model: asked of one replica, once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from tidar_core.request import DraftMode
+from tidar_core.request import DraftMode, Sampling
 
 if TYPE_CHECKING:  # half a second for whoever only starts replicas
     from transformers import PreTrainedTokenizerFast
@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # half a second for whoever only starts replicas
 class ModelCard:
     """A served model. `name` is what clients call it, `root` what it was loaded from.
 
-    block_length is the drafter's (0 where there is none); drafts is used where a request says nothing.
+    block_length is the drafter's (0 where there is none); drafts and sampling_defaults are used where a request says
+    nothing.
     step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
     page_size: positions a K/V page, by which prefixes are cached. created: when the replica loaded it, in seconds since
     1970. Crosses Ray's own transport, inside the cluster.
@@ -33,6 +34,7 @@ class ModelCard:
     vocab_size: int
     eos_ids: tuple[int, ...]
     drafts: DraftMode
+    sampling_defaults: Sampling
     step_cost: Mapping[str, Sequence[float]]
     tokenizer: "PreTrainedTokenizerFast"
 
@@ -53,6 +55,7 @@ class ModelCard:
                 "dtype": self.dtype,
                 "device": self.device,
                 "drafts": self.drafts,
+                "sampling_defaults": asdict(self.sampling_defaults),
                 "step_cost": self.step_cost,
             },
         }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.progress import put_up_board
 from tidar_core.config import ConfigError
+from tidar_core.request import Sampling
 
 API, PLAYGROUND = "api", "playground"
 # Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
@@ -317,10 +319,18 @@ def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> No
         say(f"  drafter     {drafter}; drafts {card.drafts}")
         wanted = f"{options.min_replicas} to {served[name].engines}, as the load wants"
         say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
+        if card.sampling_defaults != Sampling():
+            say(f"  sampling    {', '.join(told_of(card.sampling_defaults))}, where a request says nothing")
     if playground:
         say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
     say("  stop        Ctrl-C")
+
+
+def told_of(sampling: Sampling) -> list[str]:
+    """What is not neutral."""
+    neutral = asdict(Sampling())
+    return [f"{name} {value:g}" for name, value in asdict(sampling).items() if value != neutral[name]]
 
 
 async def card_of(deployment: str, seconds: float) -> ModelCard:

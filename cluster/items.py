@@ -15,7 +15,7 @@ from cluster.messages import FunctionCall, RefusalPart, check_content
 from cluster.schemas import ChatBody, few, told
 from cluster.structured import JsonSchema
 from cluster.tools import MAX_TOOLS, Function, FunctionName
-from tidar_core.request import MAX_LOGPROBS
+from tidar_core.request import MAX_LOGPROBS, Sampling
 
 TEXT_PARTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 LOGPROBS = "message.output_text.logprobs"  # of `include`
@@ -237,9 +237,9 @@ class ResponsesBody(BaseModel):
         except ValidationError as error:
             raise as_here(from_validation(error)) from error
 
-    def echo(self) -> str:
-        """What every object of its answer repeats of it, or says of what it left out, as JSON. Raises ApiError (400)
-        where JSON has no word for it."""
+    def echo(self, sampling: Sampling) -> str:
+        """What every object of its answer repeats of it, or says of what it left out, as JSON; `sampling` is how the
+        tokens are picked. Raises ApiError (400) where JSON has no word for it."""
         passed = self.model_extra or {}
         given = self.model_dump(include={"tools", "tool_choice", "text"}, exclude_unset=True, by_alias=True)
         text = {name: value for name, value in (given.get("text") or {}).items() if value is not None}
@@ -252,12 +252,12 @@ class ResponsesBody(BaseModel):
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "temperature": 1.0 if passed.get("temperature") is None else passed["temperature"],
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | text,
             "tool_choice": given.get("tool_choice") or "auto",
             "tools": [{"parameters": None, "strict": None} | tool for tool in given.get("tools") or ()],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if passed.get("top_p") is None else passed["top_p"],
+            "top_p": sampling.top_p,
             "truncation": "disabled",
         }
         try:

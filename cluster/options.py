@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tidar_core.config import DEFAULT_MODEL, EngineConfig, KVDType, RoundedDType, ServedDType
+from tidar_core.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, KVDType, RoundedDType, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -24,8 +24,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 class FurtherModel(BaseModel):
     """Another base beside the first, on engines of its own. What is left out (None) is as with the first.
 
-    model, adapter, dtype, kv_dtype, drafts, max_model_len: as in `tidar_core.config.EngineConfig`. replicas: engines,
-    always so many.
+    model, adapter, dtype, kv_dtype, drafts, max_model_len, generation_config: as in `tidar_core.config.EngineConfig`.
+    replicas: engines, always so many.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,6 +36,7 @@ class FurtherModel(BaseModel):
     kv_dtype: KVDType | None = None
     drafts: DraftMode | None = None
     max_model_len: Count | None = None
+    generation_config: GenerationConfig | None = None
     replicas: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -51,7 +52,8 @@ class ServedModel:
 class ServeOptions(BaseModel):
     """The models behind the API; also the `args` of the application builder in a Serve config file.
 
-    model, adapter, dtype, kv_dtype, device, drafts, max_model_len: as in `tidar_core.config.EngineConfig`.
+    model, adapter, dtype, kv_dtype, device, drafts, max_model_len, generation_config: as in
+    `tidar_core.config.EngineConfig`.
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
     models: further bases by such names, each with its adapter and engines (`FurtherModel`). What is not said there, and
@@ -102,6 +104,7 @@ class ServeOptions(BaseModel):
     overlap: bool | None = None
     threads: Count = 0
     max_model_len: Count = 0
+    generation_config: GenerationConfig = "auto"
     max_ongoing: Annotated[int, Field(ge=1)] = 256
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     ingresses: Annotated[int, Field(ge=1)] = 1
@@ -208,6 +211,7 @@ class ServeOptions(BaseModel):
             threads=self.threads,
             drafts=self.drafts,
             max_model_len=self.max_model_len,
+            generation_config=self.generation_config,
             exact=self.exact,
             graphs=self.graphs,
             overlap=self.overlap,

@@ -173,6 +173,7 @@ class EngineReplica:
             vocab_size=info.vocab_size,
             eos_ids=info.eos_ids,
             drafts=config.drafts,
+            sampling_defaults=info.sampling_defaults,
             step_cost=info.cost.describe(),
             tokenizer=engine.tokenizer,
         )

@@ -4,6 +4,7 @@ Whatever would change the answer and cannot be honoured is refused by name; what
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ from cluster.messages import Message
 from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
 from cluster.tools import MAX_TOOLS, NamedTool, Tool, Toolbox, ToolChoice
 from tidar_core.grammar import Grammar
-from tidar_core.request import MAX_LOGPROBS, DraftMode, RequestError, SamplingParams
+from tidar_core.request import MAX_LOGPROBS, DraftMode, RequestError, Sampling, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP = 16
@@ -134,6 +135,10 @@ def told(**limits: float) -> Any:
     return Field(json_schema_extra=dict(limits))
 
 
+# For the document, of each field of `Sampling`.
+MAKERS = Field(description="Left out: the model's own default, `tidar.sampling_defaults` in /v1/models.")
+
+
 class TidarOptions(BaseModel):
     """The `tidar` object of a request: how to draft, and whether to show it. Only `draft_trust` changes the tokens."""
 
@@ -159,10 +164,10 @@ class Body(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int | None, told(minimum=1)] = None
-    temperature: Annotated[float | None, told(minimum=0, maximum=100)] = None
-    top_p: Annotated[float | None, told(exclusiveMinimum=0, maximum=1)] = None
-    top_k: Annotated[int | None, told(minimum=-1)] = None
-    min_p: Annotated[float | None, told(minimum=0, maximum=1)] = None
+    temperature: Annotated[float | None, told(minimum=0, maximum=100), MAKERS] = None
+    top_p: Annotated[float | None, told(exclusiveMinimum=0, maximum=1), MAKERS] = None
+    top_k: Annotated[int | None, told(minimum=-1), MAKERS] = None
+    min_p: Annotated[float | None, told(minimum=0, maximum=1), MAKERS] = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=StopText | Stops | None)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
@@ -174,7 +179,7 @@ class Body(BaseModel):
     prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
-    repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100)] = None
+    repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100), MAKERS] = None
     logit_bias: Annotated[dict[str, float] | None, few(MAX_BIASES)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs | None, few(MAX_KEYS)] = None
@@ -357,6 +362,11 @@ def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, f
     return tuple((int(token), value) for token, value in bias.items())
 
 
+def sampling_of(body: Body, card: ModelCard) -> Sampling:
+    """How a body's tokens are picked: what it leaves out is as with the model's defaults."""
+    return card.sampling_defaults.but(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
+
+
 def sampling_params(
     body: Body, card: ModelCard, prompt_tokens: int, seed: int, tools: Toolbox | None = None
 ) -> SamplingParams:
@@ -379,20 +389,20 @@ def sampling_params(
         at_fault = name if room >= 1 else "messages" if chat else "prompt"
         raise too_long(prompt_tokens, wanted, card.max_model_len, at_fault)
     default = room if chat else min(COMPLETION_MAX_TOKENS, room)
-    top_k = body.top_k if body.top_k is not None else 0
+    sampling = sampling_of(body, card)
     trust = 1.0 if body.tidar.draft_trust is None else body.tidar.draft_trust
     drafts = body.tidar.drafts or (card.drafts if trust >= 1.0 else "full")
     try:
         return SamplingParams(
             max_tokens=default if wanted is None else wanted,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=0 if top_k == -1 else min(top_k, card.vocab_size),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            min_p=0.0 if body.min_p is None else body.min_p,
+            temperature=sampling.temperature,
+            top_k=0 if sampling.top_k == -1 else min(sampling.top_k, card.vocab_size),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             seed=seed if body.seed is None else body.seed,
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            repetition_penalty=sampling.repetition_penalty,
             logit_bias=logit_bias(body.logit_bias or {}, card.vocab_size),
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.wanted_of_prompt,

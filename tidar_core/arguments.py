@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tidar_core.config import ConfigError, EngineConfig, KVDType, ServedDType
+from tidar_core.config import ConfigError, EngineConfig, GenerationConfig, KVDType, ServedDType
 from tidar_core.request import DraftMode, RequestError
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -22,6 +22,13 @@ DType = Annotated[
 ]
 KV = Annotated[
     KVDType, typer.Option("--kv-dtype", help="K/V pages: as the arithmetic, or float8, of half the size on a GPU.")
+]
+Makers = Annotated[
+    GenerationConfig,
+    typer.Option(
+        "--generation-config",
+        help="Sampling where nothing is said: auto follows the model's makers, none takes neutral values.",
+    ),
 ]
 DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]

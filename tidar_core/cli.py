@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
+from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Makers, Model, Threads, load, user_errors
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
@@ -70,6 +70,7 @@ def up(
     exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
+    generation_config: Makers = "auto",
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
     metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
@@ -96,8 +97,8 @@ def up(
             "models": {name: {"model": path} for name, path in named(beside or [], "--beside", "model").items()},
             "name": name, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
-            "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "api_keys": api_keys,
-            "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
+            "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "generation_config": generation_config,
+            "api_keys": api_keys, "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         try:
@@ -160,8 +161,8 @@ def generate(
     adapter: AdapterPath = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as text, without the chat template.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print the answer alone.")] = False,
@@ -169,14 +170,19 @@ def generate(
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
     threads: Threads = 0,
+    generation_config: Makers = "auto",
 ) -> None:
-    """Answer one prompt here, without a server; held drafts, the model's own tokens and rejected drafts in colour."""
+    """Answer one prompt here, without a server; held drafts, the model's own tokens and rejected drafts in colour.
+
+    Greedy unless --temperature is given; the rest that is not given is as a server has it (--generation-config).
+    """
     with user_errors():
         from tidar_core.terminal import print_answer
 
         if any("\udc80" <= letter <= "\udcff" for letter in prompt):
             raise ConfigError("the prompt is not UTF-8")
-        engine = load(EngineConfig(model, adapter, dtype, device, threads, drafts))
+        config = EngineConfig(model, adapter, dtype, device, threads, drafts, generation_config=generation_config)
+        engine = load(config)
         if drafts == "full" and engine.info.adapter is None:
             raise ConfigError(f"--drafts full needs a drafter, and {engine.info.model} runs without one")
         print_answer(

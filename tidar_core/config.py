@@ -10,6 +10,7 @@ DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
 KVDType = Literal["model", "float8"]
+GenerationConfig = Literal["auto", "none"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -84,6 +85,8 @@ class EngineConfig:
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
     overlap: plan the next step while one runs; None where there is a GPU that runs it.
+    generation_config: "auto" takes what a request says nothing of from the model's makers, where they state how it is
+        to be sampled (generation_config.json, or the GGUF file's header); "none" takes neutral values.
     """
 
     model: str = DEFAULT_MODEL
@@ -101,3 +104,4 @@ class EngineConfig:
     graphs: bool = True
     overlap: bool | None = None
     kv_dtype: KVDType = "model"
+    generation_config: GenerationConfig = "auto"

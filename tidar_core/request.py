@@ -1,9 +1,9 @@
 """The nouns of the engine: what goes in, what is kept while it runs, what comes out of a step."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -31,6 +31,21 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The part of `SamplingParams` that the makers of a model may recommend: its defaults, neutral by themselves."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def but(self, **stated: Any) -> Self:
+        """The same with what is stated in place of it; None states nothing."""
+        return replace(self, **{name: value for name, value in stated.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)

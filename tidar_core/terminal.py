@@ -1,5 +1,7 @@
 """An answer in the terminal, token by token, with what was drafted and what became of it."""
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.text import Text
 
@@ -19,22 +21,17 @@ def print_answer(
     plain: bool,
     max_tokens: int,
     temperature: float,
-    top_p: float,
-    top_k: int,
+    top_p: float | None,
+    top_k: int | None,
     seed: int,
     drafts: DraftMode,
 ) -> None:
-    """Prints the answer as it grows; with `plain` nothing but the answer. Raises RequestError."""
+    """Prints the answer as it grows; with `plain` nothing but the answer. Where top_p or top_k is None, and in what is
+    not asked for here, it is sampled as the model's defaults say. Raises RequestError."""
     tokens = (plain_prompt if raw else chat_prompt)(engine.tokenizer, prompt)
     room = engine.info.max_model_len - len(tokens)
-    params = SamplingParams(
-        max_tokens=max(1, min(max_tokens, room)),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        drafts=drafts,
-    )
+    sampling = engine.info.sampling_defaults.but(temperature=temperature, top_p=top_p, top_k=top_k)
+    params = SamplingParams(max_tokens=max(1, min(max_tokens, room)), seed=seed, drafts=drafts, **asdict(sampling))
     engine.submit(Request("terminal", tokens, params))
     console = Console(highlight=False, soft_wrap=True)
     text = TextStream(engine.tokenizer)

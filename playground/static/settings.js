@@ -25,6 +25,11 @@ export class Settings {
     return this.#find("[name=t-drafts]:checked").value;
   }
 
+  /** What the model's makers want where nothing is said; a server that tells nothing of it takes neutral values. */
+  get #makers() {
+    return { top_k: 0, min_p: 0, repetition_penalty: 1, ...this.#server.facts.sampling_defaults };
+  }
+
   /** All that is set; `block` is left to the server where drafts are off. */
   read(drafts = this.drafts) {
     const number = (id) => Number(this.#find(id).value);
@@ -34,7 +39,7 @@ export class Settings {
       block: number("#t-block"),
       temperature: number("#t-temperature"),
       topP: number("#t-top-p"),
-      topK: number("#t-top-k"),
+      topK: this.#find("#t-top-k").value === "" ? this.#makers.top_k : number("#t-top-k"),
       seed: this.#find("#t-seed").value.trim(),
       system: this.#find("#t-system").value.trim(),
       logprobs: this.#find("#t-logprobs").checked,
@@ -78,6 +83,12 @@ export class Settings {
     block.disabled = !drafter || (this.drafts === "off" && this.#root.dataset.tab === "chat");
     if (facts.block_length > 0) block.max = facts.block_length;
     else block.removeAttribute("max");
+    const { top_k, min_p, repetition_penalty } = this.#makers;
+    this.#find("#t-top-k").placeholder = top_k > 0 ? top_k : "off";
+    const unsaid = [min_p > 0 && `min-p ${min_p}`, repetition_penalty !== 1 && `repetition penalty ${repetition_penalty}`];
+    const note = this.#find("#t-makers");
+    note.textContent = `Also as the model's makers want it: ${unsaid.filter(Boolean).join(", ")}.`;
+    note.hidden = !unsaid.some(Boolean);
     if (model.max_model_len) this.#find("#t-max").max = model.max_model_len;
   }
 }

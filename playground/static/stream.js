@@ -141,7 +141,7 @@ function parseChunk(data) {
 
 /**
  * The request body as JSON text. `settings.seed` is a string of digits, written as the number they are, whatever its size;
- * what is empty or off is left out, so that the server's own defaults hold.
+ * what is empty is left out, so that the server's own defaults hold.
  */
 export function chatBody(model, messages, settings) {
   const tidar = { trace: true, drafts: settings.drafts };
@@ -154,7 +154,7 @@ export function chatBody(model, messages, settings) {
     max_tokens: settings.maxTokens,
     temperature: settings.temperature,
     top_p: settings.topP,
-    ...(settings.topK > 0 && { top_k: settings.topK }),
+    top_k: settings.topK,
     ...(settings.logprobs && { logprobs: true, top_logprobs: RUNNERS_UP }),
     ...(settings.cacheSalt && { cache_salt: settings.cacheSalt }),
     tidar,

@@ -43,7 +43,15 @@ def main() -> None:
             model, adapter = chosen.model, "default"
         else:
             model, adapter = map(str, slow_model(directory))
-        options = ServeOptions(model=model, adapter=adapter, device="cpu", replicas=chosen.replicas, threads=1)
+        # What a request leaves open is neutral here whatever the model: the engine that it is compared with takes that.
+        options = ServeOptions(
+            model=model,
+            adapter=adapter,
+            device="cpu",
+            replicas=chosen.replicas,
+            threads=1,
+            generation_config="none",
+        )
         run(directory, options, chosen.streams, chosen.seconds, chosen.tokens, chosen.blow)
 
 

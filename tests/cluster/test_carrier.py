@@ -25,7 +25,7 @@ from tidar_core.request import Finish, FinishReason, Request, SamplingParams, St
 KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
 OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
-REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH))
+REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
 End = Literal[
     "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled", "deleted"
 ]  # fmt: skip
@@ -200,7 +200,8 @@ def test_whatever_befalls_replicas_the_stream_is_the_same(acts: list[Act], quiet
     assert not last.cancelled
     names = [call.request.request_id for call in cast.calls]
     assert len(set(names)) == len(names)
-    assert all(call.request.prompt == REQUEST.prompt for call in cast.calls)
+    kept = [(call.request.prompt, call.request.params) for call in cast.calls]
+    assert kept == [(REQUEST.prompt, REQUEST.params)] * len(kept)
 
 
 def test_end_and_failure_that_are_read_together_are_an_end() -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from cluster.items import ResponsesBody, as_here
 from cluster.prompts import read_body
 from cluster.response_object import response_object
 from cluster.responses import new_head
-from cluster.schemas import ChatBody
+from cluster.schemas import ChatBody, sampling_of, sampling_params
+from tests.cluster.test_schemas import QWEN, card_for
+from tests.tiny import tiny_tokenizer
+from tidar_core.request import Sampling
 
 CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -148,7 +152,7 @@ def test_errors_about_the_chat_name_the_fields_here() -> None:
 def test_what_json_has_no_word_for_is_refused_and_not_repeated() -> None:
     def echoed(parameters: str) -> str:
         tool = '{"type": "function", "name": "f", "parameters": ' + parameters + "}"
-        return read_body(f'{{"input": "a", "tools": [{tool}]}}'.encode(), ResponsesBody).echo()
+        return read_body(f'{{"input": "a", "tools": [{tool}]}}'.encode(), ResponsesBody).echo(Sampling())
 
     with pytest.raises(ApiError, match="must be JSON"):
         echoed('{"maximum": 1e999}')
@@ -161,7 +165,7 @@ def test_what_json_has_no_word_for_is_refused_and_not_repeated() -> None:
 
 def test_nulls_are_as_good_as_nothing() -> None:
     assert messages(input=[{"type": None, "role": "user", "content": "Who?"}]) == messages()
-    assert json.loads(asked(text={"format": None}).echo())["text"] == {"format": {"type": "text"}}
+    assert json.loads(asked(text={"format": None}).echo(Sampling()))["text"] == {"format": {"type": "text"}}
 
 
 def test_what_is_long_and_wrong_is_refused_at_once() -> None:
@@ -179,12 +183,29 @@ def test_an_object_repeats_what_was_asked_in_openais_own_type() -> None:
         instructions="Be brief.", tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, temperature=0.5,
         text=form, metadata={"a": "b"}, parallel_tool_calls=False, max_output_tokens=9,
     )  # fmt: skip
-    told = json.loads(response_object(new_head("tiny", True), body.echo(), "in_progress"))
+    told = json.loads(response_object(new_head("tiny", True), body.echo(Sampling(temperature=0.5)), "in_progress"))
     found = Response.model_validate(told)
     assert (found.instructions, found.temperature, found.top_p, found.metadata) == ("Be brief.", 0.5, 1.0, {"a": "b"})
     assert (found.parallel_tool_calls, found.max_output_tokens, found.status) == (False, 9, "in_progress")
     assert told["tools"] == [{**TOOL, "strict": None}]
     assert (told["text"], told["tool_choice"]) == (form, {"type": "function", "name": "weather"})
-    plain = json.loads(response_object(new_head("tiny", True), asked().echo(), "in_progress"))
+    plain = json.loads(response_object(new_head("tiny", True), asked().echo(Sampling()), "in_progress"))
     Response.model_validate(plain)
     assert (plain["tool_choice"], plain["text"], plain["tools"]) == ("auto", {"format": {"type": "text"}}, [])
+
+
+def test_an_object_tells_how_its_tokens_are_picked() -> None:
+    """The model's makers have a say in that, and a request that says something itself the last word."""
+    card = replace(card_for(tiny_tokenizer()), sampling_defaults=QWEN)
+
+    def told(**fields: Any) -> tuple[float, float]:
+        body = asked(**fields)
+        params = sampling_params(body.as_chat(), card, 3, 1)
+        echo = json.loads(body.echo(sampling_of(body.as_chat(), card)))
+        assert (echo["temperature"], echo["top_p"]) == (params.temperature, params.top_p)
+        return echo["temperature"], echo["top_p"]
+
+    assert told() == (0.7, 0.8)
+    assert told(temperature=0) == (0.0, 0.8)
+    assert told(temperature=1.5, top_p=1) == (1.5, 1.0)
+    assert told(temperature=None, top_p=0.5) == (0.7, 0.5)

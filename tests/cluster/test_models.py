@@ -3,7 +3,7 @@ for."""
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.cli import named
 from tidar_core.config import ConfigError
 from tidar_core.engine import Engine, load_engine
-from tidar_core.request import SamplingParams
+from tidar_core.request import Sampling, SamplingParams
 from tidar_core.settings import read_options
 
 PROMPT = list(range(50, 90))
@@ -75,16 +75,39 @@ def test_each_says_what_an_engine_of_its_base_says(guarded: Guarded, alone: dict
     before = metric(guarded, "vllm:generation_tokens_total")
     greedy = complete(guarded, model=name, max_tokens=48)
     drawn = complete(guarded, model=name, max_tokens=48, temperature=1.0, seed=7, tidar={"drafts": "full"})
+    unsaid = complete(guarded, model=name, max_tokens=48, temperature=None, seed=7)
+    makers = {Guarded.beside: Sampling(0.7, 20, 0.8, repetition_penalty=1.05)}.get(name, Sampling())
     engine = alone[name]
     params = [
-        SamplingParams(48, temperature=0.0, ignore_eos=True),
-        SamplingParams(48, temperature=1.0, seed=7, ignore_eos=True),
+        SamplingParams(48, seed=7, ignore_eos=True, **asdict(sampling))
+        for sampling in (makers.but(temperature=0.0), makers.but(temperature=1.0), makers, Sampling())
     ]
-    answers = answer_all(engine, [tuple(PROMPT)] * 2, params)
+    answers = answer_all(engine, [tuple(PROMPT)] * 4, params)
     texts = [engine.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
-    assert [answer["choices"][0]["text"] for answer in (greedy, drawn)] == texts
+    assert [answer["choices"][0]["text"] for answer in (greedy, drawn, unsaid)] == texts[:3]
+    assert (texts[2] == texts[3]) == (makers == Sampling()), "the makers' wishes change this answer"
     after = metric(guarded, "vllm:generation_tokens_total")
-    assert {one: after[one] - before[one] for one in NAMES} == {one: 96.0 if one == name else 0.0 for one in NAMES}
+    assert {one: after[one] - before[one] for one in NAMES} == {one: 144.0 if one == name else 0.0 for one in NAMES}
+
+
+def test_the_makers_wishes_are_told_and_kept_to_in_every_way_of_asking(guarded: Guarded) -> None:
+    shown = httpx.get(f"{guarded.url}/v1/models/{Guarded.beside}", headers=guarded.headers).json()
+    wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0, "repetition_penalty": 1.05}
+    assert shown["tidar"]["sampling_defaults"] == wanted
+    _, log = guarded.server.log.read_text().split(f"{Guarded.beside} is served", 1)
+    said = "temperature 0.7, top_k 20, top_p 0.8, repetition_penalty 1.05, where a request says nothing"
+    assert log.splitlines()[3].split(maxsplit=1) == ["sampling", said]
+
+    def ask(path: str, **fields: Any) -> Any:
+        body = {"model": Guarded.beside, "seed": 5, "ignore_eos": True, **fields}
+        return httpx.post(f"{guarded.url}/v1/{path}", json=body, headers=guarded.headers, timeout=120).json()
+
+    turn = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 40}
+    texts = [ask("chat/completions", **turn, **more)["choices"][0]["message"]["content"] for more in ({}, wanted)]
+    response = ask("responses", input="Who?", max_output_tokens=40)
+    assert (response["temperature"], response["top_p"]) == (0.7, 0.8)
+    assert {*texts, response["output"][0]["content"][0]["text"]} == {texts[0]}
+    assert ask("chat/completions", **turn, temperature=1)["choices"][0]["message"]["content"] != texts[0]
 
 
 def test_each_has_its_own_tokens_template_and_limit(guarded: Guarded, alone: dict[str, Engine]) -> None:
@@ -219,10 +242,11 @@ def test_every_name_has_a_deployment_of_its_own() -> None:
 def test_what_is_left_out_is_as_with_the_first() -> None:
     common = {
         "name": "one", "dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300, "exact": False,
-        "replicas": 3,
+        "replicas": 3, "generation_config": "none",
     }  # fmt: skip
     own = {
-        "dtype": "bfloat16", "kv_dtype": "model", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none"
+        "dtype": "bfloat16", "kv_dtype": "model", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none",
+        "generation_config": "auto",
     }  # fmt: skip
     options = read_options(
         ServeOptions, {**common, "adapter": "a", "adapters": {"two": "b"}, "models": {"x": OTHER, "y": OTHER | own}}
@@ -237,7 +261,9 @@ def test_what_is_left_out_is_as_with_the_first() -> None:
     first, x, y = (served[name].config for name in ("one", "x", "y"))
     assert replace(x, model=first.model, adapter="a") == first
     assert x.kv_dtype == "float8"
-    assert replace(y, dtype="float32", kv_dtype="float8", drafts="full", max_model_len=300, adapter="default") == x
+    assert (x.generation_config, y.generation_config) == ("none", "auto")
+    stated = {"dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300}
+    assert replace(y, **stated, adapter="default", generation_config="none") == x
     assert [replica_count(options, one)["num_replicas"] for one in served.values()] == [3, 3, 3, 1]
     assert options.most_engines == 10
 

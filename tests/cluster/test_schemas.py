@@ -1,7 +1,7 @@
 """Request bodies: what is read, what is ignored, what is refused by name."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,17 @@ from transformers import PreTrainedTokenizerFast
 from cluster.card import ModelCard
 from cluster.errors import ApiError
 from cluster.prompts import chat_prompt, completion_prompts, encode, parse_json, prepare, read_body
-from cluster.schemas import UNSUPPORTED, ChatBody, CompletionBody, TokenizeBody, refuse_unsupported, sampling_params
+from cluster.schemas import (
+    UNSUPPORTED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    refuse_unsupported,
+    sampling_params,
+)
 from tests.tiny import tiny_tokenizer
+from tidar_core.request import Sampling
 
 
 def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> ModelCard:
@@ -31,6 +40,7 @@ def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> Mod
         vocab_size=512,
         eos_ids=(2, 0),
         drafts="auto",
+        sampling_defaults=Sampling(),
         step_cost={"rows": [1], "trunk_ms": [1.0], "head_ms": [0.1], "adapter_ms": [0.0]},
         tokenizer=tokenizer,
     )
@@ -64,6 +74,35 @@ def test_defaults_are_openais(card: ModelCard) -> None:
     assert (params.seed, params.drafts, params.block, params.stop) == (5, "auto", None, ())
     assert sampling_params(completion(), card, 60, seed=5).max_tokens == 4
     assert sampling_params(chat(), card, 10, seed=5).max_tokens == 54
+
+
+QWEN = Sampling(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.05)
+
+
+def picked_by(body: Body, card: ModelCard) -> Sampling:
+    params = sampling_params(body, card, 3, 1)
+    return Sampling(**{field.name: getattr(params, field.name) for field in fields(Sampling)})
+
+
+@pytest.mark.parametrize("make", [completion, chat])
+def test_what_is_left_out_is_as_the_models_makers_want_it(make: Any, card: ModelCard) -> None:
+    qwen = replace(card, sampling_defaults=QWEN)
+    assert picked_by(make(), qwen) == QWEN
+    assert picked_by(make(temperature=None, top_k=None, top_p=None), qwen) == QWEN
+    assert picked_by(make(repetition_penalty=1, min_p=0), qwen) == replace(QWEN, repetition_penalty=1.0, min_p=0.0)
+    for off in (0, -1):
+        assert picked_by(make(top_k=off), qwen) == replace(QWEN, top_k=0)
+    greedy = sampling_params(make(temperature=0), qwen, 3, 1)
+    assert (greedy.temperature, greedy.repetition_penalty) == (0.0, 1.05)
+    assert picked_by(make(temperature=1, top_p=1, top_k=0, min_p=0, repetition_penalty=1), qwen) == Sampling()
+    assert picked_by(make(), replace(card, sampling_defaults=Sampling(top_k=10**6))).top_k == card.vocab_size
+
+
+def test_what_the_makers_want_is_told_of_the_model(card: ModelCard) -> None:
+    told: Any = replace(card, sampling_defaults=QWEN).describe()["tidar"]
+    assert json.loads(json.dumps(told["sampling_defaults"])) == {
+        "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05
+    }  # fmt: skip
 
 
 def test_null_is_the_same_as_leaving_out(card: ModelCard) -> None:

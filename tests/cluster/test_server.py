@@ -41,6 +41,7 @@ def test_the_model_describes_itself(client: openai.OpenAI) -> None:
         "dtype": "float32",
         "device": "cpu",
         "drafts": "auto",
+        "sampling_defaults": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
         "step_cost": described["tidar"]["step_cost"],
     }
     rows, trunk, head, adapter = (

@@ -55,6 +55,7 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "arg"), {}, "applications[0]: unknown key 'arg': did you mean 'args'?"),
         ((*APP, "args", "modle"), "x", "applications[0]: args: unknown key 'modle': did you mean 'model'?"),
         ((*APP, "args", "dtype"), "int3", "args: dtype is 'int3': input should be 'bfloat16', 'float32', 'float8'"),
+        ((*APP, "args", "generation_config"), "vllm", "args: generation_config is 'vllm': input should be 'auto' or"),
         ((*APP, "args", "dtype"), "int8", "args: dtype int8 is for CPUs; use bfloat16 or float8 on a GPU"),
         ((*APP, "args", "replicas"), 0, "args: replicas is 0: a model that may sleep has min_replicas 0 and max_r"),
         ((*APP, "args", "min_replicas"), 0, "args: min_replicas needs max_replicas; without it there are always"),

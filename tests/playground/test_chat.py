@@ -2,11 +2,11 @@
 
 import json
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, BrowserContext, expect
 
 from tests.playground.asking import TEXT, TOKENS, ask, look, shown, texts
-from tests.playground.conftest import Visit
-from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording, token_id
+from tests.playground.conftest import Visit, visit
+from tests.playground.recorded import MODEL, RecordedServer, Recording, Step, event, plain_steps, recording, token_id
 
 
 def test_the_page_names_the_model_and_itself(opened: Visit) -> None:
@@ -38,6 +38,28 @@ def test_an_answer_is_told_apart(opened: Visit, recorded: RecordedServer) -> Non
     looks = [look(page.locator(".answer-text " + one).first) for one in (".held .ink", ".own.ink", ".ghost")]
     assert len({colour for colour, _ in looks}) == 3
     assert [line for _, line in looks] == ["underline solid", "underline dotted", "line-through solid"]
+
+
+def test_what_the_page_shows_of_sampling_is_what_is_used(context: BrowserContext, recorded: RecordedServer) -> None:
+    """Where the model's makers state something, too."""
+    wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0, "repetition_penalty": 1.05}
+    recorded.model = MODEL | {"tidar": {**MODEL["tidar"], "sampling_defaults": wanted}}
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-top-k")).to_have_attribute("placeholder", "20")
+    expect(page.locator("#t-makers")).to_have_text("Also as the model's makers want it: repetition penalty 1.05.")
+    for typed in ("", "0", "7"):
+        page.fill("#t-top-k", typed)
+        ask(page, "Go on")
+        expect(page.locator("#t-send")).to_be_visible()
+    assert [body["top_k"] for body in recorded.bodies] == [20, 0, 7]
+    assert {(body["temperature"], body["top_p"]) for body in recorded.bodies} == {(0, 1)}
+    assert not any({"min_p", "repetition_penalty"} & set(body) for body in recorded.bodies), "the note is about them"
+
+
+def test_a_model_whose_makers_say_nothing_has_no_note(opened: Visit) -> None:
+    expect(opened.page.locator("#t-top-k")).to_have_attribute("placeholder", "off")
+    expect(opened.page.locator("#t-makers")).to_be_hidden()
 
 
 def test_what_is_sent(opened: Visit, recorded: RecordedServer) -> None:

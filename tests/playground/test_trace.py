@@ -237,4 +237,4 @@ def test_a_seed_keeps_its_64_bits(blank: Page, seed: str, number: int) -> None:
     text = call(blank, "stream.js", "chatBody", "m", [], chosen)
     assert json.loads(text)["seed"] == number
     assert '"block"' not in text, "no drafts, no block"
-    assert "top_k" not in text, "0 is off"
+    assert json.loads(text)["top_k"] == 0, "off, whatever the server takes where nothing is said"

@@ -44,6 +44,21 @@ def test_an_answer_is_the_same_with_and_without_drafts(model):
     assert answers.pop().strip()
 
 
+def test_sampling_that_is_not_asked_for_is_as_the_models_makers_want_it(tmp_path):
+    tiny_checkpoint(tmp_path / "tiny")
+    edit_json(tmp_path / "tiny" / "generation_config.json", top_k=1)
+
+    def said(*arguments: str | float) -> str:
+        base = ["generate", "Who?", "--model", tmp_path / "tiny", "--adapter", "none", "--max-tokens", 30, "--plain"]
+        result = tidar(*base, *arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    greedy, hot = said(), ["--temperature", 2]
+    assert said(*hot) == greedy
+    assert said(*hot, "--top-k", 0) == said(*hot, "--generation-config", "none") != greedy
+
+
 def test_bench_decode_writes_a_record(model, tmp_path):
     record = tmp_path / "record.json"
     result = tidar(

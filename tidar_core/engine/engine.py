@@ -18,7 +18,7 @@ from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import WithinBlock
 from tidar_core.penalties import NOTHING_SAID, History
-from tidar_core.request import Finish, FinishReason, Request, RequestError, Sequence, StepOutput
+from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
 from tidar_core.transfer import on_device
@@ -31,7 +31,8 @@ class EngineInfo:
     """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
     often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
     the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic` the kernels, the torch and the
-    kind of processor that compute with them; `cost` is what a step's rows were measured to cost at warm-up."""
+    kind of processor that compute with them; `cost` is what a step's rows were measured to cost at warm-up.
+    `sampling_defaults` is for whoever makes requests: the engine does as their parameters say."""
 
     model: str
     adapter: str | None
@@ -45,6 +46,7 @@ class EngineInfo:
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
+    sampling_defaults: Sampling
     pages: int
     page_size: int
     max_running: int

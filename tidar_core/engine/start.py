@@ -29,8 +29,10 @@ from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter, read_own_drafter
+from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import pack_adapter, pack_model
+from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
 GIB = 2**30
@@ -55,6 +57,7 @@ def load_engine(
     model = load_config(source)
     report(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
+    sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
     base = identify_base(source.name, model, weights, tokenizer)
@@ -116,6 +119,7 @@ def load_engine(
         max_model_len=positions,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
+        sampling_defaults=sampling_defaults,
         pages=pages,
         page_size=config.page_size,
         max_running=config.max_running,

@@ -6,6 +6,7 @@
     splits.py    how a GGUF file's vocabulary cuts text into words
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
     configuration.py its shape, as the checkpoint states it
+    sampling_defaults.py how its makers want it sampled
     loading.py   its weights, fused for the decoder, and its tokenizer
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
