@@ -5,24 +5,59 @@ transformers', for the repetition penalty): presence and frequency count the tok
 repetition penalty those of prompt and answer.
 """
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tidar_core.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """What came before the token to pick: the prompt, and the answer so far, drafts ahead of it included."""
+    """The different tokens before the one to pick, those of drafts ahead of it included.
 
-    prompt: tuple[int, ...]
-    answer: tuple[int, ...]
+    tokens: int64 [n], no two the same. times: fp32 [n], how often each stands in the answer.
+    """
+
+    tokens: Tensor
+    times: Tensor
 
 
-NOTHING_SAID = History((), ())
+NOTHING_SAID = History(torch.empty(0, dtype=torch.int64), torch.empty(0))
+
+
+class Ledger:
+    """The history of one sequence as it grows: each token is counted once, however often the history is asked for."""
+
+    def __init__(self, prompt_length: int):
+        self._prompt_length = prompt_length
+        self._counted = 0
+        self._places: dict[int, int] = {}
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._times = np.empty(0, dtype=np.float32)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Counts what prompt and answer have grown by. tokens: all of both, the ones known before unchanged."""
+        new = tokens[self._counted :]
+        answer = max(0, self._prompt_length - self._counted)
+        fresh = [token for token in dict.fromkeys(new) if token not in self._places]
+        self._places.update(zip(fresh, range(len(self._tokens), len(self._tokens) + len(fresh)), strict=True))
+        self._tokens = np.concatenate((self._tokens, np.array(fresh, dtype=np.int64)))
+        self._times = np.concatenate((self._times, np.zeros(len(fresh), dtype=np.float32)))
+        np.add.at(self._times, [self._places[token] for token in new[answer:]], 1.0)
+        self._counted = len(tokens)
+
+    def history(self, ahead: Sequence[int] = ()) -> History:
+        """With the tokens of drafts `ahead` of what was counted, as if they were said."""
+        fresh = [token for token in dict.fromkeys(ahead) if token not in self._places]
+        tokens = np.concatenate((self._tokens, np.array(fresh, dtype=np.int64)))
+        times = np.concatenate((self._times, np.zeros(len(fresh), dtype=np.float32)))
+        for token in ahead:
+            times[self._places[token] if token in self._places else len(self._tokens) + fresh.index(token)] += 1.0
+        return History(torch.from_numpy(tokens), torch.from_numpy(times))
 
 
 def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tensor:
@@ -33,18 +68,13 @@ def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tenso
     """
     if params.logit_bias:
         tokens, bias = zip(*params.logit_bias, strict=True)
-        scores[_ids(tokens, scores)] += torch.tensor(bias, dtype=torch.float32, device=scores.device)
-    if params.repetition_penalty != 1.0 and (history.prompt or history.answer):
-        seen = _ids(sorted({*history.prompt, *history.answer}), scores)
-        before = scores[seen]
-        factor = params.repetition_penalty
-        scores[seen] = torch.where(before > 0, before / factor, before * factor)
-    if history.answer and (params.frequency_penalty or params.presence_penalty):
-        counts = Counter(history.answer)
-        times = torch.tensor(list(counts.values()), dtype=torch.float32, device=scores.device)
-        scores[_ids(counts, scores)] -= params.frequency_penalty * times + params.presence_penalty
+        index = torch.tensor(tokens, dtype=torch.int64, device=scores.device)
+        scores[index] += torch.tensor(bias, dtype=torch.float32, device=scores.device)
+    if not params.penalises or not len(history.tokens):
+        return scores
+    seen, times = history.tokens.to(scores.device), history.times.to(scores.device)
+    before, factor = scores[seen], params.repetition_penalty
+    if factor != 1.0:
+        before = torch.where(before > 0, before / factor, before * factor)
+    scores[seen] = before - (params.frequency_penalty * times + params.presence_penalty * (times > 0))
     return scores
-
-
-def _ids(tokens: object, scores: Tensor) -> Tensor:
-    return torch.tensor(list(tokens), dtype=torch.int64, device=scores.device)  # type: ignore[call-overload]

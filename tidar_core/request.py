@@ -12,6 +12,8 @@ from tidar_core.grammar import Grammar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tidar_core.penalties import Ledger
+
 DraftMode = Literal["auto", "off", "full"]
 MAX_LOGPROBS = 20
 
@@ -267,9 +269,9 @@ class Sequence:
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. prompt_logprobs: of
-    the prompt's tokens from the second on, as far as they were read. draft_scores: [drafts, vocab], what the drafter
-    said of each draft, where that has a say in the text.
+    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties
+    count, where there are any. prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
+    draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text.
     """
 
     request: Request
@@ -285,6 +287,7 @@ class Sequence:
     stop_watch: StopWatch | None = None
     acceptance: HeldDrafts | None = None
     constraint: Constraint | None = None
+    said: "Ledger | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from tidar_core.penalties import History, penalised
+from tidar_core.penalties import History, Ledger, penalised
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule, pick_tokens
 
@@ -14,14 +14,19 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=20)
 scores = st.lists(st.floats(-20, 20, width=32), min_size=VOCAB, max_size=VOCAB)
 
 
+def said(prompt: list[int], answer: list[int]) -> History:
+    ledger = Ledger(len(prompt))
+    ledger.follow(prompt + answer)
+    return ledger.history()
+
+
 def params(**fields: object) -> SamplingParams:
     return SamplingParams(max_tokens=4, temperature=0.0, **fields)  # type: ignore[arg-type]
 
 
 @given(scores, tokens, tokens, st.floats(0.1, 3.0))
 def test_repetition_is_transformers_own(row, prompt, answer, penalty):
-    history = History(tuple(prompt), tuple(answer))
-    ours = penalised(torch.tensor(row), params(repetition_penalty=penalty), history)
+    ours = penalised(torch.tensor(row), params(repetition_penalty=penalty), said(prompt, answer))
     if not prompt + answer:
         assert ours.tolist() == torch.tensor(row).tolist()
         return
@@ -32,9 +37,27 @@ def test_repetition_is_transformers_own(row, prompt, answer, penalty):
 @given(scores, tokens, tokens, st.floats(-2, 2), st.floats(-2, 2))
 def test_presence_and_frequency_count_the_answer_alone(row, prompt, answer, presence, frequency):
     chosen = params(presence_penalty=presence, frequency_penalty=frequency)
-    ours = penalised(torch.tensor(row), chosen, History(tuple(prompt), tuple(answer)))
+    ours = penalised(torch.tensor(row), chosen, said(prompt, answer))
     expected = [x - frequency * answer.count(i) - presence * (i in answer) for i, x in enumerate(row)]
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@given(tokens, st.lists(tokens, max_size=4), tokens)
+def test_a_history_that_grows_is_the_one_of_all_that_was_said(prompt, steps, ahead):
+    """In steps of any length, the first perhaps with a part of the answer; drafts ahead count for that once alone."""
+    ledger, known = Ledger(len(prompt)), list(prompt)
+    for step in steps:
+        known += step
+        ledger.follow(known)
+        ledger.follow(known)
+        assert counts(ledger.history(ahead)) == counts(said(prompt, known[len(prompt) :] + ahead))
+    ledger.follow(known)
+    assert counts(ledger.history()) == counts(said(prompt, known[len(prompt) :]))
+
+
+def counts(history: History) -> dict[int, float]:
+    assert len(set(history.tokens.tolist())) == len(history.tokens)
+    return dict(zip(history.tokens.tolist(), history.times.tolist(), strict=True))
 
 
 def test_bias_moves_single_tokens_and_the_callers_logits_stay():

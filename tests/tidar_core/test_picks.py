@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.tidar_core.processors import PROCESSORS, ops_for
 from tests.tidar_core.test_kernels import model_config
+from tests.tidar_core.test_penalties import said
 from tests.tidar_core.test_sampling import KINDS, SAMPLED, gaussian, rules_for, undecided
 from tidar_core.kernels.ops import Pick
 from tidar_core.kernels.rules import pick_listed, rule_numbers
-from tidar_core.penalties import History
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
@@ -141,7 +141,7 @@ def test_what_changes_scores_comes_first(pick: Pick) -> None:
         lambda rule, row: replace(rule, banned=(best[row], 699, -1, 10**9)),
         lambda rule, row: replace(rule, params=replace(rule.params, logit_bias=((best[row], -40.0), (3, 9.0)))),
         lambda rule, row: replace(
-            rule, params=replace(rule.params, repetition_penalty=3.0), history=History((best[row],), (5, 6))
+            rule, params=replace(rule.params, repetition_penalty=3.0), history=said([best[row]], [5, 6])
         ),
         lambda rule, row: replace(rule, allowed=allowed),
     ]

@@ -17,7 +17,7 @@ from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import WithinBlock
-from tidar_core.penalties import NOTHING_SAID, History
+from tidar_core.penalties import NOTHING_SAID, Ledger
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
@@ -126,7 +126,9 @@ class Engine:
         if params.draft_trust < 1.0 and not self.info.block_length:
             raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
         watch = TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens) if params.stop else None
-        sequence = Sequence(request, time.monotonic(), [*request.prompt, *request.emitted], stop_watch=watch)
+        said = Ledger(len(request.prompt)) if params.penalises else None
+        tokens = [*request.prompt, *request.emitted]
+        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said)
         if params.grammar is None:
             self._scheduler.add(sequence)
         else:
@@ -290,12 +292,12 @@ class Engine:
         if params.temperature == 0 and not still_banned and not params.penalises:
             return [TokenRule(params, first)] * count  # the best is the best wherever it stands
         banned = self._ends(sequence) if still_banned else ()
+        said = sequence.said
+        if said is not None:
+            said.follow(sequence.tokens)
         rules = []
         for place in range(count):
-            history = NOTHING_SAID
-            if params.penalises:
-                answer = (*sequence.tokens[sequence.prompt_length :], *ahead[:place])
-                history = History(sequence.request.prompt, answer)
+            history = NOTHING_SAID if said is None else said.history(ahead[:place])
             rules.append(TokenRule(params, first + place, banned if place < still_banned else (), history))
         return rules
 
