@@ -70,20 +70,22 @@ def _side_by_side(
     starts = [*accumulate(counts[:-1], initial=0), *[0] * (size - len(counts))]
     lengths = [*counts, *[counts[0]] * (size - len(counts))]
     rows = [
-        start + min(slot, length - 1) for start, length in zip(starts, lengths, strict=True) for slot in range(longest)
+        start + min(slot, length - 1) for slot in range(longest) for start, length in zip(starts, lengths, strict=True)
     ]
     index = on_device(rows, device)
     best = logits.topk(min(CANDIDATES, logits.shape[1]))
-    shaped = [each[index].view(size, longest, -1) for each in (hidden, best.values, best.indices)]
+    shaped = [each[index].view(longest, size, -1) for each in (hidden, best.values, best.indices)]
     numbers = rule_numbers(rules, logits.shape[1], device, shift)
-    told = [each[:, index].view(-1, size, longest) for each in (numbers.reals, numbers.whole)]
+    told = [
+        each[:, index].view(-1, longest, size).transpose(0, 1).contiguous() for each in (numbers.reals, numbers.whole)
+    ]
     first = torch.cat((anchors, anchors[:1].expand(size - len(counts))))
 
     def drafts(
         hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor, reals: Tensor, whole: Tensor
     ) -> Tensor:
         def pick(slot: int, anew: Tensor, some: Tensor) -> Tensor:
-            return runner.ops.pick_listed(anew, some, RuleNumbers(reals[:, :, slot], whole[:, :, slot]))
+            return runner.ops.pick_listed(anew, some, RuleNumbers(reals[slot], whole[slot]))
 
         return drafts_of(head, words, vocabulary, hidden, scores, candidates, first, pick)
 

@@ -64,14 +64,14 @@ def drafts_of(
     """One candidate of each slot, one slot after the other: int64 [proposals, slots]. All on the device, sizes alone
     decide what is launched.
 
-    words: [vocab, hidden], the embedding. hidden: [proposals, slots, hidden] of slots 1, 2, …; scores and candidates:
-    [proposals, slots, candidates], as the model's head scored them; anchors: int64 [proposals]. pick(slot, scores,
+    words: [vocab, hidden], the embedding. hidden: [slots, proposals, hidden] of slots 1, 2, …; scores and candidates:
+    [slots, proposals, candidates], as the model's head scored them; anchors: int64 [proposals]. pick(slot, scores,
     candidates): which of a slot's is taken, int64 [proposals]; below 0 where none can be.
     """
     before, state, drafts = anchors, None, []
-    for slot in range(hidden.shape[1]):
-        state = next_state(head, hidden[:, slot], words[before], state)
-        anew = rescored(scores[:, slot], candidates[:, slot], F.linear(state, head.out), vocabulary)
-        drafts.append(pick(slot, anew, candidates[:, slot]))
+    for slot, own in enumerate(hidden):
+        state = next_state(head, own, words[before], state)
+        anew = rescored(scores[slot], candidates[slot], F.linear(state, head.out), vocabulary)
+        drafts.append(pick(slot, anew, candidates[slot]))
         before = drafts[-1].clamp(min=0)  # a row without a finite score drafts nothing that could hold
     return torch.stack(drafts, dim=1)
