@@ -4,9 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from openai.types.chat import ChatCompletionTokenLogprob
-from openai.types.chat.chat_completion import ChoiceLogprobs
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 
 from tidar_core.request import TokenLogprobs
@@ -14,22 +11,20 @@ from tidar_core.request import TokenLogprobs
 Spell = Callable[[int], str]
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], spell: Spell, bytes_of: Callable[[int], bytes]) -> ChoiceLogprobs:
-    """`logprobs` of a chat choice: each token with its likeliest rivals. The `bytes` of all tokens joined are the
-    answer's, where a token is but a part of a character too; a stop string at its end is among them."""
-    content = [
-        ChatCompletionTokenLogprob(
-            token=spell(entry.token),
-            bytes=list(bytes_of(entry.token)),
-            logprob=entry.logprob,
-            top_logprobs=[
-                TopLogprob(token=spell(token), bytes=list(bytes_of(token)), logprob=logprob)
-                for token, logprob in entry.top
-            ],
-        )
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], spell: Spell, bytes_of: Callable[[int], bytes]
+) -> list[dict[str, Any]]:
+    """`content` of a chat choice's `logprobs`, as OpenAI's `ChatCompletionTokenLogprob` has it: each token with its
+    likeliest rivals. The `bytes` of all tokens joined are the answer's, where a token is but a part of a character too;
+    a stop string at its end is among them."""
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": spell(token), "bytes": list(bytes_of(token)), "logprob": logprob}
+
+    return [
+        {**told(entry.token, entry.logprob), "top_logprobs": [told(token, logprob) for token, logprob in entry.top]}
         for entry in entries
     ]
-    return ChoiceLogprobs(content=content, refusal=None)
 
 
 def completion_logprobs(

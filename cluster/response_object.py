@@ -16,10 +16,16 @@ from tidar_core.request import FinishReason
 
 log = logging.getLogger("ray.serve")
 Json = dict[str, Any]
+JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def new_response_head(model: str) -> Head:
     return Head(model, True, f"resp_{uuid.uuid4().hex}")
+
+
+class Entries(list[bytes]):
+    """An array whose items are JSON already. The log-probabilities of an answer are told once as they come and four
+    times at its end, and while some megabytes of them were made JSON each time all other streams waited."""
 
 
 class Output:
@@ -31,15 +37,15 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = False  # whether the last of them still grows
-        self._early: list[Json] = []  # of tokens whose text is held back
+        self._early = Entries()  # of tokens whose text is held back
 
-    def add(self, piece: Piece, logprobs: Sequence[Json]) -> Iterator[Json]:
+    def add(self, piece: Piece, logprobs: Entries) -> Iterator[Json]:
         for part in piece.told:
             if isinstance(part, CallDelta):
                 yield from self._call(part)
             else:
                 yield from self._text(part, logprobs)
-                logprobs = ()
+                logprobs = Entries()
         if logprobs:
             yield from self._text("", logprobs)
 
@@ -54,29 +60,29 @@ class Output:
             status = "incomplete" if in_arguments else "completed"
         yield from self._close(status)
 
-    def _text(self, text: str, logprobs: Sequence[Json]) -> Iterator[Json]:
+    def _text(self, text: str, logprobs: Entries) -> Iterator[Json]:
         if not self._open or self.items[-1]["type"] != "message":
             if not text:
                 if not self._open:  # else the tokens of a call
                     self._early += logprobs
                 return
-            logprobs, self._early = [*self._early, *logprobs], []
+            logprobs, self._early = Entries((*self._early, *logprobs)), Entries()
             yield from self._close("completed")
             yield from self._begin_message()
         part = self.items[-1]["content"][0]
         part["text"] += text
         part["logprobs"] += logprobs
-        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=list(logprobs))
+        yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
     def _begin_message(self) -> Iterator[Json]:
         yield from self._begin({"type": "message", "id": _id("msg"), "role": "assistant", "content": []})
-        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": Entries()}
         yield self._event("response.content_part.added", content_index=0, part=dict(part))
         self.items[-1]["content"].append(part)
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
-            self._early = []
+            self._early = Entries()
             yield from self._close("completed")
             called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
@@ -119,15 +125,15 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def response_object(head: Head, echo: str, status: str, **told: Any) -> str:
+def response_object(head: Head, echo: str, status: str, **told: Any) -> bytes:
     """OpenAI's `Response` as JSON; `echo`, an object too, is what it repeats of the request. That is as long as the
     client likes and told several times, so it was made JSON once, where streams did not wait for it."""
     common = {"id": head.id, "object": "response", "created_at": head.created, "model": head.model, "status": status}
     empty: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-    return dumped({**common, **empty, **told}).removesuffix("}") + "," + echo.removeprefix("{")
+    return dumped({**common, **empty, **told}).removesuffix(b"}") + b"," + echo.removeprefix("{").encode()
 
 
-def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> str:
+def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> bytes:
     """The object of an answer that has come to its end, by itself or at a limit."""
     usage = usage_of(answer.choices)
     counted = {
@@ -151,9 +157,9 @@ def status_of(answer: Answer) -> str:
     return "incomplete" if finish.reason is FinishReason.LENGTH else "completed"
 
 
-def logprobs_told(head: Head, answer: Answer, piece: Piece) -> list[Json]:
+def logprobs_told(head: Head, answer: Answer, piece: Piece) -> Entries:
     found = logprobs_of(head, answer, 0, piece.logprobs)
-    return [] if found is None else found["content"]
+    return Entries() if found is None else Entries(map(as_json, found["content"]))
 
 
 def in_arguments(answer: Answer) -> bool:
@@ -169,7 +175,7 @@ def whole_response(head: Head, echo: str, answer: Answer, pieces: Sequence[Piece
             pass
     for _ in output.end(status_of(answer), in_arguments(answer)):
         pass
-    return ended(head, echo, answer, output.items).encode()
+    return ended(head, echo, answer, output.items)
 
 
 async def response_events(
@@ -178,14 +184,14 @@ async def response_events(
     """The events of an answer whose first piece is here already; the last one tells the whole object."""
     number = 0
 
-    def event(told: Json, response: str | None = None) -> bytes:
+    def event(told: Json, response: bytes | None = None) -> bytes:
         """Numbered; with the object, where it is one of those that tell it."""
         nonlocal number
         body = dumped({**told, "sequence_number": number})
         if response is not None:
-            body = body.removesuffix("}") + ',"response":' + response + "}"
+            body = body.removesuffix(b"}") + b',"response":' + response + b"}"
         number += 1
-        return f"event: {told['type']}\ndata: {body}\n\n".encode()
+        return f"event: {told['type']}\ndata: ".encode() + body + b"\n\n"
 
     output = Output()
     begun = response_object(head, echo, "in_progress")
@@ -210,5 +216,16 @@ async def response_events(
         yield event({"type": "response.failed"}, failed)
 
 
-def dumped(told: Json) -> str:
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+def dumped(told: Any) -> bytes:
+    """As JSON, in which `Entries` stand as they are."""
+    if isinstance(told, Entries):
+        return b"[" + b",".join(told) + b"]"
+    if isinstance(told, list):
+        return b"[" + b",".join(map(dumped, told)) + b"]"
+    if isinstance(told, dict):
+        return b"{" + b",".join(as_json(name) + b":" + dumped(value) for name, value in told.items()) + b"}"
+    return as_json(told)
+
+
+def as_json(told: Any) -> bytes:
+    return JSON.encode(told).encode()

@@ -79,7 +79,7 @@ def logprobs_of(
     tokenizer = answer.card.tokenizer
     spelled = partial(spell, tokenizer)
     if head.chat:
-        return chat_logprobs(entries, spelled, partial(token_bytes, tokenizer)).model_dump()
+        return {"content": chat_logprobs(entries, spelled, partial(token_bytes, tokenizer)), "refusal": None}
     leading = answer.echoes[choice].first if answer.echoes and offset == 0 else None
     return completion_logprobs(entries, spelled, offset, leading)
 
@@ -135,7 +135,10 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
         if head.chat:
-            made.append(ChatChoice(message=one.message(), **end))
+            # As they are: to check thousands against OpenAI's type takes longer than to make them, and no stream
+            # goes on meanwhile.
+            checked = ChatChoice(message=one.message(), **{**end, "logprobs": None})
+            made.append(checked.model_copy(update={"logprobs": end["logprobs"]}))
         else:
             if answer.tells_prompt:
                 end["prompt_logprobs"] = told_of_prompt(answer, choice)
