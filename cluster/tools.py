@@ -1,5 +1,6 @@
 """Tools on the wire: what a request may say of them, and how the model's chat template writes a call."""
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.errors import bad_request
-from cluster.structured import ResponseFormat
+from cluster.structured import ResponseFormat, grammar_of
 from cluster.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
 
@@ -115,11 +116,13 @@ def free_grammar(
     form: ToolFormat, functions: Sequence[Function], parallel: bool, response_format: ResponseFormat | None
 ) -> Grammar | None:
     """What an answer has to follow that may call functions: it is calls, or what `response_format` asks for. In any
-    text a function's arguments are held to its schema where one of the functions is `strict`. Raises GrammarError."""
-    if response_format is not None and response_format.type != "text":
-        asked = response_format.json_schema
-        content = {"type": "json_schema", "json_schema": {"type": "object"} if asked is None else asked.schema_}
-        return tag_grammar({"type": "or", "elements": [content, calls(form, functions, parallel)]})
+    text a function's arguments are held to its schema where one of the functions is `strict`. Raises GrammarError, and
+    ApiError (400) for a fault of `response_format` alone."""
+    asked = grammar_of(response_format, None)
+    if asked is not None:
+        content = {"type": "json_schema", "json_schema": json.loads(asked.text or '{"type": "object"}')}
+        either = {"type": "or", "elements": [content, calls(form, functions, parallel)]}
+        return tag_grammar(either, (("response_format", asked),))
     if not any(function.strict for function in functions):
         return None
     if not form.begin:  # an answer that does not begin with an object has no call

@@ -26,10 +26,12 @@ class GrammarError(ValueError):
 class Grammar:
     """kind: how `text` is written: a JSON schema, a regular expression that matches the whole answer, GBNF, the EBNF
     of llama.cpp with the rule `root`, or xgrammar's structural tag, which puts schemas between fixed texts.
-    json_object needs no text. Raises GrammarError."""
+    json_object needs no text. parts: grammars within this one that a field of their own asks for, by its name; it is
+    told where this one cannot be compiled since the part cannot. Raises GrammarError."""
 
     kind: GrammarKind
     text: str = ""
+    parts: tuple[tuple[str, "Grammar"], ...] = ()
 
     def __post_init__(self) -> None:
         size = len(self.text.encode("utf-8", "surrogatepass"))
@@ -51,11 +53,12 @@ def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
-def tag_grammar(form: dict[str, Any]) -> Grammar:
+def tag_grammar(form: dict[str, Any], parts: tuple[tuple[str, Grammar], ...] = ()) -> Grammar:
     """The grammar of a format of xgrammar's structural tags."""
     if _deeper_than(form, MAX_SCHEMA_DEPTH):
         raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
-    return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False))
+    text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
+    return Grammar("structural_tag", text, parts)
 
 
 def choice_grammar(choices: list[str]) -> Grammar:

@@ -17,6 +17,7 @@ from cluster.tool_calls import HERMES, LLAMA
 from cluster.tools import Toolbox, tool_format, toolbox
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_schemas import card_for
+from tests.cluster.test_structured import json_schema
 from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer, tool_tokenizer
 
 WEATHER: dict[str, Any] = {
@@ -153,6 +154,12 @@ def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be() -> None
     for fields in ({"tool_choice": "required"}, {"tools": [tool("a", {"not": {}}, strict=True)]}):
         with pytest.raises(ApiError, match="`not` cannot be enforced"):
             boxed(tokenizer, **{"tools": tools, **fields})
+
+
+def test_an_asked_format_that_cannot_be_kept_is_no_fault_of_the_tools() -> None:
+    with pytest.raises(ApiError, match="response_format: `not` cannot be enforced") as caught:
+        boxed(tool_tokenizer(), response_format=json_schema({"not": {}}))
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
 # From here on: the openai package against a real server.
@@ -301,3 +308,25 @@ def test_a_tool_whose_schema_does_not_compile_is_a_400(client: openai.OpenAI) ->
             client.chat.completions.create(
                 model="tiny", messages=TURNS, tools=broken, tool_choice="required", stream=stream
             )
+
+
+def test_of_tools_and_a_format_the_one_that_does_not_compile_is_named(client: openai.OpenAI) -> None:
+    broken: Any = {"type": "object", "properties": {"b": {"type": "string", "pattern": "(a"}}, "required": ["b"]}
+    asked: Any = {"model": "tiny", "messages": TURNS}
+    cases: Any = [
+        (tool("a", WEATHER), broken, "JSON schema cannot be used", "response_format"),
+        (tool("a", broken), WEATHER, "among the tools cannot be used", "tools"),
+    ]
+    for one, schema, said, param in cases:
+        for stream in (True, False):
+            with pytest.raises(openai.BadRequestError, match=said) as caught:
+                client.chat.completions.create(**asked, tools=[one], response_format=json_schema(schema), stream=stream)
+            assert caught.value.param == param
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(
+            model="tiny",
+            input="Who?",
+            tools=[{"type": "function", "name": "a", "parameters": WEATHER, "strict": False}],
+            text={"format": {"type": "json_schema", "name": "b", "schema": broken}},
+        )
+    assert caught.value.param == "text.format"

@@ -73,8 +73,13 @@ class Grammars:
             compiler, tokens = self._shared_compiler()
         except ImportError as error:
             raise RequestError("constrained output needs the package xgrammar on the server", "grammar") from error
-        problem = self._guard(tokens).problem_with(grammar)
+        guard = self._guard(tokens)
+        problem = guard.problem_with(grammar)
         if problem is not None:
+            for field, part in grammar.parts:
+                of_part = guard.problem_with(part)
+                if of_part is not None:
+                    raise RequestError(f"the {_NAMES[part.kind]} cannot be used: {of_part}", field)
             raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {problem}", "grammar")
         return grammar_guard.compile_grammar(compiler, grammar.kind, grammar.text)
 
