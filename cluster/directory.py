@@ -210,9 +210,14 @@ class Directory:
             )
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
-            asked = [self._ask_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)]
-            alive = set[str]().union(*await asyncio.gather(*asked))
-            self.silent = (self.silent | known) - alive
+            told, strangers = await asyncio.gather(
+                self._try_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)
+            )
+            alive = strangers | {name for name, answer in told.items() if not isinstance(answer, BaseException)}
+            # The router's word: those are gone, not silent, and no name is used again.
+            gone = {name for name, answer in told.items() if type(answer) is LookupError}
+            self.silent = (self.silent | known) - alive - gone
+            self._heard = {name: heard for name, heard in self._heard.items() if name not in gone}
         else:
             alive = {answer for answer in answers if isinstance(answer, str)}
             self.silent = frozenset()
@@ -227,6 +232,11 @@ class Directory:
 
     async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers; those that do not answer in time are left out."""
+        told = await self._try_each(names, seconds, method, *args)
+        return {name: answer for name, answer in told.items() if not isinstance(answer, BaseException)}
+
+    async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+        """What each replica answers, or fails of."""
 
         async def one(name: str) -> Any:
             response = ask(self.engine, method, *args, way=Way(only=name))
@@ -239,9 +249,7 @@ class Directory:
 
         asked = list(names)
         answers = await asyncio.gather(*(one(name) for name in asked), return_exceptions=True)
-        return {
-            name: answer for name, answer in zip(asked, answers, strict=True) if not isinstance(answer, BaseException)
-        }
+        return dict(zip(asked, answers, strict=True))
 
     async def _ask_a_stranger(self, known: set[str]) -> set[str]:
         """The name of a replica beside the known ones, if there is one that answers."""

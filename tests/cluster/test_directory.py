@@ -255,6 +255,36 @@ def test_who_answers_is_found_though_another_hangs(card: ModelCard, known: bool)
     asyncio.run(run())
 
 
+def test_who_is_gone_is_asked_no_more_while_another_hangs(card: ModelCard) -> None:
+    """Replicas come and go with the load, and one that hangs is there for long: each look asked all that ever were."""
+
+    class Counting(Handle):
+        def __init__(self, there: set[str], card: ModelCard) -> None:
+            super().__init__(there, card)
+            self.asked: list[str | None] = []
+
+        async def answer(self, method: str, way: Way) -> Any:
+            self.asked.append(way.only)
+            return await super().answer(method, way)
+
+    async def run() -> None:
+        handle = Counting({"r0", "r1", "r2"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        handle.there, handle.hung = {"r0", "r2"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r0", "r2") or directory.silent != {"r0"}:
+                await asyncio.sleep(0.02)
+            handle.asked = []
+            while "r2" not in handle.asked:
+                await asyncio.sleep(0.02)
+        assert "r0" in handle.asked
+        assert "r1" not in handle.asked
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card: ModelCard) -> None:
     """Else an ingress that takes the place of another lists no model, and the page waits for one for ever."""
 
