@@ -3,7 +3,7 @@
 Whatever would change the answer and cannot be honoured is refused by name; what cannot change it is ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -367,6 +367,14 @@ def sampling_of(body: Body, card: ModelCard) -> Sampling:
     return card.sampling_defaults.but(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
 
 
+def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+    """Token ids that end an answer. Raises ApiError (400) for one that could never come up."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise bad_request(f"stop_token_ids: {str(token)[:20]} is no token id of this model", "stop_token_ids")
+    return frozenset(ids)
+
+
 def sampling_params(
     body: Body, card: ModelCard, prompt_tokens: int, seed: int, tools: Toolbox | None = None
 ) -> SamplingParams:
@@ -408,7 +416,7 @@ def sampling_params(
             prompt_logprobs=body.wanted_of_prompt,
             min_tokens=body.min_tokens or 0,
             stop=tuple(body.stop or ()),
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
             grammar=body.grammar if tools is None else tools.grammar,
             drafts=drafts,
