@@ -1,8 +1,10 @@
 """What the commands have in common: options, errors in one line, the engine with a progress bar."""
 
+import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import typer
@@ -35,6 +37,8 @@ Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # far more than processors only wait for each other
 Threads = Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads of the engine; 0 leaves it to torch.")]
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 @contextmanager
 def user_errors() -> Iterator[None]:
@@ -44,6 +48,29 @@ def user_errors() -> Iterator[None]:
     except (ConfigError, RequestError) as error:
         Console(stderr=True).print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+
+
+@contextmanager
+def write_errors() -> Iterator[None]:
+    """Around a whole command, down to its exit: one line on stderr and exit status 1 where what it writes finds no
+    room, nothing but the status where nobody reads on."""
+    try:
+        try:
+            yield
+        except SystemExit:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where the error can still be told
+            raise
+    except OSError as error:
+        if error.errno not in (*NO_ROOM, errno.EPIPE):
+            raise
+        with suppress(AttributeError, OSError):  # else Python's end tries to write the rest, and says more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            where = error.filename or "the output"
+            line = f"tidar: {where} cannot be written ({error.strerror}): make room, or write elsewhere"
+            Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(1) from None
 
 
 def load(config: EngineConfig, report: Callable[[str], None] | None = None) -> Any:

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Makers, Model, Threads, load, user_errors
+from tidar_core.arguments import (
+    KV,
+    AdapterPath,
+    DeviceName,
+    Drafts,
+    DType,
+    Makers,
+    Model,
+    Threads,
+    load,
+    user_errors,
+    write_errors,
+)
 from tidar_core.bench.command import bench
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.convert.command import convert_command
@@ -194,4 +206,5 @@ def generate(
 def main() -> None:
     """The entry point of the `tidar` command."""
     gc.set_threshold(MANY_OBJECTS)  # all that is imported would be walked through again and again: 0.3 s of a start
-    app()
+    with write_errors():
+        app()

@@ -1,6 +1,9 @@
 """The `tidar` command as a user meets it: answers, help, one line for what can be mended."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from importlib import metadata
 
@@ -160,3 +163,34 @@ def test_more_threads_than_any_machine_has_use_for_are_refused(model):
     result = tidar("generate", "Who?", "--model", model / "tiny", "--threads", 10**8)
     assert result.exit_code == 2
     assert "--threads" in result.stderr
+
+
+def run_into(sink, command, model):
+    """A command whose output goes to that file descriptor, which is closed here, as a process of its own: what Python
+    says at its end counts too."""
+    arguments = {
+        "version": ["--version"],
+        "help": ["bench", "--help"],
+        "check": ["check", "manifests/serve/node-8gpu.yaml"],
+        "generate": ["generate", "Who?", "--model", model / "tiny", "--adapter", "none", "--max-tokens", "8"],
+    }[command]
+    program = "from tidar_core.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=sink, stderr=subprocess.PIPE)
+    os.close(sink)
+    _, errors = process.communicate()
+    return process.returncode, errors.decode().strip().splitlines()
+
+
+@pytest.mark.parametrize("command", ["version", "help", "check", "generate"])
+def test_results_that_find_no_room_are_one_line(model, command):
+    status, lines = run_into(os.open("/dev/full", os.O_WRONLY), command, model)
+    assert (status, len(lines)) == (1, 1)
+    assert "the output cannot be written (No space left on device)" in lines[0]
+
+
+@pytest.mark.parametrize("command", ["version", "help", "check", "generate"])
+def test_results_that_nobody_reads_end_quietly(model, command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    status, lines = run_into(writer, command, model)
+    assert (status, lines) == (1, [])
