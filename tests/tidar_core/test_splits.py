@@ -54,6 +54,26 @@ def test_text_is_cut_as_transformers_cuts_it(name: str, text: str) -> None:
         ("refact", "a 123  45", ["a", " ", "1", "2", "3", "  ", "4", "5"]),
         ("seed-coder", "a);\n\n b 12", ["a", ");", "\n\n", " b", " ", "1", "2"]),
         ("deepseek-coder", "if a:\n  b = 中文 12", ["if", " a", ":", "\n", " ", " b", " =", " ", "中文", " ", *"12"]),
+        # By hand after the six rules in turn, each on all that the others left: line ends, words, signs (which take in
+        # Latin letters, so that they cut words at others), space at an end, eastern script (and € and “), digits.
+        (
+            "deepseek-llm",
+            "Don't pay 1234€,  naïve\r\n\n",
+            ["Don", "'", "t", " pay", " ", *"1234", "€", ",", " ", " na", "ï", "ve", "\r", "\n", "\n"],
+        ),
+        (
+            "deepseek-llm",
+            "中文 English，한국어。 かな  ไทย ½x",
+            ["中文", " English", "，", "한국어", "。", " ", "かな", "  ", "ไทย", " ", "½", "x"],
+        ),
+        ("deepseek-llm", "a  \n b   ", ["a", "  ", "\n", " b", "   "]),
+        # Letters that normal forms would make others of, and what is a letter but has one case alone.
+        (
+            "deepseek-llm",
+            "\u212a\u2126\u1f7d\u1fbe\u01bb\U00010400",
+            ["\u212a\u2126\u1f7d\u1fbe", "\u01bb", "\U00010400"],
+        ),
+        ("deepseek-llm", " (a[0]{b};~) “c”", [" (", "a", "[", "0", "]{", "b", "};~)", " ", "“", "c", "”"]),
     ],
 )
 def test_digits_and_lines_are_cut_as_the_vocabulary_was_learned(name: str, text: str, expected: list[str]) -> None:
