@@ -128,6 +128,20 @@ def test_norm_and_activation_match_the_oracle(dtype, ops):
     close(ops.silu_mul(steep), REFERENCE_OPS.silu_mul(steep), dtype)
 
 
+def test_the_activation_of_what_is_far_below_zero_is_zero(dtype, ops):
+    """As long as it is a number: e to the -x has none beyond 88, and what stood for it left a hundredth of -1e36."""
+    far = [-3.38e38, -1e37, -1e36, -1e30, -1e5, -200, -90, -88.5, -88, -87, -80, 80, 88.5, 1e5, 3e38]
+    gate = torch.tensor([*far, -torch.inf, torch.inf, *[0.0] * 15]).to(dtype)
+    expected = REFERENCE_OPS.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
+    actual = ops.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isinf(), expected.isinf())
+    low = gate < 0
+    low[len(far)] = False
+    assert (actual[0, low].double() - expected[0, low].double()).abs().max() < 1e-33
+    assert torch.equal(actual[0, len(far) - 4 : len(far)], expected[0, len(far) - 4 : len(far)])
+
+
 def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
     generator = torch.Generator().manual_seed(3)
     config = model_config(9, 3, 64)
