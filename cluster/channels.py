@@ -168,7 +168,7 @@ class Channels:
         self.quiet |= {replica}
         self._turn(mail, replica)
         heard = await next_arrival(arrivals, self._silence - self._doubt, "silent")
-        if not isinstance(heard, Ended):
+        if not isinstance(heard, Ended) or heard.error is None:  # else it is lost, and its requests shall hear of that
             self.quiet -= {replica}
             self._turn(mail, replica)
         return heard

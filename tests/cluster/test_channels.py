@@ -237,3 +237,24 @@ def test_a_call_that_was_just_made_is_not_doubted() -> None:
         assert lost.cause == "silent"
 
     play(scene, silence=0.5, doubt=0.2)
+
+
+def test_a_replica_whose_call_ends_by_itself_while_it_is_quiet_is_quiet_no_more() -> None:
+    """As where the last request there ended in that moment: else new ones would avoid it while there is work."""
+
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one, next_one = channels.expect("one"), channels.expect("next one")
+        channels.accepted(one, "r0")
+        await settle()
+        lines.made[0].said.put_nowait(token("one", 1))
+        assert [await heard(one), await heard(one)] == [token("one", 1), Turn()]
+        assert channels.quiet == {"r0"}
+        channels.forget(one)
+        channels.accepted(next_one, "r0")
+        lines.made[0].said.put_nowait(ENDS)
+        await settle()
+        lines.made[1].said.put_nowait(token("next one", 2))
+        assert [await heard(next_one), await heard(next_one)] == [Turn(), token("next one", 2)]
+        assert channels.quiet == frozenset()
+
+    play(scene, doubt=0.3)
