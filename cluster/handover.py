@@ -15,6 +15,7 @@ brought it, nothing has happened but the second one's work; else the first has l
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -34,9 +35,10 @@ from cluster.tracing import AttemptSpan
 from tidar_core.request import Request, StepOutput
 
 log = logging.getLogger("ray.serve")
-LONGEST_PAUSE_SECONDS = 0.5
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
 LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
 QUIET_SHARE = 3  # of the silence that counts as death, one part is enough for a rival
+MOST_DOUBLINGS = 32  # a stream may look for a replica more often than a number can be doubled
 LATE_SECONDS = 0.2  # that a heartbeat may be without anybody's noticing
 
 
@@ -172,7 +174,7 @@ class Carrier:
         return self._begin(story, Way(never=never, avoid=avoid, marks=marks, moved=bool(story.emitted)))
 
     def _begin(self, story: Story, way: Way) -> Attempt:
-        start = story.start(min(self._patience.silence * 2**story.tries, LONGEST_WAIT_SECONDS))
+        start = story.start(doubled(self._patience.silence, story.tries, LONGEST_WAIT_SECONDS))
         span = AttemptSpan(self._tracer, story.request.request_id, start.number, len(story.emitted))
 
         def call(mailbox: str) -> Call:
@@ -291,7 +293,7 @@ class Carrier:
             story.rival = None
             return rival
         if lost.replica is None or again:
-            await asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 0.05 * 2 ** (again or story.tries)))
+            await asyncio.sleep(doubled(FIRST_PAUSE_SECONDS, again or story.tries, LONGEST_PAUSE_SECONDS))
         story.tries += lost.replica is None
         return self._next(story)
 
@@ -305,3 +307,8 @@ class Carrier:
             message = tried if lost_ones >= patience.losses else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
             raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
+
+
+def doubled(seconds: float, times: int, most: float) -> float:
+    """Twice as long so many times, at most `most`."""
+    return min(most, math.ldexp(seconds, min(times, MOST_DOUBLINGS)))

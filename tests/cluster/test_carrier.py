@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from cluster import handover
 from cluster.engine_thread import Event, Failure, Refusal
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
@@ -27,7 +28,8 @@ OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
 End = Literal[
-    "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled", "deleted"
+    "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled",
+    "deleted", "fits nobody",
 ]  # fmt: skip
 
 
@@ -72,6 +74,8 @@ class Scripted:
     async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
         if self.act.end == "never accepts":
             await asyncio.sleep(60)
+        if self.act.end == "fits nobody":
+            raise LookupError("no replica fits the call")
         if self.act.end == "deleted":
             raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
         mine = OTHER if self.act.end == "other kind" else KIND
@@ -297,6 +301,13 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert b"handovers_total{" not in render([metrics.collect()])  # nobody had it
     assert [way.marks for way in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
+
+
+def test_a_stream_waits_for_a_replica_that_fits_for_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `carry_seconds` of ten minutes that is more than a thousand looks."""
+    monkeypatch.setattr(handover, "LONGEST_PAUSE_SECONDS", 0)
+    outputs, _ = carry(Cast([Act(2), *[Act(end="fits nobody")] * 1100, Act()]), Patience(silence=1, give_up=60))
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
 
 
 def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:
