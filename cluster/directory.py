@@ -18,7 +18,7 @@ from cluster.card import ModelCard
 from cluster.errors import full, not_ready
 from cluster.prompts import prepare
 from cluster.replica import Accepted, Address, Batch, EngineKind
-from cluster.routing import Way, ask, listen
+from cluster.routing import Way, ask, cancelled_there, listen
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
@@ -142,7 +142,8 @@ class Directory:
     async def _call_for_one(self) -> None:
         """A call that waits for a replica is what Serve starts one for."""
         try:
-            await ask(self.engine, "alive", self._name)
+            with cancelled_there():
+                await ask(self.engine, "alive", self._name)
             await self._look()
         except Exception as error:
             log.warning("the model could not be woken yet: %s", error)
@@ -183,9 +184,10 @@ class Directory:
             try:
                 # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a
                 # model.
-                return await self.engine.broadcast("metrics").results_async(
-                    timeout_s=METRICS_SECONDS, return_exceptions=True
-                )
+                with cancelled_there():
+                    return await self.engine.broadcast("metrics").results_async(
+                        timeout_s=METRICS_SECONDS, return_exceptions=True
+                    )
             except TimeoutError:  # one that hangs holds up the answers of all
                 pass
             except Exception as error:  # no replica yet, or none any more
@@ -205,9 +207,10 @@ class Directory:
 
     async def _look(self) -> None:
         try:
-            answers = await self.engine.broadcast("alive", self._name).results_async(
-                timeout_s=REPLY_SECONDS, return_exceptions=True
-            )
+            with cancelled_there():
+                answers = await self.engine.broadcast("alive", self._name).results_async(
+                    timeout_s=REPLY_SECONDS, return_exceptions=True
+                )
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
             told, strangers = await asyncio.gather(
@@ -242,7 +245,8 @@ class Directory:
             response = ask(self.engine, method, *args, way=Way(only=name))
             try:
                 async with asyncio.timeout(seconds):
-                    return await response
+                    with cancelled_there():
+                        return await response
             except TimeoutError:
                 response.cancel()
                 raise
@@ -256,7 +260,8 @@ class Directory:
         response = ask(self.engine, "alive", self._name, way=Way(never=frozenset(known)))
         try:
             async with asyncio.timeout(REPLY_SECONDS):
-                return {await response}
+                with cancelled_there():
+                    return {await response}
         except TimeoutError:
             response.cancel()
         except Exception as error:

@@ -6,9 +6,12 @@ that calls, from a copy of this module, so what a call wishes travels with the c
 `way`, which the replica's methods take and leave alone.
 """
 
+import asyncio
 import random
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +57,19 @@ def listen(
     response = Context().run(engine.options(method_name=method, stream=True).remote, *args, way=way)
     assert isinstance(response, DeploymentResponseGenerator)
     return response
+
+
+@contextmanager
+def cancelled_there() -> Iterator[None]:
+    """Around a call of a replica that is awaited: the server may cancel it, for which Serve raises what a task ends of
+    that is cancelled itself. Raises ConnectionError instead."""
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise ConnectionError("cancelled by the server") from error
 
 
 def fitting(names: list[str], way: Way) -> list[int]:

@@ -285,6 +285,37 @@ def test_who_is_gone_is_asked_no_more_while_another_hangs(card: ModelCard) -> No
     asyncio.run(run())
 
 
+def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard) -> None:
+    """Serve raises what a task ends of that is cancelled itself, and the ingress knew no replica from then on."""
+
+    class Cancelling(Handle):
+        cancels: tuple[str, ...] = ()
+
+        def broadcast(self, method: str, *_: str) -> "Cancelling":
+            self.asked = method
+            return self
+
+        async def results_async(self, **_: Any) -> list[str]:
+            if self.asked in self.cancels:
+                self.cancels = tuple(name for name in self.cancels if name != self.asked)
+                raise asyncio.CancelledError
+            return await super().results_async()
+
+    async def run() -> None:
+        handle = Cancelling({"r0"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        handle.there, handle.cancels = {"r1"}, ("alive", "metrics")
+        with pytest.raises(ApiError):
+            await directory.metrics()
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r1",):
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card: ModelCard) -> None:
     """Else an ingress that takes the place of another lists no model, and the page waits for one for ever."""
 
