@@ -22,7 +22,7 @@ def observed_work(options: ConvertOptions, spent: float, said: Queue) -> Progres
     seen: dict[int, str] = {}
 
     def train_drafter(*arguments: Any) -> Progress:
-        *others, watch, crew, fingerprint = arguments
+        *others, watch, crew, origin = arguments
         (options.work / f"pid-{crew.rank}").write_text(str(os.getpid()))
 
         def measured(result: Any, adapter: Any, progress: Progress, best: bool) -> None:
@@ -31,7 +31,7 @@ def observed_work(options: ConvertOptions, spent: float, said: Queue) -> Progres
             (options.work / f"seen-{crew.rank}.json").write_text(json.dumps(seen))
             watch.measured(result, adapter, progress, best)
 
-        return trainer.train_drafter(*others, replace(watch, measured=measured), crew, fingerprint)
+        return trainer.train_drafter(*others, replace(watch, measured=measured), crew, origin)
 
     run.train_drafter = train_drafter
     return work(options, spent, said)

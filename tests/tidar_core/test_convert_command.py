@@ -12,7 +12,7 @@ import torch
 
 from tests.tidar_core.documents import HEADER
 from tests.tidar_core.trained import SIMPLE, random_documents, run_command
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
 from tidar_core.convert import run, speed
@@ -77,6 +77,39 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     )  # fmt: skip
     assert status == 0, output
     assert read_adapter_config(tmp_path / "more").training["held_out"]["tokens_per_step"] > 1.1
+
+
+def test_a_training_goes_on_from_what_it_began_from_alone(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    for seed in (0, 1):
+        tiny_adapter(tmp_path / f"adapter{seed}", model, seed=seed)
+    common = (model, "--data", tmp_path / "data", *SMALL[:6], *SMALL[8:])
+
+    def run_from(start: object, steps: int, out: str = "out") -> tuple[int, str]:
+        return run_command(*common, "--out", tmp_path / out, "--start", start, "--steps", steps)
+
+    status, output = run_from(tmp_path / "adapter0", 2)
+    assert status == 0, output
+    begun = read_adapter_config(tmp_path / "out").training["start"]
+    assert f"begun from an adapter ({begun})" in (tmp_path / "out" / "README.md").read_text()
+    for start in (tmp_path / "adapter1", "none"):
+        status, output = run_from(start, 4)
+        assert status == 1
+        error = output.splitlines()[-1]
+        assert f"holds a training with start {begun}, not " in error
+        assert error.endswith("go on with that, or choose another --out")
+
+    # Wherever the adapter has come to lie.
+    (tmp_path / "adapter0").rename(tmp_path / "moved")
+    status, output = run_from(tmp_path / "moved", 4)
+    assert status == 0, output
+    assert "going on from step 2" in output
+
+    # One that is replaced by what comes of it is itself again.
+    for steps in (2, 4):
+        status, output = run_from(tmp_path / "adapter1", steps, "adapter1")
+        assert status == 0, output
+    assert "going on from step 2" in output
 
 
 def test_a_drafter_may_adapt_some_layers_alone(tmp_path):

@@ -42,12 +42,13 @@ class Made:
     own_tokens: int
     config: TrainConfig
     device: str
+    start: str
 
 
-def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str) -> Made:
-    """model: how the user called the base on the command line."""
+def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
+    """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
     documents = {kind: int((corpus.kinds == index).sum()) for index, kind in enumerate(KINDS)}
-    return Made(base, model, documents, corpus.own_tokens(), config, device)
+    return Made(base, model, documents, corpus.own_tokens(), config, device, start)
 
 
 def check_folder(out: Path) -> None:
@@ -96,6 +97,7 @@ def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> d
         "mask_rows": progress.rows,
         "minutes": round(progress.seconds / 60, 1),
         "device": made.device,
+        "start": made.start,
         "settings": made.config.settings(),
         "held_out": {
             "documents": result.documents,
@@ -113,6 +115,8 @@ def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress
     data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.documents.items() if count]
     kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
     slots = " ".join(f"{share:.3f}" for share in result.all_right)
+    known = {"none": "", "--out": ", begun from what was here before"}
+    begun = known.get(made.start, f", begun from an adapter ({made.start})")
     inside = "both ways" if adapter.within_block == "bidirectional" else "only to earlier slots"
     return f"""---
 base_model: {made.model}
@@ -154,7 +158,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
   {adapter.block_length} slots, which see each other {inside}
 - {BLOCKS_SEEN[config.block_sizes]}
 - {_slot_head_line(adapter)}
-- {progress.rows:,} mask rows in {progress.step:,} steps, {progress.seconds / 60:.1f} minutes on {made.device}
+- {progress.rows:,} mask rows in {progress.step:,} steps, {progress.seconds / 60:.1f} minutes on {made.device}{begun}
 - loss {_loss_line(config)}; AdamW (0.9, 0.95), highest learning rate {config.learning_rate:g}, seed {config.seed}
 - base weights {base.fingerprint}, tokenizer {base.tokenizer}; {datetime.now(UTC):%Y-%m-%d}
 """

@@ -17,6 +17,7 @@ from tidar_core.convert.shards import write_atomically
 KEPT = 2
 PARAMETER = "parameter/"
 UNNAMED: dict[str, Any] = {"slot_head": 0, "block_sizes": "whole"}  # as it was before these could be chosen
+ORIGIN = ("base", "start")  # older ones do not name theirs
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
                 f"{path} is no checkpoint that this version can read: go on with the version that wrote it, or choose "
                 "another --out"
             )
-        made_with = UNNAMED | {"base": settings.get("base")} | about["settings"]  # older ones do not name their base
+        made_with = UNNAMED | {name: settings.get(name) for name in ORIGIN} | about["settings"]
         differing = [name for name in settings if made_with.get(name) != settings[name]]
         if differing:
             name = differing[0]

@@ -1,5 +1,6 @@
 """The drafter that is trained: how its tensors begin."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from tidar_core.config import ConfigError
 from tidar_core.model.adapter_config import BaseIdentity, Projection
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead, map_tensors
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead, map_tensors, named_tensors
 
 PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
 
@@ -88,6 +89,15 @@ def with_slot_head(weights: AdapterWeights, embedding: Tensor, width: int, seed:
     token = random(width, hidden) / embedding.float().std()
     zeros = torch.zeros(hidden, width, device=device)
     return replace(weights, slot_head=SlotHead(random(width, hidden), token, random(width, width), zeros))
+
+
+def fingerprint_of(weights: AdapterWeights) -> str:
+    """A short hash of all of a drafter's tensors, in the order and under the names of its file: 16 hex digits."""
+    digest = hashlib.sha256()
+    for name, tensor in named_tensors(weights):
+        digest.update(f"{name}{list(tensor.shape)}".encode())
+        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def trainable(weights: AdapterWeights) -> AdapterWeights:

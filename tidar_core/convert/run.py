@@ -18,7 +18,15 @@ from tidar_core.convert.card import check_folder, made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import PROJECTIONS, check_layers, check_rank, kept_of, new_drafter, with_slot_head
+from tidar_core.convert.drafter import (
+    PROJECTIONS,
+    check_layers,
+    check_rank,
+    fingerprint_of,
+    kept_of,
+    new_drafter,
+    with_slot_head,
+)
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import prepare_folder
@@ -38,7 +46,7 @@ from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStor
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
+from tidar_core.convert.trainer import Budget, Origin, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
@@ -303,7 +311,7 @@ def _train(
         weights = widened(weights)
     base = frozen_base(model_config, weights, screen.line)
     config = options.train
-    start = _start(options, identity, weights, screen)
+    start, begun_from = _start(options, identity, weights, screen)
     if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
         config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held = corpus.split()
@@ -312,7 +320,7 @@ def _train(
     held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
     budget = _budget(options, spent)
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
-    made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size))
+    made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size), begun_from)
 
     def stepped(report: StepReport) -> None:
         fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
@@ -326,9 +334,8 @@ def _train(
 
     watch = Watch(stepped, measured, screen.line) if crew.leads else Watch()
     directory = options.work / "training"
-    return train_drafter(
-        base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, identity.fingerprint
-    )
+    origin = Origin(identity.fingerprint, begun_from)
+    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
 
 
 def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:
@@ -369,20 +376,24 @@ def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
     return path
 
 
-def _start(options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen) -> AdapterWeights:
-    """A new drafter, or one to go on from. Raises ConfigError where it does not fit."""
-    path = _start_path(options, identity)
-    train = options.train
+def _start(
+    options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen
+) -> tuple[AdapterWeights, str]:
+    """A new drafter, or one to go on from; and what a checkpoint knows that by. Raises ConfigError where it does not
+    fit."""
+    path, train, known_by = _start_path(options, identity), options.train, "none"
     if path is None:
         begun = new_drafter(
             identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
         )
     else:
         begun = load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+        # What is in --out changes while it is trained, and goes on from itself.
+        known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
         begun = kept_of(begun, options.projections, options.layers)
-    if begun.slot_head is not None:
-        return begun
-    return with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
+    if begun.slot_head is None:
+        begun = with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
+    return begun, known_by
 
 
 def _device_name(device: torch.device, workers: int) -> str:

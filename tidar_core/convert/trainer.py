@@ -83,6 +83,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What a training is for and begins from, by fingerprint: the base's weights, and the adapter that it goes on from,
+    "none" for a new one."""
+
+    base: str = ""
+    start: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """When training ends: after so many steps, or seconds (0: no such limit), runs before this one counted."""
 
@@ -136,10 +145,9 @@ def train_drafter(
     directory: Path,
     watch: Watch,
     crew: Crew = ALONE,
-    fingerprint: str = "",
+    origin: Origin = Origin(),
 ) -> Progress:
-    """Trains from `start`, or from the last checkpoint in `directory` where there is one that was made for the base
-    whose weights have this fingerprint.
+    """Trains from `start`, or from the last checkpoint in `directory` where there is one, of the same origin.
 
     The workers of a crew call it with the same arguments, but for `watch`, which hears of every worker's own doings.
     They go through the same steps and end at the same one.
@@ -149,7 +157,7 @@ def train_drafter(
     """
     if len(sampler) < crew.size or not held_out.documents:
         raise ConfigError("the data are too few documents to learn from and be measured on: gather more of them")
-    training = _Training(base, start, config, directory, watch, crew, fingerprint)
+    training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
     seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
     progress.measured_on(f"{seen:012x}")
@@ -189,7 +197,7 @@ class _Training:
         directory: Path,
         watch: Watch,
         crew: Crew,
-        fingerprint: str,
+        origin: Origin,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
         self.adapter, self.progress, self.looked = trainable(start), Progress(), False
@@ -203,8 +211,7 @@ class _Training:
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        made_for = {"base": fingerprint, "rank": _rank(self.adapter)}
-        self.settings = made_for | config.fixed()
+        self.settings = asdict(origin) | {"rank": _rank(self.adapter)} | config.fixed()
         device = base.device.type
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
