@@ -98,12 +98,13 @@ class Corpus:
         return int(self.own[said].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the documents to train on and of those held out, told apart by hash: from three documents on
-        each stays on its side however many others join. Of few the two with the lowest hashes are held out, of two
-        one."""
+        """Indices of the documents to train on and of those held out, told apart by hash: one to train on is never
+        held out, however many others join. Of few the two with the lowest hashes are held out, so that there is
+        nothing to train on before there are three: of two, one to train on would be among the lowest two once a
+        higher one joins."""
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
-        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, max(0, len(self) - 1)))
+        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
         return np.sort(order[held:]), order[:held]
 
 
