@@ -11,7 +11,8 @@ from tests.tidar_core.documents import HEADER
 from tests.tiny import tiny_tokenizer
 from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
-from tidar_core.convert.own_words import add_text, read_prompts
+from tidar_core.convert.given import read_prompts
+from tidar_core.convert.own_words import add_text
 from tidar_core.convert.shards import content_key, open_store
 from tidar_core.convert.sources import Completion
 from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start

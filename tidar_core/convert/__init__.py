@@ -10,7 +10,7 @@ needed.
     template.py       the chat template, cut open at the user's turn
     conversations.py  jobs fixed by number and seed, each led to a finished document
     sources.py        who generates: the engine, or transformers
-    own_words.py      drives jobs through a source into shards; the user's prompts and text
+    own_words.py      drives jobs through a source into shards; given.py: the user's prompts and text, read
     shards.py         documents on disk: append-only, whole or absent; growing.py: those that are not finished
 
     blocks.py         anchors at random, mask blocks behind them, whole or of several sizes

@@ -1,6 +1,5 @@
 """Fills a data directory: the user's text as it stands, the user's prompts answered, then the model's own words."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Conversation, Job, Plan, Wish, plan_job, prompt_job
+from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
 from tidar_core.convert.sources import TextSource
@@ -21,7 +21,6 @@ FLUSH_SECONDS = 30.0
 FLUSH_TOKENS = 1_000_000
 HOPELESS = 500  # jobs without a single document, or twice what is generated at once: short ones end before good ones
 DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that are on their way
-TEXT_PIECE = 1 << 16  # characters tokenized at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,37 +205,13 @@ def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, 
 
 
 def _windows(tokenizer: PreTrainedTokenizerFast, path: Path, longest: int) -> Iterator[tuple[int, ...]]:
-    """The file's tokens in runs of `longest`, tokenized a piece of whole lines at a time."""
+    """The file's tokens in runs of `longest`."""
     rest: tuple[int, ...] = ()
-    try:
-        with open(path, encoding="utf-8") as file:
-            while lines := file.readlines(TEXT_PIECE):
-                rest += encode(tokenizer, "".join(lines))
-                while len(rest) >= longest:
-                    yield rest[:longest]
-                    rest = rest[longest:]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the text {path} cannot be read ({error})") from None
+    for piece in read_text(path):
+        rest += encode(tokenizer, piece)
+        whole = len(rest) // longest * longest
+        for first in range(0, whole, longest):
+            yield rest[first : first + longest]
+        rest = rest[whole:]
     if rest:
         yield rest
-
-
-def read_prompts(path: Path) -> list[str]:
-    """One prompt a line: plain text, or JSON with a "prompt". Raises ConfigError, naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the prompts {path} cannot be read ({error})") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        prompt = line.strip()
-        if prompt.startswith("{"):
-            try:
-                prompt = json.loads(prompt)["prompt"].strip()
-            except (ValueError, KeyError, AttributeError, TypeError):
-                raise ConfigError(f'{path}, line {number}: no JSON object with a string "prompt"') from None
-        if prompt:
-            prompts.append(prompt)
-    if not prompts:
-        raise ConfigError(f'{path} holds no prompts: one a line, plain or as JSON with a "prompt"')
-    return prompts

@@ -31,6 +31,7 @@ from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
+from tidar_core.convert.given import read_prompts
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
@@ -38,7 +39,6 @@ from tidar_core.convert.own_words import (
     Goal,
     add_text,
     gather_own_words,
-    read_prompts,
     unanswered,
 )
 from tidar_core.convert.sampler import Sampler
