@@ -1,12 +1,9 @@
-"""Full TiDAR: masks and loss as the paper has them, a training that resumes, a checkpoint that serves itself."""
+"""Full TiDAR: masks and loss as the paper has them, a checkpoint that serves itself, the folder that it goes to."""
 
-import errno
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -17,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from tests.tidar_core.trained import corpus_of, random_documents, run_command
+from tests.tidar_core.trained import Killed, run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.bench.exact import (
@@ -32,16 +28,11 @@ from tidar_core.bench.exact import (
     sampled_params,
 )
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import full, full_run
-from tidar_core.convert.checkpoint import Progress, load_checkpoint
-from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
+from tidar_core.convert import full
+from tidar_core.convert.full import doubled, joint_loss
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
-from tidar_core.convert.trainer import Budget
 from tidar_core.engine import load_engine
-from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter, read_own_drafter
-from tidar_core.model.sources import ModelSource, find_model
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 
@@ -232,10 +223,6 @@ def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
     prepare_folder(tmp_path / "new", [])
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("moves", [0, 1, 2])
 def test_a_kill_while_the_folder_is_replaced_loses_neither_model(tmp_path, monkeypatch, moves):
     out = full_weights(tmp_path / "out", 2.0)
@@ -258,225 +245,3 @@ def test_a_kill_while_the_folder_is_replaced_loses_neither_model(tmp_path, monke
     prepare_folder(out, [])
     assert kept_tokens_per_step(out) == (3.0 if moves == 2 else 2.0)
     assert kept_tokens_per_step(tmp_path / "out.replaced") == 0.0
-
-
-# The training
-
-
-@dataclass
-class Tiny:
-    """What `train_full` needs, for a model and texts of next to nothing."""
-
-    source: ModelSource
-    tokenizer: PreTrainedTokenizerFast
-    directory: Path
-    lines: list[str] = field(default_factory=list)
-    trained: Callable[..., None] = lambda *_: None
-    documents: int = 12
-
-    @property
-    def out(self) -> Path:
-        return self.directory / "out"
-
-    def line(self, text: str) -> None:
-        self.lines.append(text)
-
-    def train(self, steps: int, **changed: float) -> Progress:
-        config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
-        config = replace(config, **changed)
-        return full_run.train_full(
-            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, Budget(steps), 8,
-            torch.device("cpu"), self.out, self.directory / "work", self,
-        )  # fmt: skip
-
-
-@pytest.fixture
-def tiny(tmp_path) -> Tiny:
-    source = find_model(str(tiny_checkpoint(tmp_path / "model", layers=1, vocab=511)))
-    return Tiny(source, load_tokenizer(source), tmp_path)
-
-
-def test_starts_alone_do_not_end_a_training(tiny):
-    stale = [tiny.train(steps).stale for steps in (8, 8, 8, 10)]
-    assert stale == [1, 1, 1, 2]
-
-
-def test_another_base_of_the_same_shape_does_not_go_on_from_this_ones_weights(tiny, tmp_path):
-    tiny.train(2)
-    other = find_model(str(tiny_checkpoint(tmp_path / "other", layers=1, vocab=511, seed=1)))
-    with pytest.raises(ConfigError, match="holds a training with base"):
-        Tiny(other, tiny.tokenizer, tiny.directory).train(4)
-    tiny.train(4)
-
-
-def test_a_training_that_ended_early_goes_on_with_more_budget(tiny):
-    for steps in (4, 5, 6):
-        tiny.train(steps)
-    assert tiny.train(6).stale == 3
-    assert tiny.train(8).stale == 1
-
-
-def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny):
-    tiny.train(1)
-    assert tiny.train(2, learning_rate=1e-6, tokens_a_step=50).step == 2
-    assert read_own_drafter(tiny.out).training.keys() >= {"learning_rate", "tokens_a_step"}
-    with pytest.raises(ConfigError, match=r"alpha 1\.0, not 0\.5"):
-        tiny.train(3, alpha=0.5)
-
-
-def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
-    values = iter(FullDrafts(one, (0.5, 0.5, 0.5)) for one in found)
-    monkeypatch.setattr(full_run, "measure_full", lambda *_: next(values))
-
-
-def test_a_resumed_training_has_the_same_losses(tiny):
-    """Its weights and its moments are those that it had."""
-    losses: list[float] = []
-    tiny.trained = lambda report, *_: losses.append(report.loss)
-    found = []
-    for runs in ((4,), (2, 4)):
-        torch.manual_seed(0)  # the mask's row of the embedding is drawn
-        for steps in runs:
-            tiny.train(steps, learning_rate=1e-3, final_rate=1e-3)
-        found.append(losses.copy())
-        losses.clear()
-        shutil.rmtree(tiny.out)
-        shutil.rmtree(tiny.directory / "work")
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-
-
-@pytest.mark.parametrize("harm", ["loss", "gradient"])
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny, monkeypatch, harm):
-    tiny.train(1)
-    if harm == "loss":
-        monkeypatch.setattr(full, "joint_loss", lambda *given: joint_loss(*given) * math.nan)
-    else:
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    with pytest.raises(ConfigError, match=r"not a number at step 1: .*kept.*--learning-rate"):
-        tiny.train(3)
-    progress, tensors, _ = load_checkpoint(tiny.directory / "work", {})
-    assert progress.step == 1
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-
-
-def test_what_is_measured_on_is_not_trained_on(tiny, monkeypatch):
-    judged: set[bytes] = set()
-    trained: set[bytes] = set()
-
-    def measured(model, documents, *_) -> FullDrafts:
-        judged.update(tokens.tobytes() for tokens in documents)
-        return FullDrafts(1.5, (0.5, 0.5, 0.5))
-
-    def noted(tokens, *given):
-        trained.add(tokens.tobytes())
-        return doubled(tokens, *given)
-
-    monkeypatch.setattr(full_run, "measure_full", measured)
-    monkeypatch.setattr(full, "doubled", noted)
-    tiny.train(8)
-    assert judged
-    assert len(trained) > 8
-    assert not judged & trained
-
-
-def test_drafts_count_up_to_the_first_that_differs(monkeypatch):
-    """Two blocks of four: behind the slot that is not counted, one holds once, the other in all three."""
-    masked = F.one_hot(torch.tensor([1, 1, 0, 1, 0, 1, 0, 0, 0]), 2).float()
-    following = F.one_hot(torch.zeros(9, dtype=torch.int64), 2).float()
-    monkeypatch.setattr(full, "document_logits", lambda *_: (following, masked))
-    drafts = measure_full(None, [np.arange(3, 12)], 2, FullConfig(block=4))
-    assert drafts == FullDrafts(3.0, (1.0, 0.5, 1.0))
-
-
-def test_the_best_is_known_after_a_kill(tiny, monkeypatch):
-    def trained(report, *_) -> None:
-        report.progress.seconds += 600  # so that it is time to measure
-        if report.progress.step > 1:
-            raise Killed
-
-    tiny.trained = trained
-    measured_as(monkeypatch, 1.5, 2.5)
-    with pytest.raises(Killed):
-        tiny.train(10)
-    assert load_checkpoint(tiny.directory / "work", {})[0].best == 2.5
-    measured_as(monkeypatch, 2.0, 2.25)
-    tiny.trained = lambda *_: None
-    tiny.train(2)
-    assert kept_tokens_per_step(tiny.out) == 2.5
-
-
-def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monkeypatch):
-    measured_as(monkeypatch, 1.5, 1.75)
-    tiny.train(1)
-    measured_as(monkeypatch, 1.5, 2.5)
-
-    def killed(*_) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patched:
-        patched.setattr(full_run, "save", killed)
-        with pytest.raises(Killed):
-            tiny.train(2)
-    assert load_checkpoint(tiny.directory / "work", {})[0].best == 1.75
-    measured_as(monkeypatch, 2.0, 2.25)
-    tiny.train(2)
-    assert kept_tokens_per_step(tiny.out) == 2.5
-
-
-def test_with_other_held_out_documents_the_model_is_judged_anew(tiny, monkeypatch):
-    measured_as(monkeypatch, 1.5, 2.5)
-    tiny.train(1)
-    measured_as(monkeypatch, 1.75, 1.25)
-    tiny.documents = 13  # one of them is held out that was not before
-    assert tiny.train(2).best == 1.75
-    assert kept_tokens_per_step(tiny.out) == 1.75
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        Exception("No space left on device (os error 28)"),  # as the tokenizer's library says it
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-    ],
-)
-def test_a_full_disk_is_one_line_and_keeps_the_model_before(tiny, monkeypatch, error):
-    tiny.train(1)
-    before = {path.name: path.read_bytes() for path in tiny.out.iterdir()}
-    (tiny.out / "README.md").write_text("as it was")
-
-    def full(*_, **__) -> None:
-        raise error
-
-    measured_as(monkeypatch, 5.0, 5.0)
-    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-    with pytest.raises(ConfigError, match="the disk is full: free some space") as told:
-        tiny.train(2)
-    assert "\n" not in str(told.value)
-    assert {path.name for path in tiny.out.iterdir()} == set(before)
-    assert (tiny.out / "README.md").read_text() == "as it was"
-    assert not part_of(tiny.out).exists()
-
-
-def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
-    def wrong(*_, **__) -> None:
-        raise TypeError("a mistake")
-
-    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", wrong)
-    with pytest.raises(TypeError, match="a mistake"):
-        tiny.train(1)
-
-
-def test_other_documents_begin_a_new_epoch(tiny):
-    documents = random_documents(12)
-    model = dense_model(tiny.source, torch.float32)
-    training = FullTraining(model, 2, FullConfig(block=4, tokens_a_step=100), lambda index: documents[index])
-    seen: list[int] = []
-    training._document = lambda index: seen.append(index) or documents[index]
-    while training.progress.place < 5:
-        training.step(range(12), 0.0)
-    assert training.progress.epoch == 0
-    seen.clear()
-    training.step(range(3), 0.0)
-    assert training.progress.epoch >= 1
-    assert sorted(seen[:3]) == [0, 1, 2]

@@ -49,6 +49,10 @@ def tiny_base(
     return TinyBase(model, frozen_base(config, weights), identity, adapter, loaded)
 
 
+class Killed(BaseException):
+    """What a test raises where a run would be killed; nothing catches it."""
+
+
 def random_documents(count: int, seed: int = 0, longest: int = 60) -> list[tuple[np.ndarray, np.ndarray]]:
     """Documents (tokens, own) of random tokens, with a prompt in front and another given stretch in some."""
     draw = np.random.default_rng(seed)
