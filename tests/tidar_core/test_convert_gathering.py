@@ -190,14 +190,19 @@ def test_prompts_have_the_time_of_the_goal_in_a_run_and_no_more(engine, tmp_path
     monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
     steps = 0
 
-    def a_second_passes(_) -> None:
+    told = []
+
+    def a_second_passes(gathered) -> None:
         nonlocal steps
         steps = next(passed)
+        told.append(gathered)
 
     prompts = [f"What is the answer to {number}?" for number in range(400)]
     source = engine_source(engine, 4)
     gather_own_words(source, engine.tokenizer, SHORT, store, Goal(seconds=100.0), prompts, a_second_passes)
     assert 80 < steps <= 100
+    assert {gathered.until for gathered in told} == {600.0}
+    assert [told[0].asked, told[-1].asked] == [400, len(unanswered(engine.tokenizer, prompts, store.read()))]
     assert 0 < len(unanswered(engine.tokenizer, prompts, store.read())) < 400
     while engine.has_work:
         engine.step()
@@ -276,6 +281,26 @@ def test_a_model_that_says_nothing_of_use_is_told(engine, tmp_path, monkeypatch)
         gather_own_words(Silent(engine, 8), engine.tokenizer, SHORT, open_store(tmp_path, HEADER), Goal(500))
     while engine.has_work:
         engine.step()
+
+
+class OnlyAnswers(EngineSource):
+    """A model that answers the user's prompts, and says nothing by itself."""
+
+    def step(self):
+        ended = super().step()
+        self.emitted -= sum(len(c.tokens) - 1 for c in ended if c.key)
+        return [c if c.key == 0 else Completion(c.key, (2,), True) for c in ended]
+
+
+@pytest.mark.parametrize("goal", [Goal(own_tokens=10_000), Goal(seconds=500.0)])
+def test_a_model_that_only_answers_is_not_asked_for_its_own_words_without_end(engine, tmp_path, monkeypatch, goal):
+    monkeypatch.setattr(own_words, "HOPELESS", 8)
+    store = open_store(tmp_path, HEADER)
+    gathered = gather_own_words(
+        OnlyAnswers(engine, 8), engine.tokenizer, SHORT, store, goal, ["What is the answer?"], kill_after(400)
+    )
+    assert gathered.useless
+    assert gathered.documents == len(store.read().corpus) == 1
 
 
 @pytest.mark.parametrize("harm", [{}, {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 9}])

@@ -32,6 +32,33 @@ def test_a_rate_forgets_what_is_long_ago(monkeypatch):
     assert rate.a_second() < 1
 
 
+def test_what_shrinks_has_no_rate_below_nothing(monkeypatch):
+    """As the words on their way, whose questions do not count once they are asked."""
+    clock = itertools.count()
+    monkeypatch.setattr(screen.time, "monotonic", lambda: float(next(clock)))
+    rate = Rate()
+    for amount in (900, 700):
+        rate.see(amount)
+    assert rate.a_second() == 0
+    assert rate.seconds_for(5) is None
+
+
+@pytest.mark.parametrize(
+    ("gathered", "goal", "said"),
+    [
+        (Gathered(9, 800, 0, 0, 100.0, 0, 0.0), Goal(own_tokens=700), "unknown"),
+        (Gathered(9, 800, 0, 0, 100.0, 3, 0.0), Goal(own_tokens=700), "3 given prompts to answer, time left unknown"),
+        (Gathered(9, 800, 0, 0, 100.0, 0, 130.0), Goal(seconds=130.0), "a second, about 30 s left"),
+        (Gathered(9, 800, 0, 0, 130.0, 3, 190.0), Goal(seconds=130.0), "3 given prompts to answer, about 60 s left"),
+    ],
+)
+def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, said):
+    out = io.StringIO()
+    with TerminalScreen(Console(file=out, width=200)) as shown:
+        shown.gathered(gathered, goal)
+    assert said in out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(None, "unknown yet"), (20, "20 s left"), (600, "10 min left"), (9000, "2.5 h left")],

@@ -35,13 +35,18 @@ class Goal:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
-    way. dropped: jobs of this run that gave no document."""
+    way. dropped: jobs of this run that gave no document. asked: the user's prompts that are still to be answered.
+    until: where `seconds` ends at the latest, 0 where that has no limit. useless: the model says nothing of use but
+    the answers to these prompts, and is not asked on."""
 
     documents: int
     own_tokens: int
     growing: int
     dropped: int
     seconds: float
+    asked: int = 0
+    until: float = 0.0
+    useless: bool = False
 
 
 @dataclass(slots=True)
@@ -59,7 +64,8 @@ class _Run:
     fresh_done: list[int] = field(default_factory=list)
     dropped: int = 0
     useless: int = 0
-    made: int = 0
+    useful: int = 0
+    answered: int = 0
 
     @property
     def seconds(self) -> float:
@@ -67,17 +73,21 @@ class _Run:
 
     def finish(self, conversation: Conversation) -> None:
         document, number = conversation.document(), conversation.job.number
+        given = conversation.job.kind == "prompt"
         if document is None:
             self.dropped += 1
-            self.useless += conversation.job.kind != "prompt"
+            self.useless += not given
         else:
-            self.made += 1
+            self.answered += given
+            self.useful += not given
             self.documents += 1
             self.own_tokens += document.own_tokens
             self.fresh.append(document)
         self.fresh_done.append(number if number >= 0 else prompt_number(conversation.key))
-        if self.useless >= self.hopeless and not self.made:
-            raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
+
+    @property
+    def in_vain(self) -> bool:
+        return self.useless >= self.hopeless and not self.useful
 
     @property
     def due(self) -> bool:
@@ -125,7 +135,8 @@ def gather_own_words(
         if asked and has_time(stored.seconds + goal.seconds - drain):
             return asked.popleft()
         enough = bool(goal.own_tokens) and run.own_tokens + growing >= goal.own_tokens
-        return None if asked or enough or not has_time(goal.seconds - drain) else next(planned)
+        over = enough or run.in_vain or not has_time(goal.seconds - drain)
+        return None if asked or over else next(planned)
 
     def has_time(end: float) -> bool:
         return not goal.seconds or run.seconds < end
@@ -142,9 +153,10 @@ def gather_own_words(
 
     while True:
         growing = max(0, source.emitted - first_emitted - landed)
-        progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds))
-        asking = any(conversation.job.kind == "prompt" for conversation in open_ones.values())
-        if not has_time(goal.seconds + (stored.seconds if asked or asking else 0.0)):
+        asking = len(asked) + sum(conversation.job.kind == "prompt" for conversation in open_ones.values())
+        until = goal.seconds and goal.seconds + (stored.seconds if asking else 0.0)
+        progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds, asking, until))
+        if not has_time(until):
             break
         while source.in_flight < source.capacity + source.capacity // 4 and (job := next_job(growing)) is not None:
             conversation = Conversation(job, plan, tokenizer, seen)
@@ -159,9 +171,11 @@ def gather_own_words(
             go_on(completion.key, conversation, conversation.advance(completion))
         if run.due:
             flush()
+    if run.in_vain and not run.answered:
+        raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:
         flush()
-    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds)
+    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds, useless=run.in_vain)
 
 
 def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:

@@ -200,6 +200,8 @@ def _gather(
     gathered = gather_own_words(
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
     )
+    if gathered.useless:
+        screen.line("the model's own words are of no use: it learns from its answers to --prompts alone")
     return store.read().corpus, gathered.seconds
 
 

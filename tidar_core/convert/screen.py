@@ -28,9 +28,9 @@ class Rate:
             self._seen.popleft()
 
     def a_second(self) -> float:
-        """0 until two moments were seen."""
+        """0 until two moments were seen, and where it shrinks."""
         (first, low), (last, high) = self._seen[0], self._seen[-1]
-        return (high - low) / (last - first) if last > first else 0.0
+        return max(0.0, high - low) / (last - first) if last > first else 0.0
 
     def seconds_for(self, amount: float) -> float | None:
         """How long `amount` more takes at this rate; None where nobody can know."""
@@ -75,11 +75,16 @@ class TerminalScreen:
         tokens = gathered.own_tokens + gathered.growing
         self._begin("gathering its own words")
         self._rate.see(tokens)
+        left: float | None = None
         if goal.own_tokens:
-            share, left = tokens / goal.own_tokens, self._rate.seconds_for(goal.own_tokens - tokens)
+            share = tokens / goal.own_tokens
+            if share < 1 or not gathered.asked:  # what answers to prompts bring beyond the goal nobody knows
+                left = self._rate.seconds_for(goal.own_tokens - tokens)
         else:
-            share, left = gathered.seconds / goal.seconds, max(0.0, goal.seconds - gathered.seconds)
+            share, left = gathered.seconds / gathered.until, max(0.0, gathered.until - gathered.seconds)
         say = f"{gathered.documents:,} documents, {tokens:,} tokens, {self._rate.a_second():,.0f} a second, "
+        if gathered.asked:
+            say += f"{gathered.asked:,} given prompts to answer, "
         self._show("gathering its own words", share, say + time_left(left))
 
     def trained(self, report: StepReport, used: float, fraction: float | None) -> None:
