@@ -65,6 +65,16 @@ def test_what_is_no_checkpoint_is_said_and_kept(tmp_path, about):
     assert path.exists()
 
 
+def test_a_users_copy_of_a_checkpoint_is_left_alone(tmp_path):
+    save_at(tmp_path, 1)
+    copy = tmp_path / "step-00000001 (copy).safetensors"
+    copy.write_bytes(b"kept")
+    save_at(tmp_path, 2, 3)
+    assert copy.read_bytes() == b"kept"
+    assert load_checkpoint(tmp_path, {"block": 4})[0].step == 3
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def test_what_a_killed_write_left_is_removed(tmp_path):
     tmp_path.joinpath("step-00000003.safetensors.part").write_bytes(b"half")
     save_at(tmp_path, 4)

@@ -147,4 +147,6 @@ def _path(directory: Path, step: int) -> Path:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-[0-9]*.safetensors"))
+    """A user's copy of one beside them is not among them."""
+    found = directory.glob("step-*.safetensors")
+    return sorted(path for path in found if path.stem.removeprefix("step-").isdecimal())
