@@ -149,6 +149,9 @@ def test_memory_that_is_too_small_is_told_in_one_line(tiny, corpus, tmp_path, mo
     monkeypatch.setattr(trainer, "run_clean", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError()))
     with pytest.raises(ConfigError, match=r"memory is full: .* lower --rows \(now 128\)$"):
         train(tiny, corpus, tmp_path / "reading", 3)
+    monkeypatch.setattr(trainer, "measure_held_out", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(ConfigError, match="memory is full: it does not hold the held-out documents"):
+        train(tiny, corpus, tmp_path / "measuring", 3)
 
 
 @pytest.mark.parametrize(("sizes", "seen"), [("mixed", {2, 3, 4}), ("growing", {2, 3, 4})])

@@ -241,7 +241,8 @@ class _Training:
         """Tokens per step on held-out documents; the best drafter so far is handed to the caller. settled: one that
         gains nothing brings the end nearer."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
-        result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
+        with enough_memory("it does not hold the held-out documents that are measured on, free some of it"):
+            result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         gained = found > progress.best * (1 + LEAST_GAIN)
