@@ -245,6 +245,18 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize("mode", [(), ("--mode", "full", "--text", "text")])
+def test_where_no_folder_can_be_is_told_before_anything_is_gathered(tmp_path, monkeypatch, mode):
+    monkeypatch.chdir(tmp_path)
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(100)))
+    out, data = tmp_path / "text" / "out", tmp_path / "data"
+    status, output = run_command(model, "--out", out, "--data", data, "--steps", 1, *SMALL[:4], *mode)
+    assert status == 1
+    assert output == f"tidar: {out}.work cannot be made (Not a directory): choose another --out\n"
+    assert not data.exists()
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
     before = {path.name: path.read_bytes() for path in model.iterdir()}

@@ -158,6 +158,10 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
+    try:
+        options.work.mkdir(parents=True, exist_ok=True)  # before all that takes long
+    except OSError as error:
+        raise ConfigError(f"{options.work} cannot be made ({error.strerror}): choose another --out") from None
     stored, spent = _gather(options, device, source, tokenizer, screen)
     gc.collect()
     screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
