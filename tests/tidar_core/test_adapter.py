@@ -1,6 +1,7 @@
 """The drafter adapter: what is written is what is read, and what does not fit is refused in one line."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_a_save_that_fails_leaves_the_old_adapter(
         save_adapter(Adapter(before.config, worse, "drafter"), path)
     monkeypatch.undo()
     assert torch.equal(load(path, base).weights.slot_embeddings, before.weights.slot_embeddings)
+
+
+def test_an_adapter_is_on_the_disk_before_it_takes_the_place_of_another(
+    path: Path, base: BaseIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine stopped behind the renames, both could have been empty."""
+    before, flushed, replace_file = load(path, base), set[int](), os.replace
+    replaced: list[bool] = []
+
+    def replacing(part: Path, whole: Path) -> None:
+        replaced.append(part.stat().st_ino in flushed)
+        replace_file(part, whole)
+
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
+    monkeypatch.setattr(os, "replace", replacing)
+    save_adapter(before, path)
+    assert replaced == [True, True]
 
 
 def test_an_adapter_of_some_projections_only(path: Path, base: BaseIdentity, tmp_path: Path) -> None:

@@ -223,6 +223,19 @@ def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
     prepare_folder(tmp_path / "new", [])
 
 
+def test_the_new_folder_is_on_the_disk_before_the_one_before_is_moved(tmp_path, monkeypatch):
+    out = full_weights(tmp_path / "out", 2.0)
+    part = full_weights(part_of(out), 3.0)
+    (part / "model.safetensors").write_bytes(b"weights")
+    files = {path.stat().st_ino for path in part.iterdir()}
+    flushed: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        replace_folder(out)
+    assert flushed == files
+
+
 @pytest.mark.parametrize("moves", [0, 1, 2])
 def test_a_kill_while_the_folder_is_replaced_loses_neither_model(tmp_path, monkeypatch, moves):
     out = full_weights(tmp_path / "out", 2.0)

@@ -46,6 +46,10 @@ def replace_folder(out: Path) -> None:
     """What was written to `part_of(out)` becomes `out`. Raises OSError."""
     folder = out.resolve()
     aside = _aside(folder)
+    # The folder before is removed below: where the machine stops, the new one must not be a name alone.
+    for path in filter(Path.is_file, part_of(out).rglob("*")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     shutil.rmtree(aside, ignore_errors=True)
     if folder.exists():
         os.replace(folder, aside)

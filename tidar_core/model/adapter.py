@@ -107,7 +107,8 @@ def load_adapter(
 
 
 def save_adapter(adapter: Adapter, directory: Path) -> None:
-    """Write `adapter` into `directory` (created), over one that is there; each file appears whole or not at all."""
+    """Write `adapter` into `directory` (created), over one that is there; each file appears whole or not at all, also
+    where the machine stops."""
     directory.mkdir(parents=True, exist_ok=True)
     weights, config = directory / WEIGHTS_FILE, directory / CONFIG_FILE
     weights_part, config_part = weights.with_suffix(".part"), config.with_suffix(".json.part")
@@ -115,6 +116,9 @@ def save_adapter(adapter: Adapter, directory: Path) -> None:
     tensors = {name: held[name].detach().cpu().contiguous() for name, _ in _expected_tensors(adapter.config)}
     weights_part.write_bytes(save(tensors, metadata={"format": "pt"}))
     config_part.write_text(adapter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    for part in (weights_part, config_part):
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
     os.replace(weights_part, weights)
     os.replace(config_part, config)
 
