@@ -189,6 +189,15 @@ def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monke
     assert kept_tokens_per_step(tiny.out) == 2.5
 
 
+def test_where_the_best_is_gone_the_next_best_is_kept(tiny, monkeypatch):
+    measured_as(monkeypatch, 1.5, 2.5)
+    tiny.train(1)
+    shutil.rmtree(tiny.out)
+    measured_as(monkeypatch, 2.0, 2.25)
+    assert tiny.train(2).best == 2.25
+    assert kept_tokens_per_step(tiny.out) == 2.25
+
+
 def test_with_other_held_out_documents_the_model_is_judged_anew(tiny, monkeypatch):
     measured_as(monkeypatch, 1.5, 2.5)
     tiny.train(1)

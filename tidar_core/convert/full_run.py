@@ -191,12 +191,13 @@ def _card(name: str, record: dict[str, Any]) -> str:
 
 def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
     """From the last checkpoint in `work`, where there is one. What is in `out` may be newer, and better than all that
-    the checkpoint knows of."""
+    the checkpoint knows of; or it is gone, and then anything is better."""
     found = load_checkpoint(work, training.settings)
     if found is None:
         return
     training.progress, tensors, notes = found
-    training.progress.best = max(training.progress.best, kept_tokens_per_step(out))
+    kept = kept_tokens_per_step(out)
+    training.progress.best = max(training.progress.best, kept) if kept else 0.0
     for note in notes:
         screen.line(note)
     restore_parameters(work, training.names, training.tensors, tensors)

@@ -328,17 +328,20 @@ def _train(
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
     made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size), begun_from)
 
+    def kept() -> bool:
+        return (options.out / WEIGHTS_FILE).exists()
+
     def stepped(report: StepReport) -> None:
         fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
         screen.trained(report, budget.used(report.progress), fraction)
 
     def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
         screen.measured(result, progress, best)
-        if best or not (options.out / WEIGHTS_FILE).exists():
+        if best or not kept():
             options.out.mkdir(parents=True, exist_ok=True)
             write_folder(options.out, made, adapter, progress, result)
 
-    watch = Watch(stepped, measured, screen.line) if crew.leads else Watch()
+    watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
     directory = options.work / "training"
     origin = Origin(identity.fingerprint, begun_from)
     return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)

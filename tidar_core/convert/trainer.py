@@ -121,11 +121,12 @@ class StepReport:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What the caller is told: each step, each measurement with whether it is the best so far (the adapter is then
-    worth keeping), and lines for the log."""
+    worth keeping), and lines for the log. kept: asked once, whether it still has the best of the runs before."""
 
     step: Callable[[StepReport], None] = lambda report: None
     measured: Callable[[HeldOutResult, AdapterWeights, Progress, bool], None] = lambda *found: None
     line: Callable[[str], None] = lambda line: None
+    kept: Callable[[], bool] = lambda: True
 
 
 def check_rows(config: TrainConfig) -> None:
@@ -161,6 +162,8 @@ def train_drafter(
     progress = training.progress
     seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
     progress.measured_on(f"{seen:012x}")
+    if not crew.agree(watch.kept()):  # nothing is worse than none
+        progress.best, progress.stale = 0.0, 0
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
