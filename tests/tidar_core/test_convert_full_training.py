@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -47,11 +48,12 @@ class Tiny:
     def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def train(self, steps: int, **changed: float) -> Progress:
+    def train(self, steps: int | Budget, **changed: float) -> Progress:
         config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
         config = replace(config, **changed)
+        budget = steps if isinstance(steps, Budget) else Budget(steps)
         return full_run.train_full(
-            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, Budget(steps), 8,
+            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, budget, 8,
             torch.device("cpu"), self.out, self.directory / "work", self,
         )  # fmt: skip
 
@@ -187,6 +189,27 @@ def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monke
     measured_as(monkeypatch, 2.0, 2.25)
     tiny.train(2)
     assert kept_tokens_per_step(tiny.out) == 2.5
+
+
+def test_the_time_that_checkpoints_take_counts(tiny, monkeypatch):
+    """By a clock that stands still but while a checkpoint is written."""
+    now, steps = 0.0, 0
+
+    def saved(*_) -> None:
+        nonlocal now
+        now += 30
+
+    def trained(*_) -> None:
+        nonlocal steps
+        steps += 1
+        assert steps < 9
+
+    tiny.trained = trained
+    monkeypatch.setattr(full_run, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(full_run, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(full_run, "save_checkpoint", saved)
+    measured_as(monkeypatch, *[1.5] * 9)
+    assert tiny.train(Budget(seconds=100)).step == steps == 4
 
 
 def test_where_the_best_is_gone_the_next_best_is_kept(tiny, monkeypatch):

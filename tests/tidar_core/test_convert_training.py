@@ -260,7 +260,7 @@ def test_a_gradient_that_is_no_number_stops_as_well(tiny, corpus, tmp_path, monk
 
 
 def test_time_is_counted_and_tells_when_to_measure_and_to_end(tiny, corpus, tmp_path, monkeypatch):
-    """By a clock that moves a second at each look, a step takes one, and so does a measurement."""
+    """By a clock that moves a second at each look, a step takes one, and so do a measurement and a checkpoint."""
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=iter(range(1000)).__next__))
     measured: list[int] = []
     config = replace(CONFIG, rows_a_step=16, measure_every=0)
@@ -268,8 +268,24 @@ def test_time_is_counted_and_tells_when_to_measure_and_to_end(tiny, corpus, tmp_
         tiny, corpus, tmp_path, Budget(steps=1000, seconds=130), config,
         measured=lambda result, adapter, progress, best: measured.append(progress.step),
     )  # fmt: skip
-    assert measured == [0, 60, 120, 127]
-    assert (progress.step, progress.seconds) == (127, 131)
+    assert measured == [0, 57, 113, 120]
+    assert (progress.step, progress.seconds) == (120, 120 + 4 + 7)
+
+
+def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypatch):
+    """By a clock that stands still but while a checkpoint is written."""
+    now = 0.0
+
+    def saved(*_) -> None:
+        nonlocal now
+        now += 30
+
+    monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(trainer, "save_checkpoint", saved)
+    seen, progress = train(tiny, corpus, tmp_path, Budget(steps=50, seconds=100), replace(CONFIG, measure_every=1000))
+    assert [report.seconds for report in seen] == [0.0] * 4
+    assert progress.seconds == 120 + 30  # the last one belongs to the measurement at the end
 
 
 def test_the_slot_head_is_trained_and_faster_than_the_rest(tiny, corpus, tmp_path):

@@ -80,16 +80,14 @@ def train_full(
             measured_at = progress.seconds
         over = used >= 1.0 or progress.stale >= patience
         if over or (best and progress.step):  # what is in `out` now was the best, also for the run after a kill
-            save(training, work)
-            saved = time.monotonic()
+            saved = save(training, work)
         if over:
             return progress
         report = training.step(usable, used)
         shown = StepReport(report.progress, report.loss, 0.0, report.tokens, report.tokens, report.seconds)
         screen.trained(shown, budget.used(progress), None)
         if time.monotonic() - saved >= CHECKPOINT_SECONDS:
-            save(training, work)
-            saved = time.monotonic()
+            saved = save(training, work)
 
 
 def teaches(tokens: np.ndarray, own: np.ndarray, longest: int) -> bool:
@@ -205,8 +203,14 @@ def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
     screen.line(f"going on from step {training.progress.step}")
 
 
-def save(training: FullTraining, work: Path) -> None:
+def save(training: FullTraining, work: Path) -> float:
+    """Writes a checkpoint, whose time counts: it has all of the model and its moments. Gives the moment that it was
+    done."""
+    began = time.monotonic()
     work.mkdir(parents=True, exist_ok=True)
     parameters = parameter_tensors(training.names, training.tensors)
     tensors = parameters | optimizer_tensors(training.optimizer, list(training.names))
     save_checkpoint(work, training.settings, training.progress, tensors)
+    done = time.monotonic()
+    training.progress.seconds += done - began
+    return done

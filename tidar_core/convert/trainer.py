@@ -183,8 +183,10 @@ def train_drafter(
             break
         training.step(sampler, vocabulary, budget.used(progress))
         if time.monotonic() - last_saved >= CHECKPOINT_SECONDS:
+            began = time.monotonic()
             training.save()
             last_saved = time.monotonic()
+            training.saving += last_saved - began
     training.save()
     return progress
 
@@ -204,6 +206,7 @@ class _Training:
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
         self.adapter, self.progress, self.looked = trainable(start), Progress(), False
+        self.saving = 0.0  # seconds that this worker took over checkpoints, for the next step to count
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
         self.names: list[str] = list(names)
@@ -288,7 +291,8 @@ class _Training:
         self.optimizer.zero_grad(set_to_none=True)
         seconds = crew.agree(time.monotonic() - began)
         progress.step += 1
-        progress.seconds += seconds
+        progress.seconds += seconds + crew.agree(self.saving)
+        self.saving = 0.0
         progress.rows += len(drawn.positions)
         self.watch.step(
             StepReport(progress, float(loss), float(norm), len(blocks.positions), len(pack.tokens), seconds)
