@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
-from tidar_core.convert import held_out
+from tidar_core.convert import flex, held_out
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
-from tidar_core.convert.forward import Attends, Clean, FrozenBase, run_clean, run_masks
+from tidar_core.convert.forward import Attends, Clean, FrozenBase, gpu_attends, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, choose_windows, judge_windows, measure_held_out
 from tidar_core.convert.ops import compiled, training_ops
 from tidar_core.engine.batch import build_batch
@@ -105,15 +105,60 @@ def test_flex_attention_is_the_same_attention(tmp_path, within_block):
     pack = pack_documents(random_documents(3, longest=200), CPU)
     assert max(length for _, length in pack.spans) > 64  # more than one chunk of rows
     blocks = draw_blocks(pack, 8, 3, 1024, np.random.default_rng(0))
-    flex = Attends(flex_clean_attention, flex_mask_attention)
+    packed = Attends(flex_clean_attention, flex_mask_attention)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a GPU, FlexAttention is its plain definition
         (a, b), (c, d) = (
             ((clean := run_clean(base, pack)).hidden, run_masks(base, tiny.adapter, clean, blocks, within_block))
-            for base in (tiny.base, replace(tiny.base, attends=flex))
+            for base in (tiny.base, replace(tiny.base, attends=packed))
         )
     torch.testing.assert_close(a, c, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(b, d, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_what_is_prepared_is_all_that_steps_ask_for(tmp_path, monkeypatch, within_block):
+    """On a GPU each size of blocks has kernels of its own, which take long to compile."""
+    pytest.importorskip("triton")
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr("tidar_core.convert.fused.proven", lambda *sizes: asked.append(sizes) or False)
+    tiny = tiny_base(tmp_path)
+    base = replace(tiny.base, attends=gpu_attends())
+    base.attends.prepare(base.config, base.weights, range(2, 5), within_block)
+    prepared = asked.copy()
+    pack = pack_documents(random_documents(3), CPU)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        for block in (2, 3, 4):
+            blocks = draw_blocks(pack, 8, block, 1024, np.random.default_rng(0))
+            run_masks(base, tiny.adapter, run_clean(base, pack), blocks, within_block)
+    assert asked[3:] == prepared
+
+
+def test_torch_compiles_nothing_anew_for_another_size_of_blocks(tmp_path, monkeypatch):
+    graphs: list[object] = []
+
+    def counted(graph: torch.fx.GraphModule, _: object):
+        graphs.append(graph)
+        return graph.forward
+
+    tiny, rotation, attention = tiny_base(tmp_path), flex._rotation("cpu"), flex._flex("cpu")
+    ops = {name: getattr(REFERENCE_OPS, name) for name in ("add_norm", "silu_mul")}
+    seen = {name: torch.compile(op, dynamic=True, backend=counted) for name, op in ops.items()}
+    for name, plain in (("_rotation", rotation), ("_flex", attention)):
+        made = torch.compile(plain, dynamic=True, backend=counted)
+        monkeypatch.setattr(flex, name, lambda device, made=made: made)
+    attends = Attends(flex_clean_attention, flex_mask_attention)
+    base = replace(tiny.base, ops=replace(tiny.base.ops, **seen), attends=attends)
+    pack = pack_documents(random_documents(3), CPU)
+    found: list[int] = []
+    with torch.no_grad():  # which FlexAttention wants on a CPU
+        for block in (4, 2, 3):
+            blocks = draw_blocks(pack, 9, block, 1024, np.random.default_rng(0))
+            run_masks(base, tiny.adapter, run_clean(base, pack), blocks, "bidirectional")
+            found.append(len(graphs))
+    assert found[0] > 0
+    assert found == [found[0]] * 3
 
 
 @settings(max_examples=25, deadline=None)

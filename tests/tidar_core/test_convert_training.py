@@ -22,7 +22,7 @@ from tests.tidar_core.trained import SIMPLE, TinyBase, corpus_of, random_documen
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import trainer
-from tidar_core.convert.blocks import BlockSizes, block_of_step
+from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
 from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
 from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
 from tidar_core.convert.held_out import choose_windows
@@ -176,6 +176,34 @@ def test_a_block_has_from_two_to_all_slots(whole, used, sizes, seed):
     block = block_of_step(sizes, whole, used, np.random.default_rng(seed))
     assert 2 <= block <= whole
     assert sizes == "mixed" or used < 0.5 or block == whole
+
+
+@given(
+    whole=st.integers(2, 16), sizes=st.sampled_from(get_args(BlockSizes)), used=st.floats(0, 1), more=st.floats(0, 1)
+)
+def test_no_block_comes_that_was_not_ahead(whole, sizes, used, more):
+    ahead = blocks_ahead(sizes, whole, used)
+    assert whole in ahead
+    assert min(ahead) >= 2
+    for seed in range(5):
+        assert block_of_step(sizes, whole, max(used, more), np.random.default_rng(seed)) in ahead
+
+
+@pytest.mark.parametrize(("sizes", "prepared"), [("whole", [4]), ("mixed", [2, 3, 4]), ("growing", [2, 3, 4])])
+def test_sizes_are_prepared_before_the_clock_starts(tiny, corpus, tmp_path, monkeypatch, sizes, prepared):
+    now = 0.0
+    asked: list[list[int]] = []
+
+    def prepare(config, weights, blocks, within_block) -> None:
+        nonlocal now
+        now += 300
+        asked.append(list(blocks))
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now))
+    slow = replace(tiny, base=replace(tiny.base, attends=replace(tiny.base.attends, prepare=prepare)))
+    _, progress = train(slow, corpus, tmp_path, Budget(steps=2, seconds=100), replace(CONFIG, block_sizes=sizes))
+    assert asked == [prepared]
+    assert (progress.step, progress.seconds) == (2, 0)
 
 
 def test_a_resumed_training_has_the_same_losses(tiny, corpus, tmp_path, monkeypatch):

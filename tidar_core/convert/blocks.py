@@ -81,6 +81,13 @@ def block_of_step(sizes: BlockSizes, whole: int, used: float, draw: np.random.Ge
     return whole
 
 
+def blocks_ahead(sizes: BlockSizes, whole: int, used: float) -> range:
+    """All that `block_of_step` may give from here on."""
+    if sizes == "growing":
+        return range(min(whole, 2 + int(used / GROWN * (whole - 1))), whole + 1)
+    return range(2 if sizes == "mixed" else whole, whole + 1)
+
+
 def anchor_places(own: np.ndarray, block: int, max_positions: int) -> np.ndarray:
     """Context ends at which a block of one document learns something: slots 0 and 1 stand for own words."""
     places = np.flatnonzero(own[:-1] & own[1:])

@@ -1,6 +1,6 @@
 """The two passes of a training step: clean rows once, without gradient, and mask rows behind them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +21,12 @@ from tidar_core.model.weights import AdapterWeights, ModelWeights
 @dataclass(frozen=True, slots=True)
 class Attends:
     """How clean rows and mask rows attend: with the arguments and the results of `attention.clean_attention` and
-    `attention.mask_attention`."""
+    `attention.mask_attention`. prepare: compiles what mask rows need for blocks of these sizes, which else happens in
+    the first step that has one."""
 
     clean: Callable[..., Attention]
     masks: Callable[..., Attention]
+    prepare: Callable[[ModelConfig, ModelWeights, Iterable[int], WithinBlock], None] = lambda *given: None
 
 
 PLAIN = Attends(clean_attention, mask_attention)
@@ -69,9 +71,9 @@ def frozen_base(
 
 def gpu_attends() -> Attends:
     """Clean rows by FlexAttention, mask rows by kernels of their own; needs Triton, as FlexAttention does."""
-    from tidar_core.convert.fused import fused_mask_attention
+    from tidar_core.convert.fused import fused_mask_attention, prepare_blocks
 
-    return Attends(flex_clean_attention, fused_mask_attention)
+    return Attends(flex_clean_attention, fused_mask_attention, prepare_blocks)
 
 
 @torch.no_grad()

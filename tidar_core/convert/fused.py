@@ -5,7 +5,7 @@ they fail or do not fit, FlexAttention takes their place.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -40,7 +40,7 @@ def fused_mask_attention(
     within_block: WithinBlock,
 ) -> Attention:
     """As `attention.mask_attention`, over the clean keys of `flex.flex_clean_attention`."""
-    sizes = BlockSizes(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
+    sizes = _sizes(config, blocks.block, within_block)
     device = pack.tokens.device
     if not proven(sizes, weights.embedding.dtype, device):
         return flex_mask_attention(config, weights, rotary, pack, clean, blocks, within_block)
@@ -52,6 +52,18 @@ def fused_mask_attention(
         return block_attention(rows, clean.keys[layer], clean.values[layer], tiles, sizes)
 
     return attention
+
+
+def prepare_blocks(
+    config: ModelConfig, weights: ModelWeights, blocks: Iterable[int], within_block: WithinBlock
+) -> None:
+    """Compiles and proves the kernels for blocks of so many slots; each size has its own."""
+    for block in blocks:
+        proven(_sizes(config, block, within_block), weights.embedding.dtype, weights.embedding.device)
+
+
+def _sizes(config: ModelConfig, block: int, within_block: WithinBlock) -> BlockSizes:
+    return BlockSizes(config.heads, config.kv_heads, config.head_dim, block, within_block == "causal")
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.blocks import Blocks, BlockSizes, block_of_step, draw_blocks, narrowed, pack_documents
+from tidar_core.convert.blocks import (
+    Blocks,
+    BlockSizes,
+    block_of_step,
+    blocks_ahead,
+    draw_blocks,
+    narrowed,
+    pack_documents,
+)
 from tidar_core.convert.checkpoint import (
     Progress,
     load_checkpoint,
@@ -166,6 +174,9 @@ def train_drafter(
         progress.best, progress.stale = 0.0, 0
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
+    sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
+    with enough_memory("it does not hold what proves the kernels, free some of it"):
+        base.attends.prepare(base.config, base.weights, sizes, config.within_block)
     last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
     while True:
         over = budget.used(progress) >= 1.0
