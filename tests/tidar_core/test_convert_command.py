@@ -112,6 +112,26 @@ def test_a_training_goes_on_from_what_it_began_from_alone(tmp_path):
     assert "going on from step 2" in output
 
 
+def test_a_drafter_that_is_better_than_its_checkpoints_stays(tmp_path):
+    """As where the checkpoint that was newest is torn, and with it what it knew of the best."""
+    model, out = tiny_checkpoint(tmp_path / "model", **SIMPLE), tmp_path / "drafter"
+    status, output = run_command(model, "--out", out, "--steps", 2, *SMALL)
+    assert status == 0, output
+    told = json.loads((out / "adapter.json").read_text())
+    told["training"]["held_out"]["tokens_per_step"] = 3.5
+    (out / "adapter.json").write_text(json.dumps(told))
+    status, output = run_command(model, "--out", out, "--steps", 4, *SMALL)
+    assert "3.50 tokens per step on held-out documents" in output
+    assert json.loads((out / "adapter.json").read_text()) == told
+
+    for file in out.iterdir():
+        file.unlink()
+    status, output = run_command(model, "--out", out, "--steps", 5, *SMALL)
+    assert status == 0, output
+    found = read_adapter_config(out).training["held_out"]["tokens_per_step"]
+    assert f"{found:.2f} tokens per step on held-out documents" in output.splitlines()[-2]
+
+
 def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48)
     chosen = ("--layers", "0,2", "--block-sizes", "growing", "--steps", 6)

@@ -396,15 +396,15 @@ def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, 
 
 def test_where_the_best_is_gone_the_next_best_is_kept(tiny, corpus, tmp_path):
     train(tiny, corpus, tmp_path, 4)
-    for there in (True, False):
+    for there in (3.95, 0.0):
         recorded(tmp_path, best=3.9, stale=5)
         bests: list[bool] = []
         _, progress = train(
             tiny, corpus, tmp_path, 4, measured=lambda *found, bests=bests: bests.append(found[-1]),
-            kept=lambda there=there: there,
+            kept=lambda best, there=there: there,
         )  # fmt: skip
         assert bests == [not there]
-        assert (progress.best == 3.9) == there
+        assert (progress.best == 3.95) == bool(there)
 
 
 def interrupted_at(step: int) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
-from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity
+from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {
@@ -88,6 +88,16 @@ def write_folder(
     except OSError as error:
         raise cannot_write(directory, error) from None
     write_atomically(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
+
+
+def kept_tokens_per_step(out: Path) -> float:
+    """What was measured of the drafter in `out`; 0 where there is none."""
+    try:
+        record = read_adapter_config(out).training.get("held_out")
+    except ConfigError:
+        return 0.0
+    found = record.get("tokens_per_step") if isinstance(record, dict) else None
+    return float(found) if isinstance(found, int | float) and (out / WEIGHTS_FILE).exists() else 0.0
 
 
 def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
-from tidar_core.convert.card import check_folder, made_from, write_folder
+from tidar_core.convert.card import check_folder, kept_tokens_per_step, made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
@@ -328,8 +328,8 @@ def _train(
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
     made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size), begun_from)
 
-    def kept() -> bool:
-        return (options.out / WEIGHTS_FILE).exists()
+    def kept(best: float) -> float:
+        return max(best, found) if (found := kept_tokens_per_step(options.out)) else 0.0
 
     def stepped(report: StepReport) -> None:
         fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
@@ -337,7 +337,7 @@ def _train(
 
     def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
         screen.measured(result, progress, best)
-        if best or not kept():
+        if best or not (options.out / WEIGHTS_FILE).exists():
             options.out.mkdir(parents=True, exist_ok=True)
             write_folder(options.out, made, adapter, progress, result)
 

@@ -129,12 +129,13 @@ class StepReport:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What the caller is told: each step, each measurement with whether it is the best so far (the adapter is then
-    worth keeping), and lines for the log. kept: asked once, whether it still has the best of the runs before."""
+    worth keeping), and lines for the log. kept: asked where a training goes on, what the drafter that the caller has
+    is worth, where the checkpoint knows of this much; 0 where it has none."""
 
     step: Callable[[StepReport], None] = lambda report: None
     measured: Callable[[HeldOutResult, AdapterWeights, Progress, bool], None] = lambda *found: None
     line: Callable[[str], None] = lambda line: None
-    kept: Callable[[], bool] = lambda: True
+    kept: Callable[[float], float] = lambda best: best
 
 
 def check_rows(config: TrainConfig) -> None:
@@ -169,9 +170,9 @@ def train_drafter(
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
     seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
+    if progress.step:
+        progress.best = crew.agree(watch.kept(progress.best))
     progress.measured_on(f"{seen:012x}")
-    if not crew.agree(watch.kept()):  # nothing is worse than none
-        progress.best, progress.stale = 0.0, 0
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
