@@ -219,7 +219,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
     assert "are the base model's own" not in card
 
     # Prompts that come later are answered, and those that were asked cost no start of the generator.
-    (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?")
+    (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?\n" + "And so on? " * 500)
     for generating in (True, False):
         status, output = run_command(
             model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
@@ -227,6 +227,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
         )  # fmt: skip
         assert status == 0, output
         assert ("generating with transformers" in output) == generating
+        assert ("1 of --prompts taught nothing: too long, or" in output) == generating
 
 
 @pytest.mark.parametrize("generator", ["engine", "transformers"])

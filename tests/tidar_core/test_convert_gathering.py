@@ -218,7 +218,8 @@ def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, m
     store = open_store(tmp_path, HEADER)
     store.append([document(0, 400)], [0], 1.0)
     prompts = [f"What is the answer to {number}?" for number in range(4)]
-    gather_own_words(Terse(engine, 8), engine.tokenizer, SHORT, store, Goal(own_tokens=200), prompts)
+    goal = Goal(own_tokens=200)
+    assert gather_own_words(Terse(engine, 8), engine.tokenizer, SHORT, store, goal, prompts).refused == 4
     stored = open_store(tmp_path, HEADER).read()
     assert len(stored.corpus) == 1
     assert unanswered(engine.tokenizer, [*prompts, "Why?"], stored) == ["Why?"]

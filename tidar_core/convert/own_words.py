@@ -36,7 +36,8 @@ class Goal:
 class Gathered:
     """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
     way. dropped: jobs of this run that gave no document. asked: the user's prompts that are still to be answered.
-    until: where `seconds` ends at the latest, 0 where that has no limit. useless: the model says nothing of use but
+    until: where `seconds` ends at the latest, 0 where that has no limit. refused: prompts of this run that have no
+    answer to learn from. useless: the model says nothing of use but
     the answers to these prompts, and is not asked on."""
 
     documents: int
@@ -46,6 +47,7 @@ class Gathered:
     seconds: float
     asked: int = 0
     until: float = 0.0
+    refused: int = 0
     useless: bool = False
 
 
@@ -175,7 +177,8 @@ def gather_own_words(
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:
         flush()
-    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds, useless=run.in_vain)
+    refused = run.dropped - run.useless
+    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds, refused=refused, useless=run.in_vain)
 
 
 def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:

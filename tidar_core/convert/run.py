@@ -44,7 +44,7 @@ from tidar_core.convert.own_words import (
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStore, Stored, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
-from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
+from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
 from tidar_core.convert.trainer import Budget, Origin, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -204,6 +204,8 @@ def _gather(
     gathered = gather_own_words(
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
     )
+    if gathered.refused:
+        screen.line(f"{gathered.refused:,} of --prompts taught nothing: too long, or answered in a word or two")
     if gathered.useless:
         screen.line("the model's own words are of no use: it learns from its answers to --prompts alone")
     return store.read().corpus, gathered.seconds
@@ -326,7 +328,7 @@ def _train(
     held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
     budget = _budget(options, spent)
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
-    made = made_from(identity, options.model, corpus, config, _device_name(device, crew.size), begun_from)
+    made = made_from(identity, options.model, corpus, config, device_name(device, crew.size), begun_from)
 
     def kept(best: float) -> float:
         return max(best, found) if (found := kept_tokens_per_step(options.out)) else 0.0
@@ -403,10 +405,3 @@ def _start(
     if begun.slot_head is None:
         begun = with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
     return begun, known_by
-
-
-def _device_name(device: torch.device, workers: int) -> str:
-    threads = torch.get_num_threads()
-    cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    return name if workers == 1 else f"{workers} workers with {name} each"

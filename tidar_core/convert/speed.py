@@ -62,6 +62,14 @@ def fast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if faster else dtype
 
 
+def device_name(device: torch.device, workers: int) -> str:
+    """What a card calls it."""
+    threads = torch.get_num_threads()
+    cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return name if workers == 1 else f"{workers} workers with {name} each"
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
