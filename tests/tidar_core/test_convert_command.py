@@ -266,6 +266,16 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
     assert "Traceback" not in output
 
 
+def test_a_text_that_is_none_at_its_end_is_told_before_any_of_it_is_stored(tmp_path):
+    model, text = tiny_checkpoint(tmp_path / "model", **SIMPLE), tmp_path / "text"
+    text.write_bytes(b"The quick brown fox jumps over lazy dogs.\n" * 9000 + b"\xff")
+    status, output = run_command(model, "--out", tmp_path / "out", "--text", text, "--steps", 1, *SMALL)
+    assert (status, output.splitlines()) == (
+        1, [f"tidar: the text {text} cannot be read (it is not in UTF-8): save it as plain text in UTF-8"]
+    )  # fmt: skip
+    assert not (tmp_path / "out.work").exists()
+
+
 @pytest.mark.parametrize("mode", [(), ("--mode", "full", "--text", "text")])
 def test_where_no_folder_can_be_is_told_before_anything_is_gathered(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)

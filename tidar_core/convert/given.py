@@ -30,6 +30,12 @@ def read_text(path: Path) -> Iterator[str]:
         yield piece
 
 
+def check_text(path: Path) -> None:
+    """Raises ConfigError where `read_text` would, also at its end."""
+    for _ in read_text(path):
+        pass
+
+
 def read_prompts(path: Path) -> list[str]:
     """One prompt a line: plain text, or JSON with a "prompt". Raises ConfigError, in one line, that names the file's
     where it is one line's fault."""

@@ -31,7 +31,7 @@ from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
-from tidar_core.convert.given import read_prompts
+from tidar_core.convert.given import check_text, read_prompts
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
@@ -158,6 +158,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
+    if options.text is not None:
+        check_text(options.text)
     try:
         options.work.mkdir(parents=True, exist_ok=True)  # before all that takes long
     except OSError as error:
