@@ -37,6 +37,7 @@ from cluster.prompts import (
 )
 from cluster.response_object import new_response_head, response_events, whole_response
 from cluster.responses import EventStreamResponse, event_stream, new_head, whole
+from cluster.sampling import sampling_of, sampling_params
 from cluster.schemas import (
     MAX_PROMPTS,
     SEED_BITS,
@@ -46,8 +47,6 @@ from cluster.schemas import (
     DetokenizeBody,
     TokenizeBody,
     refuse_unsupported,
-    sampling_of,
-    sampling_params,
 )
 from cluster.streams import Answer, Echo, Pace, requests_for
 from cluster.tools import Toolbox, tool_format, toolbox
@@ -212,7 +211,9 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
             if body.messages is not None:
                 if body.tools:
                     tool_format(card.tokenizer)
-                text = render_chat(card, body.messages, body.add_generation_prompt, body.tools or ())
+                text = render_chat(
+                    card, body.messages, body.add_generation_prompt, body.tools or (), body.chat_template_kwargs
+                )
                 special = False
             assert text is not None  # the body has one of the two
             if body.add_special_tokens is not None:

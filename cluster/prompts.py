@@ -1,11 +1,12 @@
 """Bodies to token ids. Slow for long texts: the caller runs these in a thread."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
@@ -73,23 +74,34 @@ def decode(backend: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def render_chat(
-    card: ModelCard, messages: list[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()
+    card: ModelCard,
+    messages: list[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[Tool] = (),
+    arguments: Mapping[str, JsonValue] | None = None,
 ) -> str:
-    """The messages in the model's own chat template. Raises ApiError (400) where there is none or it refuses."""
+    """The messages in the model's own chat template, which may take further arguments. Raises ApiError (400) where
+    there is none or it refuses."""
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     if any(message.is_of_tools for message in messages):
         tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
+    further: dict[str, Any] = dict(arguments or {})
+    for name in further:
+        if name == "messages" or name in signature(card.tokenizer.apply_chat_template).parameters:
+            what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
+            raise bad_request(f"{what}, see the fields of the request", "chat_template_kwargs")
     try:
         text = card.tokenizer.apply_chat_template(
             [message.for_template() for message in messages],
             tools=[tool.for_template() for tool in tools] or None,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
+            **further,
         )
     except RecursionError as error:
         raise bad_request("the messages or tools are nested too deeply", "messages") from error
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
     return str(text)
 
@@ -109,7 +121,7 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[int, ...]:
     """Token ids of a chat. Raises ApiError (400) as `render_chat` does."""
-    text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools)
+    text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs)
     prompt = encode(backend, text, body.add_special_tokens)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")

@@ -3,8 +3,7 @@
 Whatever would change the answer and cannot be honoured is refused by name; what cannot change it is ignored.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -13,25 +12,25 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     PlainValidator,
     field_validator,
     model_validator,
 )
 
-from cluster.card import ModelCard
-from cluster.errors import FieldError, bad_request, from_request_error, too_long
+from cluster.errors import FieldError, bad_request
 from cluster.messages import Message
 from cluster.structured import ResponseFormat, StructuredOutputs, grammar_of
-from cluster.tools import MAX_TOOLS, NamedTool, Tool, Toolbox, ToolChoice
+from cluster.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from tidar_core.grammar import Grammar
-from tidar_core.request import MAX_LOGPROBS, DraftMode, RequestError, Sampling, SamplingParams
+from tidar_core.request import MAX_LOGPROBS, DraftMode
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_STOP = 16
 MAX_PROMPTS = 256
 MAX_STOP_IDS = 128
 MAX_CHOICES = 16
 MAX_BIASES = 1024
+MAX_TEMPLATE_ARGUMENTS = 32
 MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
@@ -137,6 +136,13 @@ def told(**limits: float) -> Any:
 
 # For the document, of each field of `Sampling`.
 MAKERS = Field(description="Left out: the model's own default, `tidar.sampling_defaults` in /v1/models.")
+
+
+TemplateArguments = Annotated[
+    dict[str, JsonValue],
+    Field(description="What the model's chat template takes besides, as Qwen3's `enable_thinking`."),
+    few(MAX_TEMPLATE_ARGUMENTS),
+]
 
 
 class TidarOptions(BaseModel):
@@ -274,6 +280,7 @@ class ChatBody(Body):
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
+    chat_template_kwargs: TemplateArguments | None = None
     logprobs: bool | None = None
     echo: Literal[False] | None = None  # of completions alone
     top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
@@ -324,6 +331,7 @@ class TokenizeBody(BaseModel):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -351,79 +359,3 @@ def refuse_unsupported(body: Body) -> None:
         # Types count: in completions `logprobs: 0` asks for something, in chat `logprobs: false` does not.
         if not any(type(value) is type(item) and value == item for item in neutral):
             raise bad_request(f"`{name}` is not supported by this server yet", name)
-
-
-def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    """OpenAI's map from token ids, as strings, to what is added to their scores. Raises ApiError (400)."""
-    for token in bias:
-        known = token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
-        if not known or token != str(int(token)):
-            raise bad_request(f"logit_bias: {token[:20]!r} is no token id of this model", "logit_bias")
-    return tuple((int(token), value) for token, value in bias.items())
-
-
-def sampling_of(body: Body, card: ModelCard) -> Sampling:
-    """How a body's tokens are picked: what it leaves out is as with the model's defaults."""
-    return card.sampling_defaults.but(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
-
-
-def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
-    """Token ids that end an answer. Raises ApiError (400) for one that could never come up."""
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise bad_request(f"stop_token_ids: {str(token)[:20]} is no token id of this model", "stop_token_ids")
-    return frozenset(ids)
-
-
-def sampling_params(
-    body: Body, card: ModelCard, prompt_tokens: int, seed: int, tools: Toolbox | None = None
-) -> SamplingParams:
-    """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none, `tools` are what
-    the answer may call.
-
-    Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
-    """
-    chat = isinstance(body, ChatBody)
-    name = "max_tokens"
-    wanted = body.max_tokens
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", body.max_completion_tokens
-    if isinstance(body, CompletionBody) and body.reads_alone:
-        wanted = 1  # which a step says anyway, and nobody is told
-    if wanted is not None and wanted < 1:
-        raise bad_request(f"{name} must be at least 1", name)
-    room = card.max_model_len - prompt_tokens
-    if room < 1 or (wanted is not None and wanted > room):
-        at_fault = name if room >= 1 else "messages" if chat else "prompt"
-        raise too_long(prompt_tokens, wanted, card.max_model_len, at_fault)
-    default = room if chat else min(COMPLETION_MAX_TOKENS, room)
-    sampling = sampling_of(body, card)
-    trust = 1.0 if body.tidar.draft_trust is None else body.tidar.draft_trust
-    drafts = body.tidar.drafts or (card.drafts if trust >= 1.0 else "full")
-    try:
-        return SamplingParams(
-            max_tokens=default if wanted is None else wanted,
-            temperature=sampling.temperature,
-            top_k=0 if sampling.top_k == -1 else min(sampling.top_k, card.vocab_size),
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=seed if body.seed is None else body.seed,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=logit_bias(body.logit_bias or {}, card.vocab_size),
-            logprobs=body.wanted_logprobs,
-            prompt_logprobs=body.wanted_of_prompt,
-            min_tokens=body.min_tokens or 0,
-            stop=tuple(body.stop or ()),
-            stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
-            ignore_eos=bool(body.ignore_eos),
-            grammar=body.grammar if tools is None else tools.grammar,
-            drafts=drafts,
-            draft_trust=trust,
-            block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
-        )
-    except RequestError as error:
-        if chat and error.param == "logprobs":  # the number has a name of its own there
-            raise bad_request(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from error
-        raise from_request_error(error) from error

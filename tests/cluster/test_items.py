@@ -14,7 +14,8 @@ from cluster.items import ResponsesBody, as_here
 from cluster.prompts import read_body
 from cluster.response_object import response_object
 from cluster.responses import new_head
-from cluster.schemas import ChatBody, sampling_of, sampling_params
+from cluster.sampling import sampling_of, sampling_params
+from cluster.schemas import ChatBody
 from tests.cluster.test_schemas import QWEN, card_for
 from tests.tiny import tiny_tokenizer
 from tidar_core.request import Sampling

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from cluster.card import ModelCard
 from cluster.errors import ApiError
-from cluster.prompts import decode, encode, prepare, read_body, render_chat
-from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody
+from cluster.items import ResponsesBody
+from cluster.prompts import chat_prompt, decode, encode, prepare, read_body, render_chat
+from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody, refuse_unsupported
 from tests.cluster.test_schemas import card_for
-from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
+from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
 
 MANY = 100_000
 TURN = {"role": "user", "content": "a"}
@@ -83,4 +85,55 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
     with pytest.raises(ApiError) as refused:
         encode(prepare(card), render_chat(card, read_body(raw, ChatBody).messages, True), False)
     assert refused.value.status == 400
+    assert "\n" not in refused.value.message
+
+
+def thinker() -> ModelCard:
+    """A model whose template leaves room to think where it is not told otherwise, as Qwen3's."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if enable_thinking is defined and enable_thinking is false %}no thoughts{% endif %}"
+        "{% if share is defined %}{{ 1 / share }}{{ depth[0].x }}{% endif %}"
+    )
+    return card_for(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (None, "a"),
+        ({}, "a"),
+        ({"enable_thinking": True}, "a"),
+        ({"enable_thinking": False, "another": [1]}, "ano thoughts"),
+    ],
+)
+def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None, text: str) -> None:
+    card = thinker()
+    chat = read_body(json.dumps({"messages": [TURN], "chat_template_kwargs": arguments}).encode(), ChatBody)
+    refuse_unsupported(chat)
+    assert chat_prompt(chat, card, prepare(card)) == encode(prepare(card), text, False)
+    responses = read_body(json.dumps({"input": "a", "chat_template_kwargs": arguments}).encode(), ResponsesBody)
+    assert chat_prompt(responses.as_chat(), card, prepare(card)) == encode(prepare(card), text, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param", "said"),
+    [
+        ({"messages": []}, "chat_template_kwargs", "`messages` is no argument"),
+        ({"tokenize": True}, "chat_template_kwargs", "`tokenize` is no argument"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs", "`chat_template` is no argument"),
+        ({"share": 0}, "messages", "refused the messages: division by zero"),
+        ({"share": 1, "depth": []}, "messages", "refused the messages"),
+        ({"share": {}}, "messages", "refused the messages"),
+        (dict.fromkeys(map(str, range(40))), "chat_template_kwargs", "32"),
+        ("enable_thinking", "chat_template_kwargs", "dictionary"),
+    ],
+)
+def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said: str) -> None:
+    card, raw = thinker(), json.dumps({"messages": [TURN], "chat_template_kwargs": arguments}).encode()
+    with pytest.raises(ApiError) as refused:
+        chat_prompt(read_body(raw, ChatBody), card, prepare(card))
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert said in refused.value.message
     assert "\n" not in refused.value.message

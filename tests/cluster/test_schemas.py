@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cluster.card import ModelCard
 from cluster.errors import ApiError
 from cluster.prompts import chat_prompt, completion_prompts, encode, parse_json, prepare, read_body
+from cluster.sampling import sampling_params
 from cluster.schemas import (
     UNSUPPORTED,
     Body,
@@ -19,7 +20,6 @@ from cluster.schemas import (
     CompletionBody,
     TokenizeBody,
     refuse_unsupported,
-    sampling_params,
 )
 from tests.tiny import tiny_tokenizer
 from tidar_core.request import Sampling
