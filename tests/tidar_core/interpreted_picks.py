@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.tidar_core.interpreted_kernels import poisoned_memory  # noqa: F401
 from tests.tidar_core.test_graphs import NothingIsWaitedFor
 from tidar_core import sampling
 from tidar_core.kernels import triton_sampling
@@ -14,16 +15,6 @@ from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What a kernel does not write is the greatest integer, or NaN: it must not be read, and it must be noticed."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 RULES = [  # temperature, seed, choice, position
