@@ -81,6 +81,7 @@ class Visitors(RuleBasedStateMachine):
         most=st.sampled_from((1, 2, 17, 40)),
         seed=st.integers(0, 2),
         top_k=st.sampled_from((0, 0, 0, 5)),
+        repetition=st.sampled_from((1.0, 1.0, 1.2)),
         salt=st.sampled_from(("", "tenant")),
         priority=st.sampled_from((0, 0, 0, -1, 2)),
     )
@@ -92,10 +93,14 @@ class Visitors(RuleBasedStateMachine):
         most: int,
         seed: int,
         top_k: int,
+        repetition: float,
         salt: str,
         priority: int,
     ) -> None:
-        params = SamplingParams(max_tokens=most, temperature=temperature, seed=seed, top_k=top_k, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=most, temperature=temperature, seed=seed, top_k=top_k, repetition_penalty=repetition,
+            ignore_eos=True,
+        )  # fmt: skip
         name = f"{id(self)}-{self.number}"
         self.number += 1
         self.here[name] = questions()[question], params

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -78,16 +79,39 @@ def test_plain_decoding_is_planned_ahead_too(tmp_path: Path, adapter: str) -> No
     assert ahead == 39  # nothing is planned behind a last token
 
 
+@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+def test_what_was_said_counts_before_the_host_knows_it(tmp_path: Path, within_block: WithinBlock) -> None:
+    """Penalties and bias of all kinds, beside requests without: what the step under way says, and the drafts behind it,
+    are counted on the device."""
+    changes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.3},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"frequency_penalty": -0.3, "repetition_penalty": 0.9, "logit_bias": ((7, 3.0), (300, -100.0))},
+        {"logit_bias": ((11, 2.5),)},
+        {},
+    ]
+    asked = [
+        replace(params, max_tokens=50, drafts=mode, **change)
+        for change in changes
+        for params, mode in ((GREEDY, "full"), (SAMPLED, "off"), (KEPT, "full"))
+    ]
+    one, none = answers(tiny_engine(tmp_path / "one", within_block=within_block), asked)
+    two, ahead = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap=True), asked)
+    assert (none, ahead > 20) == (0, True)
+    assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+    plain = answers(tiny_engine(tmp_path / "three", within_block=within_block), asked[-3:] * 5)[0]
+    assert sum(ours.tokens != theirs.tokens for ours, theirs in zip(two, plain, strict=True)) >= 9
+    assert sum(step.accepted for answer in two for step in answer.steps) > 0
+
+
 @pytest.mark.parametrize(
     "waiting",
     [
-        replace(GREEDY, repetition_penalty=1.2),
         replace(GREEDY, logprobs=2),
-        replace(GREEDY, logit_bias=((7, 3.0),)),
         replace(GREEDY, grammar=Grammar("regex", "[a-z]{4,40}"), ignore_eos=False),
         replace(GREEDY, draft_trust=0.5),
     ],
-    ids=["penalty", "logprobs", "bias", "grammar", "trust"],
+    ids=["logprobs", "grammar", "trust"],
 )
 def test_what_the_host_decides_is_waited_for(tmp_path: Path, waiting: SamplingParams) -> None:
     """While such a request is there each step is over before the next; afterwards they overlap again."""

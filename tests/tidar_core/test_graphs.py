@@ -107,8 +107,17 @@ class NothingIsWaitedFor(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kept", [{"temperature": 0.0}, {}, {"temperature": 0.9, "top_k": 30, "top_p": 0.9}], ids=str)
-def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, kept):
+@pytest.mark.parametrize(
+    "picked",
+    [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.9, "top_k": 30, "top_p": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": ((7, 3.0),)},
+    ],
+    ids=str,
+)
+def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, picked):
     """Between two steps that overlap the host asks for no number that the device is still to compute."""
     engine, launches = tiny_engine(tmp_path, overlap=True), []
 
@@ -124,7 +133,7 @@ def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, kept):
 
     monkeypatch.setattr("tidar_core.engine.engine.launch", watched)
     params = [
-        SamplingParams(max_tokens=14, seed=5, ignore_eos=True, drafts=mode, block=block, **kept)
+        SamplingParams(max_tokens=14, seed=5, ignore_eos=True, drafts=mode, block=block, **picked)
         for mode, block in (("full", None), ("off", None), ("full", 2), ("auto", None))
     ]
     decoded(engine, Graphs(repeat), params)

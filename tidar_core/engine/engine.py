@@ -172,7 +172,7 @@ class Engine:
         if self._runner.captured == captured:  # capturing takes many times what the step does
             self._scheduler.policy.took(size, time.monotonic() - began)
 
-    def _launch(self, plans: Items[SequencePlan], behind: tuple[Tensor, Items[int]] | None = None) -> Flight:
+    def _launch(self, plans: Items[SequencePlan], behind: tuple[Flight, Items[int]] | None = None) -> Flight:
         cost = self._scheduler.policy.cost
         return launch(self._runner, plans, cost, self.info.within_block, self.info.block_length, behind)
 
@@ -180,7 +180,7 @@ class Engine:
         """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""
         scheduler = self._scheduler
         ahead = scheduler.plan_ahead(flight.plans)
-        following = None if ahead is None else self._launch(ahead[0], (flight.state, ahead[1]))
+        following = None if ahead is None else self._launch(ahead[0], (flight, ahead[1]))
         found = zip(flight.plans, *flight.land(), strict=True)
         here = [entry for entry in found if entry[0].sequence in scheduler.running]
         outputs = scheduler.commit([plan for plan, _, _ in here], [truths for _, truths, _ in here])

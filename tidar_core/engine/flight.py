@@ -21,6 +21,7 @@ from torch import Tensor
 from tidar_core.engine.batch import Batch, build_batch, draft_rows, step_size
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.runner import Runner
+from tidar_core.engine.said_ahead import as_changed, changes_scores, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.kernels.succession import Carried
@@ -33,12 +34,13 @@ from tidar_core.transfer import on_device, sent
 @dataclass(frozen=True, slots=True)
 class Flight:
     """A step that was launched at `launched`, when the runner had `captured` so many sizes. rows: how many true tokens
-    each plan gets. state: what the step leaves to the next, on the device. told: int64, on its way to the host until
-    `ready`: the true tokens of all plans, then the state."""
+    each plan gets. truths: int64, all of these, and state: what the step leaves to the next, on the device. told:
+    int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
 
     plans: tuple[SequencePlan, ...]
     size: StepSize
     rows: tuple[int, ...]
+    truths: Tensor
     state: Tensor
     told: Tensor
     ready: torch.cuda.Event | None
@@ -65,7 +67,6 @@ def may_fly(sequence: Sequence) -> bool:
         and not sequence.reads_prompt
         and params.draft_trust == 1.0
         and sequence.generated >= params.min_tokens
-        and not TokenRule(params, 0).adjusts
     )
 
 
@@ -94,13 +95,14 @@ def launch(
     cost: StepCost,
     within_block: WithinBlock,
     block_length: int,
-    behind: tuple[Tensor, Items[int]] | None,
+    behind: tuple[Flight, Items[int]] | None,
 ) -> Flight:
-    """Launches a step of plans that all emit. behind: the state that the step before leaves, where that is not over,
-    and which of its plans each of these goes on from."""
+    """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
+    each of these goes on from."""
     launched, captured, device = time.monotonic(), runner.captured, runner.device
     batch = build_batch(plans, runner.cache.page_size, runner.padded, within_block)
-    state, sources = behind or (_state(plans, block_length, device), range(len(plans)))
+    state = _state(plans, block_length, device) if behind is None else behind[0].state
+    sources = range(len(plans)) if behind is None else behind[1]
     source = on_device([*sources, *[len(state) - 1] * (batch.size.sequences - len(plans))], device, torch.int32)
     carried = None if behind is None else Carried(state, source, sent(nearest_outcomes(plans, batch), device))
     hidden = runner.forward(batch, carried)
@@ -110,7 +112,9 @@ def launch(
     at_once = size.slots > 0 and cost.at_once(size.verify, size.picked, size.slots)
     scores = runner.scores(hidden, [*verify, *_slot_rows(plans, batch)] if at_once else verify)
     rules = [rule for plan in plans for rule in _rules(plan, len(plan.drafts) + 1)]
-    truths = ops.pick(scores[: len(verify)], rules, _shift(rules, state, source, [*map(len, batch.emit_rows)]))
+    own = state[source[: len(plans)].long()].long()
+    said = with_what_was_said(scores[: len(verify)], plans, _under_way(behind, own), own[:, 2:])
+    truths = ops.pick(said, rules, _shift(rules, state, source, [*map(len, batch.emit_rows)]))
 
     drafting = [plan for plan in plans if plan.shape.proposals]
     counts = [plan.shape.block - 1 for plan in drafting]
@@ -125,7 +129,7 @@ def launch(
         ops.renew(decided, table, picks)
     told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
     rows = tuple(len(rows) for rows in batch.emit_rows)
-    return Flight(tuple(plans), size, rows, decided.state, told, ready, launched, captured)
+    return Flight(tuple(plans), size, rows, truths, decided.state, told, ready, launched, captured)
 
 
 def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) -> Tensor:
@@ -135,9 +139,24 @@ def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) 
     return on_device([*states, [0] * (2 + width)], device, torch.int32)
 
 
+def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tensor:
+    """The tokens that the step before commits, -1 behind the last: int64 [plans, most]. state: [plans, 2 + width]."""
+    if behind is None:
+        return state[:, :0]
+    flight, sources = behind
+    starts = list(accumulate(flight.rows, initial=0))
+    place = torch.arange(max(flight.rows), device=state.device)
+    at = on_device([starts[source] for source in sources], state.device)[:, None] + place
+    tokens = flight.truths[at.clamp(max=len(flight.truths) - 1)]
+    return tokens.masked_fill(place >= state[:, :1], -1)
+
+
 def _rules(plan: SequencePlan, count: int) -> list[TokenRule]:
-    """Of so many tokens behind the last known one, as if that stood where the plan counts from."""
+    """Of so many tokens behind the last known one, as if that stood where the plan counts from, and once scores are
+    changed."""
     params = plan.sequence.request.params
+    if changes_scores(params):
+        params = as_changed(params)
     if params.temperature == 0:
         return [TokenRule(params, 0)] * count  # the best is the best wherever it stands
     return [TokenRule(params, plan.position + 1 + place) for place in range(count)]

@@ -242,7 +242,7 @@ def fly_once(runner: Runner, cost: StepCost, block_length: int, within_block: Wi
         plan = _plan([1], 0, 1, 0, shape, [0], params)
         first = launch(runner, [plan], cost, within_block, block_length, None)
         behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
-        launch(runner, [behind], cost, within_block, block_length, (first.state, [0])).land()
+        launch(runner, [behind], cost, within_block, block_length, (first, [0])).land()
 
 
 def _drafting(runner: Runner, proposals: int, slots: int) -> object:

@@ -1,0 +1,98 @@
+"""Bias and penalties for a step that is launched before the host knows what the one before it says.
+
+The host counts what was said up to the last step that it has looked at (`tidar_core.penalties.Ledger`). What the step
+under way commits, and the drafts in hand behind it, the device knows: they are counted there, and every row is changed
+as `penalised` would change it, bit for bit.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.penalties import NOTHING_SAID
+from tidar_core.request import SamplingParams
+from tidar_core.transfer import on_device, sent
+
+
+def changes_scores(params: SamplingParams) -> bool:
+    return params.penalises or bool(params.logit_bias)
+
+
+@lru_cache(maxsize=1024)
+def as_changed(params: SamplingParams) -> SamplingParams:
+    """How tokens are picked from scores that were changed already."""
+    return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+
+
+def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Tensor, in_hand: Tensor) -> Tensor:
+    """The scores of the verify rows of all plans, [rows, vocab], with bias and penalties: a copy in fp32 if there are
+    any.
+
+    under_way: int64 [plans, n], the tokens that the step before each plan commits, as far as it is not over, -1 behind
+    the last. in_hand: int64 [plans, most], the drafts that follow them, -1 behind the last.
+    """
+    chosen = [place for place, plan in enumerate(plans) if changes_scores(plan.sequence.request.params)]
+    if not chosen:
+        return scores
+    device, vocab = scores.device, scores.shape[1]
+    ends = list(accumulate(len(plan.drafts) + 1 for plan in plans))
+    own = [(row, whose) for whose, place in enumerate(chosen) for row in range(len(plans[place].drafts) + 1)]
+    rows = on_device([ends[chosen[whose]] - len(plans[chosen[whose]].drafts) - 1 + row for row, whose in own], device)
+    ahead, owner = on_device([[row for row, _ in own], [whose for _, whose in own]], device)
+    which = on_device(chosen, device)
+    none = vocab  # a token that stands for none has a column of its own
+
+    seen, times = _counted([plans[place] for place in chosen], vocab, device)
+    times.scatter_add_(1, _or_none(under_way[which], none), torch.ones_like(under_way[which], dtype=torch.float32))
+    seen, times = seen[owner], times[owner]
+    drafts = in_hand[which][owner]
+    drafts = drafts.masked_fill(torch.arange(drafts.shape[1], device=device) >= ahead[:, None], -1)
+    times.scatter_add_(1, _or_none(drafts, none), torch.ones_like(drafts, dtype=torch.float32))
+    seen, times = (seen | (times > 0))[:, :vocab], times[:, :vocab]
+
+    params = [plans[place].sequence.request.params for place in chosen]
+    told = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in params]
+    factor, frequency, presence = on_device(told, device, torch.float32)[owner].T.unsqueeze(-1)
+    changed = scores.float() if scores.dtype is not torch.float32 else scores.clone()
+    x = changed[rows] + _biases(params, vocab, device)[owner]
+    x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
+    changed[rows] = x - (frequency * times + presence * (times > 0))
+    return changed
+
+
+def _or_none(tokens: Tensor, none: int) -> Tensor:
+    return tokens.masked_fill(tokens < 0, none)
+
+
+def _counted(plans: Items[SequencePlan], vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the host has counted: which tokens were seen, bool, and how often each was said in the answer, fp32, both
+    [plans, vocab + 1]."""
+    histories = []
+    for plan in plans:
+        ledger = plan.sequence.said
+        if ledger is not None:
+            ledger.follow(plan.sequence.tokens)
+        histories.append(NOTHING_SAID if ledger is None else ledger.history())
+    most = max(len(history.tokens) for history in histories)
+    tokens, said = torch.full((len(plans), most), vocab), torch.zeros(len(plans), most)
+    for row, history in enumerate(histories):
+        tokens[row, : len(history.tokens)], said[row, : len(history.tokens)] = history.tokens, history.times
+    place = sent(tokens, device)
+    times = torch.zeros(len(plans), vocab + 1, device=device).scatter_add_(1, place, sent(said, device))
+    return torch.zeros_like(times, dtype=torch.bool).scatter_(1, place, True), times
+
+
+def _biases(params: Items[SamplingParams], vocab: int, device: torch.device) -> Tensor:
+    """[plans, vocab]."""
+    biases = torch.zeros(len(params), vocab, device=device)
+    pairs = [(row, token, bias) for row, one in enumerate(params) for token, bias in one.logit_bias]
+    if pairs:
+        rows, tokens, values = zip(*pairs, strict=True)
+        where = on_device([rows, tokens], device)
+        biases.index_put_((where[0], where[1]), on_device(values, device, torch.float32))
+    return biases
