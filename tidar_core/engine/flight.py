@@ -112,9 +112,11 @@ def launch(
     at_once = size.slots > 0 and cost.at_once(size.verify, size.picked, size.slots)
     scores = runner.scores(hidden, [*verify, *_slot_rows(plans, batch)] if at_once else verify)
     rules = [rule for plan in plans for rule in _rules(plan, len(plan.drafts) + 1)]
-    own = state[source[: len(plans)].long()].long()
-    said = with_what_was_said(scores[: len(verify)], plans, _under_way(behind, own), own[:, 2:])
-    truths = ops.pick(said, rules, _shift(rules, state, source, [*map(len, batch.emit_rows)]))
+    verified = scores[: len(verify)]
+    if any(changes_scores(plan.sequence.request.params) for plan in plans):
+        own = state[source[: len(plans)].long()].long()
+        verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, 2:])
+    truths = ops.pick(verified, rules, _shift(rules, state, source, [*map(len, batch.emit_rows)]))
 
     drafting = [plan for plan in plans if plan.shape.proposals]
     counts = [plan.shape.block - 1 for plan in drafting]

@@ -30,15 +30,13 @@ def as_changed(params: SamplingParams) -> SamplingParams:
 
 
 def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Tensor, in_hand: Tensor) -> Tensor:
-    """The scores of the verify rows of all plans, [rows, vocab], with bias and penalties: a copy in fp32 if there are
-    any.
+    """The scores of the verify rows of all plans, some of which change theirs, with bias and penalties: fp32
+    [rows, vocab], a copy.
 
     under_way: int64 [plans, n], the tokens that the step before each plan commits, as far as it is not over, -1 behind
     the last. in_hand: int64 [plans, most], the drafts that follow them, -1 behind the last.
     """
     chosen = [place for place, plan in enumerate(plans) if changes_scores(plan.sequence.request.params)]
-    if not chosen:
-        return scores
     device, vocab = scores.device, scores.shape[1]
     ends = list(accumulate(len(plan.drafts) + 1 for plan in plans))
     own = [(row, whose) for whose, place in enumerate(chosen) for row in range(len(plans[place].drafts) + 1)]
