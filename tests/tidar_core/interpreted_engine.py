@@ -38,6 +38,7 @@ def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tm
     draw = random.Random(1)
     greedy = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, drafts="full", block=3)
     sampled = SamplingParams(max_tokens=4, temperature=1.0, seed=7, ignore_eos=True, drafts="off")
+    kept = replace(greedy, max_tokens=6, temperature=0.9, seed=3, top_k=40, top_p=0.9, repetition_penalty=1.1)
     ops = replace(REFERENCE_OPS, pack=rounded) if float8 else REFERENCE_OPS
     settings = overlap, "float8" if float8 else "model"
     reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: ops, *settings)
@@ -46,7 +47,7 @@ def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tm
         zip(candidates, answer_all(reference, candidates, [greedy] * 32), strict=True),
         key=lambda answered: sum(step.accepted for step in answered[1].steps),
     )[0]
-    prompts, params = [liveliest, candidates[0][:3]], [greedy, sampled]
+    prompts, params = [liveliest, candidates[0][:3], candidates[1][:5]], [greedy, sampled, kept]
     expected = answer_all(reference, prompts, params)
     engine = engine_on(monkeypatch, tmp_path / "triton", architecture, partial(triton_ops, float8=float8), *settings)
     assert engine._runner.cache.keys.element_size() == (1 if float8 else 4)
