@@ -88,6 +88,19 @@ def test_scores_that_the_temperature_makes_equal_are_equal(pick: Pick) -> None:
         assert pick(logits, rules).tolist() == pick_tokens(logits, rules).tolist()
 
 
+@pytest.mark.parametrize("scale", [1e-36, 1e-38, 1e-40, 1e-43, 1e30])
+def test_scores_of_any_size_are_picked_from(pick: Pick, scale: float) -> None:
+    """Where numbers are subnormal, or nearly without end; nothing may look for a token for ever."""
+    logits = (gaussian(48, 300) * scale).repeat(6, 1)
+    kept = [(1, 0.1, 0.0), (5, 0.9, 0.05), (0, 0.5, 0.0), (0, 1.0, 0.99), (40, 1.0, 0.0), (1, 0.999, 0.99)]
+    rules = [
+        TokenRule(SamplingParams(1, heat, top_k, top_p, min_p, seed=seed), seed)
+        for top_k, top_p, min_p in kept
+        for seed, heat in enumerate((1.8, 3.0, 100.0, 0.7) * 12)
+    ]
+    assert pick(logits, rules).tolist() == pick_tokens(logits, rules).tolist()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, None])
 @pytest.mark.parametrize("vocab", [20, 5000])
 def test_a_broken_row_is_named_and_disturbs_no_other(pick: Pick, vocab: int, bad: float | None) -> None:

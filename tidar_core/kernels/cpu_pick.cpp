@@ -175,7 +175,8 @@ struct Sampled {
     // The mass of the scores of which z is above `least`, and of those that have it at places below `place`.
     int64_t mass_before(float least, int place) const {
         int64_t mass = 0;
-        const float floor = least * rule.heat - std::abs(least * rule.heat) * 1e-6f;
+        // What division rounds off is a share of z, but of one that is subnormal.
+        const float floor = least * rule.heat - std::abs(least * rule.heat) * 1e-6f - 0x1p-126f;
         each_block(row, [&](int first, const float* x) {
             for (int i = 0; i < BLOCK; i += LANES) {
                 const f16v v = load(x + i);
@@ -252,9 +253,9 @@ inline int pick(const Row& row, const Rule& rule) {
         sampled.floor = std::max(sampled.floor, best + std::log(least));
     }
     int place = sampled.winner(start, LOWEST, 0);
-    for (float score; !sampled.keeps(score = sampled.z(row.scores[place]), place);)
+    for (float score; place != start && !sampled.keeps(score = sampled.z(row.scores[place]), place);)
         place = sampled.winner(start, score, place);
-    return place;
+    return place;  // the best is kept always
 }
 
 // reals: [3, rows], heat, cut and min_p; whole: [5, rows], words and top_k (rules.py). Without them all rows take
