@@ -73,8 +73,10 @@ def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tenso
     if not params.penalises or not len(history.tokens):
         return scores
     seen, times = history.tokens.to(scores.device), history.times.to(scores.device)
-    before, factor = scores[seen], params.repetition_penalty
-    if factor != 1.0:
+    before = scores[seen]
+    if params.repetition_penalty != 1.0:
+        # By a tensor: for a number a GPU multiplies by its reciprocal, and `said_ahead` could not give the same bits.
+        factor = torch.full_like(before, params.repetition_penalty)
         before = torch.where(before > 0, before / factor, before * factor)
     scores[seen] = before - (params.frequency_penalty * times + params.presence_penalty * (times > 0))
     return scores

@@ -38,15 +38,19 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
     """
     chosen = [place for place, plan in enumerate(plans) if changes_scores(plan.sequence.request.params)]
     device, vocab = scores.device, scores.shape[1]
-    ends = list(accumulate(len(plan.drafts) + 1 for plan in plans))
-    own = [(row, whose) for whose, place in enumerate(chosen) for row in range(len(plans[place].drafts) + 1)]
-    rows = on_device([ends[chosen[whose]] - len(plans[chosen[whose]].drafts) - 1 + row for row, whose in own], device)
-    ahead, owner = on_device([[row for row, _ in own], [whose for _, whose in own]], device)
+    starts = list(accumulate((len(plan.drafts) + 1 for plan in plans), initial=0))
+    own = [
+        (starts[place] + drafts, drafts, whose)
+        for whose, place in enumerate(chosen)
+        for drafts in range(len(plans[place].drafts) + 1)
+    ]
+    rows, ahead, owner = on_device(list(zip(*own, strict=True)), device)
     which = on_device(chosen, device)
     none = vocab  # a token that stands for none has a column of its own
 
     seen, times = _counted([plans[place] for place in chosen], vocab, device)
-    times.scatter_add_(1, _or_none(under_way[which], none), torch.ones_like(under_way[which], dtype=torch.float32))
+    committed = under_way[which]
+    times.scatter_add_(1, _or_none(committed, none), torch.ones_like(committed, dtype=torch.float32))
     seen, times = seen[owner], times[owner]
     drafts = in_hand[which][owner]
     drafts = drafts.masked_fill(torch.arange(drafts.shape[1], device=device) >= ahead[:, None], -1)
