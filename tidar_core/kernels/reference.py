@@ -1,6 +1,7 @@
 """The operations in plain torch: any device, any dtype, differentiable where training needs it."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
-_ROW_TILE, _KEY_TILE = 4, 64
+_ROW_TILE, _KEY_TILE = 16, 64
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
@@ -41,7 +42,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads(qkv: Tensor, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] out of a fused projection."""
-    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = qkv.view(len(qkv), qkv.shape[1] // head_dim, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     return q, k, v
 
@@ -129,21 +130,32 @@ def attend_blocks(qkv: Tensor, keys: Tensor, values: Tensor, seen: Tensor, causa
 def _mix(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Attention of q [rows, heads, head_dim] over keys and values [kv_heads, keys, head_dim], in fp32.
 
-    Products have one width whatever the rows and keys are: left to itself, the library sums a row's values in an order
-    that depends on how many others come along, and a row's bits with it. visible: bool [rows, keys].
+    Products have one shape whatever the rows and keys are: left to itself, the library sums in an order that depends on
+    how many come along, and a row's bits with it. visible: bool [rows, keys].
     """
-    kv_heads, count, head_dim = keys.shape
+    kv_heads, count, _ = keys.shape
     short, gap = -len(q) % _ROW_TILE, -count % _KEY_TILE
     queries = F.pad(q.float(), (0, 0, 0, 0, 0, short)).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-    tiles = [F.pad(some.float(), (0, 0, 0, gap)).split(_KEY_TILE, dim=1) for some in (keys, values)]
+    key_tiles, value_tiles = (F.pad(some.float(), (0, 0, 0, gap)).split(_KEY_TILE, dim=1) for some in (keys, values))
+    # Rows that fill up see something, or their NaN would come back in the gradient.
+    seen = F.pad(F.pad(visible, (0, gap)), (0, 0, 0, short), value=True).split(_ROW_TILE)
+    mixed = [
+        _mix_tile(some, key_tiles, value_tiles, own)
+        for some, own in zip(queries.split(_ROW_TILE, dim=2), seen, strict=True)
+    ]
+    return torch.cat(mixed, dim=2).permute(2, 0, 1, 3)[: len(q)].reshape(q.shape).to(q.dtype)
+
+
+def _mix_tile(queries: Tensor, keys: Items[Tensor], values: Items[Tensor], seen: Tensor) -> Tensor:
+    """queries: [kv_heads, group, _ROW_TILE, head_dim]; keys, values: tiles [kv_heads, _KEY_TILE, head_dim]; seen: bool
+    [_ROW_TILE, keys] -> as queries."""
     flat = queries.flatten(1, 2)
-    scores = torch.cat([flat @ tile.transpose(1, 2) for tile in tiles[0]], dim=-1) / head_dim**0.5
-    seen = F.pad(visible, (0, gap, 0, short))
+    scores = torch.cat([flat @ tile.transpose(1, 2) for tile in keys], dim=-1) / queries.shape[-1] ** 0.5
     weights = scores.view(*queries.shape[:3], -1).masked_fill(~seen, -torch.inf).softmax(dim=-1).flatten(1, 2)
     mixed = torch.zeros_like(flat)
-    for weight, tile in zip(weights.split(_KEY_TILE, dim=-1), tiles[1], strict=True):
+    for weight, tile in zip(weights.split(_KEY_TILE, dim=-1), values, strict=True):
         mixed = mixed + weight @ tile
-    return mixed.view(queries.shape).permute(2, 0, 1, 3)[: len(q)].reshape(q.shape).to(q.dtype)
+    return mixed.view(queries.shape)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
