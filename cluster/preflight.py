@@ -9,7 +9,8 @@ from cluster.auth import read_keys
 from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
-from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
+from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
+from tidar_core.model.own_drafter import read_contract
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.settings import suggestion
 
@@ -48,7 +49,7 @@ def check_options(options: ServeOptions) -> dict[str, ModelSource]:
     check_accelerator(options.accelerator)
     for served in options.served.values():
         if served.config.adapter not in OWN_ADAPTERS:
-            read_adapter_config(Path(served.config.adapter))
+            read_adapter(Path(served.config.adapter))
     return {model: find_model(model) for model in models_of(options)}
 
 
@@ -98,15 +99,26 @@ def check_accelerator(name: str | None) -> None:
         raise ConfigError(f"accelerator '{name}' is no GPU that Ray knows{suggestion(name, known)}")
 
 
-def check_adapter(directory: Path, model: str, config: ModelConfig) -> None:
+def read_adapter(place: Path) -> AdapterConfig | None:
+    """What an adapter says of itself; None where a model's own drafting is described. Raises ConfigError."""
+    if place.is_file():
+        read_contract(place)
+        return None
+    return read_adapter_config(place)
+
+
+def check_adapter(place: Path, model: str, config: ModelConfig) -> None:
     """Raise ConfigError where the adapter's base has another shape than the model."""
-    base = read_adapter_config(directory).base
+    adapter = read_adapter(place)
+    if adapter is None:
+        return
+    base = adapter.base
     for field in BaseIdentity.model_fields:
         ours = getattr(config, field, None)
         theirs = getattr(base, field)
         if ours is not None and ours != theirs:
             raise ConfigError(
-                f"adapter {directory.name} does not fit: made for {base.name} with {field} {theirs}, {model} has "
+                f"adapter {place.name} does not fit: made for {base.name} with {field} {theirs}, {model} has "
                 f"{ours}; name another adapter, 'default' or 'none'"
             )
 

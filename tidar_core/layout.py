@@ -13,6 +13,13 @@ Verify row i gives the true token y of position p+i+1. Draft i holds while it eq
 a = 1 + the drafts that held in a row, a rows are committed (the cursor moves, nothing is copied), y of row a-1
 is the new anchor, and a tokens are emitted. If a is in P, slots 1 … b-1 of proposal a are the new drafts.
 
+Slot s of proposal a guesses position p+a+s. Drafters whose slots were made to say what comes next (`BlockForm.labels`
+is "shifted") guess the same from one position earlier, where slot 0 may hold a token that is known (`slot_0` "anchor",
+as in Orthrus, arXiv 2605.12825):
+
+    proposal a in P, slot s, 0 <= s < b   [MASK]; of verify   p+a+s-1    context, verify rows 0 … a-2,
+                                          row a-1 if s = 0               the slots of its own proposal
+
 A prefill chunk is the same step with c known tokens in the anchor's place: p is then the position of the last
 known token, and only the chunk that ends with the last known token emits.
 
@@ -45,11 +52,27 @@ class Shape:
         return len(self.proposals) * self.block
 
 
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """How a drafter wants its proposals laid. within_block: whether slots see each other both ways or only the earlier
+    ones. slot_0: a "mask" like the others, or the token that the proposal follows, whose verify row it repeats. labels:
+    whether slots guess their own position or the one behind it; an anchor needs no guess, so behind it they do that."""
+
+    within_block: WithinBlock = "bidirectional"
+    slot_0: Literal["mask", "anchor"] = "mask"
+    labels: Literal["aligned", "shifted"] = "aligned"
+
+    def __post_init__(self) -> None:
+        if (self.slot_0, self.labels) == ("anchor", "aligned"):
+            raise ValueError("slot_0 'anchor' goes with labels 'shifted' alone")
+
+
 class MaskRow(NamedTuple):
     """One slot of one proposal. Offsets count from p; the tail range counts this sequence's mask rows.
 
     The row sits at position p + `offset`, sees every position below p + `context_offset` (committed tokens and
-    verify rows 0 … a-1) and the mask rows `tail_start` <= k < `tail_end`.
+    verify rows in front of it) and the mask rows `tail_start` <= k < `tail_end`. repeats: the verify row whose token
+    stands in it, -1 for a mask.
     """
 
     proposal: int
@@ -58,17 +81,20 @@ class MaskRow(NamedTuple):
     context_offset: int
     tail_start: int
     tail_end: int
+    repeats: int
 
 
 @lru_cache(maxsize=4096)
-def mask_rows(proposals: tuple[int, ...], block: int, within_block: WithinBlock) -> tuple[MaskRow, ...]:
+def mask_rows(proposals: tuple[int, ...], block: int, form: BlockForm) -> tuple[MaskRow, ...]:
     """The mask rows of a step, proposal by proposal in the order of `proposals`, slot by slot."""
     rows = []
+    earlier = int(form.labels == "shifted")
     for index, outcome in enumerate(proposals):
-        first = index * block
+        first, start = index * block, outcome - earlier
         for slot in range(block):
-            end = first + (slot + 1 if within_block == "causal" else block)
-            rows.append(MaskRow(outcome, slot, outcome + slot, outcome, first, end))
+            end = first + (slot + 1 if form.within_block == "causal" else block)
+            repeats = start if form.slot_0 == "anchor" and not slot else -1
+            rows.append(MaskRow(outcome, slot, start + slot, start, first, end, repeats))
     return tuple(rows)
 
 

@@ -90,12 +90,12 @@ def train(sizes: BlockSizes) -> None:
 def hand_on(width: int) -> None:
     """From one step of four sequences to the next; two of them draft, if `width` drafts there may be."""
     size = BatchSize(8, 16, 9, 16)
-    numbers = torch.empty(5 * 24 + 9 * 16 + 8 + 8 + 16, dtype=torch.int32, device="meta")
+    numbers = torch.empty(5 * 24 + 9 * 16 + 8 + 8 + 16 + 16, dtype=torch.int32, device="meta")
     inputs = inputs_of(numbers, size)
     state, source, nearest, table = (
         torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((5, 2 + width), (9,), (16,), (4, 8))
     )
-    carry(inputs.rows, inputs.tokens, Carried(state, source, nearest), 16)
+    carry(inputs.rows, inputs.tokens, inputs.repeats, Carried(state, source, nearest), 16)
     truths, picks = (torch.empty(count, dtype=torch.int64, device="meta") for count in (8, 2 * width))
     renew(decide(truths, table, state, source, 2 * width, 2), table, picks)
 

@@ -10,8 +10,10 @@ import torch
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.interpreted_kernels import float8_to_nearest  # noqa: F401  (a fixture, for all tests)
+from tests.tidar_core.second_views import second_view_checkpoint
 from tidar_core.bench.drive import answer_all
-from tidar_core.engine import start
+from tidar_core.config import EngineConfig
+from tidar_core.engine import load_engine, start
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_ops import triton_ops
@@ -19,12 +21,16 @@ from tidar_core.model.float8 import rounded
 from tidar_core.request import SamplingParams
 
 
-def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool, kv_dtype: str):
-    """A tiny engine on other operations, its warm-up (hundreds of probes) left out, in float32: the interpreter's
-    products of bfloat16 are wrong."""
+def run_on(monkeypatch, make_ops) -> None:
+    """Engines on other operations, their warm-up (hundreds of probes) left out."""
     monkeypatch.setattr(start, "_ops", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
     monkeypatch.setattr(start, "rows_are_exact", lambda *given: True)
     monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
+
+
+def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool, kv_dtype: str):
+    """A tiny engine on other operations, in float32: the interpreter's products of bfloat16 are wrong."""
+    run_on(monkeypatch, make_ops)
     return tiny_engine(directory, architecture, rank=4, overlap=overlap, kv_dtype=kv_dtype)
 
 
@@ -59,3 +65,18 @@ def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tm
         ]
     assert sum(step.accepted for step in answers[0].steps) > 0
     assert any(step.accepted < len(step.drafted) for step in answers[0].steps)
+
+
+def test_a_second_view_drafts_as_on_the_reference(tmp_path, monkeypatch):
+    """Mask rows by projections of their own, behind a token that only the device knows."""
+    torch.set_num_threads(1)
+    path = second_view_checkpoint(tmp_path / "model")
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", overlap=True)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, drafts="full", block=3)
+    prompts, said = [(7,), tuple(range(40, 59))], []
+    for make_ops in (lambda *given: REFERENCE_OPS, triton_ops):
+        run_on(monkeypatch, make_ops)
+        answers = answer_all(load_engine(config), prompts, [params] * 2)
+        said.append([(answer.tokens, [step.drafted for step in answer.steps]) for answer in answers])
+    assert said[0] == said[1]
+    assert any(drafted for _, steps in said[0] for drafted in steps)

@@ -12,14 +12,14 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
-from tests.tidar_core.test_succession import carried_rows_match, decisions_match
+from tests.tidar_core.test_succession import FORMS, carried_rows_match, decisions_match
 from tidar_core.bench.kernel_checks import in_8_bits, numbers_of
 from tidar_core.kernels import triton_attention, triton_gemm
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_gemm import GemmTiles, exact_linear, product_planner
 from tidar_core.kernels.triton_ops import supports, triton_ops
-from tidar_core.layout import Shape, mask_rows
+from tidar_core.layout import BlockForm, Shape, mask_rows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
@@ -74,7 +74,10 @@ def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> N
     assert error <= TOLERANCE[dtype], float(error)
 
 
-def step_rows(sequences, page: int, within_block="bidirectional") -> tuple[StepRows, list[int]]:
+MASKS = BlockForm()
+
+
+def step_rows(sequences, page: int, form=MASKS) -> tuple[StepRows, list[int]]:
     """Rows of sequences given as (p, shape), all verify rows first; and the pages that they own."""
     width = -(-max(p + shape.drafts + 1 for p, shape in sequences) // page)
     table = 1 + torch.randperm(len(sequences) * width, generator=torch.Generator().manual_seed(5))
@@ -86,7 +89,7 @@ def step_rows(sequences, page: int, within_block="bidirectional") -> tuple[StepR
             slots.append(int(table[index, position // page]) * page + position % page)
         owned += table[index, : -(-(p + shape.drafts + 1) // page)].tolist()
     for index, (p, shape) in enumerate(sequences):
-        made = mask_rows(shape.proposals, shape.block, within_block)
+        made = mask_rows(shape.proposals, shape.block, form)
         rows += [
             (p + row.offset, index, p + row.context_offset, mask_row + row.tail_start, mask_row + row.tail_end)
             for row in made
@@ -107,12 +110,12 @@ def random_cache(config, pages: int, page: int, owned: list[int], dtype, generat
     return cache
 
 
-def attention_case(sequences, sizes, dtype, page=16, within_block="bidirectional"):
+def attention_case(sequences, sizes, dtype, page=16, form=MASKS):
     """Ops, qkv, rows and cache of a case; K/V behind each context are NaN."""
     heads, kv_heads, head_dim = sizes
     config = model_config(heads, kv_heads, head_dim)
     assert supports(config, page, dtype)
-    rows, owned = step_rows(sequences, page, within_block)
+    rows, owned = step_rows(sequences, page, form)
     generator = torch.Generator().manual_seed(1)
     cache = random_cache(config, rows.page_table.numel() + 1, page, owned, dtype, generator)
     for index, (p, shape) in enumerate(sequences):
@@ -161,11 +164,11 @@ def test_attention_over_pages_in_8_bits_matches_the_oracle(case, dtype):
     close(ops.attend(qkv, rows, kept, 1), expected, dtype)
 
 
-@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-def test_every_proposal_set_of_block_4_in_one_step(within_block):
+@pytest.mark.parametrize("form", [BlockForm(), BlockForm("causal"), BlockForm(slot_0="anchor", labels="shifted")])
+def test_every_proposal_set_of_block_4_in_one_step(form):
     """30 sequences, 294 rows, 6 query heads for one K/V head; each kind of slot attention in one dtype."""
-    dtype = torch.float16 if within_block == "bidirectional" else torch.float32
-    case = attention_case(ALL_SETS, (6, 1, 32), dtype, within_block=within_block)
+    dtype = torch.float16 if form == BlockForm() else torch.float32
+    case = attention_case(ALL_SETS, (6, 1, 32), dtype, form=form)
     assert len(case[1]) == 294
     check_attention(*case, dtype)
 
@@ -360,5 +363,5 @@ def test_an_adapter_too_wide_for_one_launch(dtype):
 @pytest.mark.parametrize("seed", range(60))
 def test_what_a_step_leaves_to_the_next_is_what_the_host_would(seed):
     ops = triton_ops(model_config(), torch.float32, CPU)
-    carried_rows_match(ops, seed)
+    carried_rows_match(ops, seed, FORMS[seed % len(FORMS)])
     decisions_match(ops, seed)

@@ -24,7 +24,7 @@ from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.kernels.reference import REFERENCE_OPS, attend_blocks, rotate_qkv
-from tidar_core.layout import Shape
+from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
 from tidar_core.model.weights import named_tensors
 from tidar_core.request import Request, SamplingParams, Sequence
@@ -214,7 +214,7 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     known = len(tokens) - drafts
     shape = Shape(drafts, tuple(range(1, drafts + 2)), 4)
     plan = SequencePlan(sequence, 0, tuple(tokens[:known]), tuple(tokens[known:]), shape, emits=True)
-    hidden = runner.forward(build_batch([plan], page, runner.padded, within_block))
+    hidden = runner.forward(build_batch([plan], page, runner.padded, BlockForm(within_block)))
     masks = hidden[-shape.mask_rows :].view(len(shape.proposals), shape.block, -1)
     return {plan.position + outcome: masks[index] for index, outcome in enumerate(shape.proposals)}
 

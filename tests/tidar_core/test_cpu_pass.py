@@ -26,7 +26,7 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     model = tiny_checkpoint(tmp_path / "model", architecture, **more)
     adapter = tiny_adapter(tmp_path / "adapter", model, rank=16)
     engine = load_engine(EngineConfig(str(model), str(adapter), dtype, "cpu"))
-    runner = with_own_pages(engine._runner, 4)
+    runner = with_own_pages(engine._runner)
     if runner.ops.bind_layers is None:
         pytest.skip("no compiled CPU kernels here")
     rotary = rotary_tables(runner.config, runner.device)
@@ -38,7 +38,7 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     tokens = [(13 * i + 5) % 500 for i in range(200)]
     for start, known, shape in SHAPES.values():
         plan = _plan(tokens, start, known, shape.drafts, shape, list(range(1, 15)))
-        batch = _batch(runner, [plan], "bidirectional")
+        batch = _batch(runner, [plan])
         together = runner.forward(batch)
         one_by_one = replace(runner, cache=cache, layers=apart).forward(batch)
         assert torch.equal(together, one_by_one)

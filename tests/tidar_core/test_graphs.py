@@ -158,7 +158,7 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
     engine = tiny_engine(tmp_path)
     graphs, told = Graphs(repeat), []
     runner = replace(engine._runner, graphs=graphs)
-    capture_graphs(runner, 4, "bidirectional", 8, lambda done, total: told.append((done, total)))
+    capture_graphs(runner, 8, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1] == len(told)
     before = len(graphs)
     assert before > 10
@@ -171,7 +171,7 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
 
 def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     runner = tiny_engine(tmp_path, adapter="none")._runner
-    assert rows_are_exact(replace(runner, graphs=Graphs(repeat)), 0, "bidirectional")
+    assert rows_are_exact(replace(runner, graphs=Graphs(repeat)))
 
 
 def test_without_room_for_a_graph_the_step_runs_without() -> None:

@@ -6,19 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape, full_shape, mask_rows
+from tidar_core.layout import BlockForm, Shape, count_committed, drafts_left, fit_shape, full_shape, mask_rows
 
 CONTEXT = 3
 
 
-def dense_mask(p: int, drafts: int, proposals: tuple[int, ...], block: int, within_block: str) -> list[set]:
+def dense_mask(p: int, drafts: int, proposals: tuple[int, ...], block: int, form: BlockForm) -> list[set]:
     """For each row, verify rows first, the set of keys it sees: ("kv", position) or ("slot", a, s)."""
+    earlier = 1 if form.labels == "shifted" else 0
     context = {("kv", position) for position in range(p)}
     rows = [context | {("kv", p + j) for j in range(i + 1)} for i in range(drafts + 1)]
     for a in proposals:
         for s in range(block):
-            verified = {("kv", p + i) for i in range(a)}
-            visible = range(s + 1) if within_block == "causal" else range(block)
+            verified = {("kv", p + i) for i in range(a - earlier)}
+            visible = range(s + 1) if form.within_block == "causal" else range(block)
             rows.append(context | verified | {("slot", a, t) for t in visible})
     return rows
 
@@ -28,30 +29,38 @@ def proposal_sets(drafts: int):
     return (chosen for size in range(drafts + 2) for chosen in combinations(outcomes, size))
 
 
-@pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
+KINDS = (("mask", "aligned"), ("mask", "shifted"), ("anchor", "shifted"))
+FORMS = [BlockForm(within, *kind) for within in ("bidirectional", "causal") for kind in KINDS]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("block_length", [2, 3, 4])
-def test_rows_see_what_the_definition_says(block_length, within_block):
+def test_rows_see_what_the_definition_says(block_length, form):
     for drafts in range(block_length):
         for proposals in proposal_sets(drafts):
             for block in range(1, block_length + 1):
-                expected = dense_mask(CONTEXT, drafts, proposals, block, within_block)
-                rows = mask_rows(proposals, block, within_block)
+                expected = dense_mask(CONTEXT, drafts, proposals, block, form)
+                rows = mask_rows(proposals, block, form)
                 seen = [{("kv", k) for k in range(CONTEXT + i + 1)} for i in range(drafts + 1)]
                 for row in rows:
                     tail = [rows[k] for k in range(row.tail_start, row.tail_end)]
                     keys = {("kv", k) for k in range(CONTEXT + row.context_offset)}
                     seen.append(keys | {("slot", other.proposal, other.slot) for other in tail})
                 assert seen == expected
+                earlier = 1 if form.labels == "shifted" else 0
                 assert [(r.proposal, r.slot, r.offset) for r in rows] == [
-                    (a, s, a + s) for a in proposals for s in range(block)
+                    (a, s, a + s - earlier) for a in proposals for s in range(block)
+                ]
+                assert [r.repeats for r in rows] == [
+                    a - 1 if form.slot_0 == "anchor" and s == 0 else -1 for a in proposals for s in range(block)
                 ]
                 assert Shape(drafts, proposals, block).mask_rows == len(rows)
 
 
 def test_every_row_sees_at_least_one_key():
-    for within_block in ("bidirectional", "causal"):
-        for row in mask_rows((1, 2, 3), 3, within_block):
-            assert row.context_offset > 0
+    for form in FORMS:
+        for row in mask_rows((1, 2, 3), 3, form):
+            assert row.context_offset >= 0
             assert row.tail_end > row.tail_start
 
 
@@ -78,7 +87,7 @@ def test_fitted_shapes_keep_every_limit(wanted, in_hand, remaining, position, ma
     assert shape.drafts <= min(wanted.drafts, in_hand, remaining - 1)
     assert position + shape.drafts < max_positions
     assert set(shape.proposals) <= set(wanted.proposals) & set(range(1, shape.drafts + 2))
-    for row in mask_rows(shape.proposals, shape.block, "bidirectional"):
+    for row in mask_rows(shape.proposals, shape.block, BlockForm()):
         assert position + row.offset < max_positions
     if shape.proposals:
         assert shape.block >= 2

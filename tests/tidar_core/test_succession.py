@@ -13,11 +13,12 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.succession import Carried
-from tidar_core.layout import Shape, count_committed, drafts_left
+from tidar_core.layout import BlockForm, Shape, count_committed, drafts_left
 from tidar_core.request import Request, SamplingParams, Sequence
 
 PAGE, VOCAB = 16, 50
 PARAMS = SamplingParams(max_tokens=200)
+FORMS = (BlockForm(), BlockForm(slot_0="anchor", labels="shifted"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,19 @@ def really(case: Case, number: int) -> tuple[SequencePlan, int, list[int], tuple
     return plan, plan.start + committed, drafts, (min(outcomes[0], len(drafts) + 1), *outcomes[1:]) if outcomes else ()
 
 
-def carried_rows_match(ops: Ops, seed: int) -> None:
+def carried_rows_match(ops: Ops, seed: int, form: BlockForm) -> None:
     """Rows laid from where the last step began are those that are laid from where it ended."""
     case = random_case(seed)
-    batch = build_batch(case.plans, PAGE, padded, "bidirectional")
+    batch = build_batch(case.plans, PAGE, padded, form)
     inputs = inputs_of(batch.numbers.clone(), batch.size)
     source = [*case.sources, *[len(case.left)] * (batch.size.sequences - len(case.sources))]
     carried = Carried(case.state(), torch.tensor(source, dtype=torch.int32), nearest_outcomes(case.plans, batch))
-    ops.carry(inputs.rows, inputs.tokens, carried, PAGE)
+    ops.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, PAGE)
 
-    first = 0
+    first, earlier = 0, int(form.slot_0 == "anchor")
     for number in range(len(case.plans)):
         plan, position, _, outcomes = really(case, number)
+        start = first
         _, anchor, hand = case.left[case.sources[number]]
         for row, token in enumerate([anchor, *hand, *[0] * case.width][: plan.verify_rows]):
             at = position + row
@@ -95,8 +97,10 @@ def carried_rows_match(ops: Ops, seed: int) -> None:
         for place, outcome in enumerate(outcomes):
             for slot in range(plan.shape.block):
                 row = batch.first_mask_rows[number] + place * plan.shape.block + slot
-                assert inputs.rows.positions[row] == position + outcome + slot
-                assert inputs.rows.context_end[row] == position + outcome
+                assert inputs.rows.positions[row] == position + outcome + slot - earlier
+                assert inputs.rows.context_end[row] == position + outcome - earlier
+                repeated = start + outcome - 1 if earlier and not slot else -1
+                assert inputs.repeats[row - batch.size.verify] == repeated
     untouched = inputs_of(batch.numbers, batch.size)
     assert inputs.rows.positions[first : batch.size.verify].eq(0).all()
     assert inputs.rows.write_slots[first:].lt(PAGE).all()  # padding writes to the trash page
@@ -106,7 +110,7 @@ def carried_rows_match(ops: Ops, seed: int) -> None:
 
 def decisions_match(ops: Ops, seed: int) -> None:
     case, draw = random_case(seed), random.Random(seed)
-    batch = build_batch(case.plans, PAGE, padded, "bidirectional")
+    batch = build_batch(case.plans, PAGE, padded, BlockForm())
     truths: list[int] = []
     for number in range(len(case.plans)):
         plan, _, drafts, _ = really(case, number)
@@ -148,9 +152,10 @@ def decisions_match(ops: Ops, seed: int) -> None:
     assert decided.anchors.tolist() == anchors
 
 
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.slot_0)
 @pytest.mark.parametrize("seed", range(200))
-def test_a_batch_is_carried_to_where_the_last_step_ended(seed: int) -> None:
-    carried_rows_match(REFERENCE_OPS, seed)
+def test_a_batch_is_carried_to_where_the_last_step_ended(seed: int, form: BlockForm) -> None:
+    carried_rows_match(REFERENCE_OPS, seed, form)
 
 
 @pytest.mark.parametrize("seed", range(200))

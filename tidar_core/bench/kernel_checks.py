@@ -26,7 +26,7 @@ from tidar_core.kernels.triton_gemm import product_planner
 from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
 from tidar_core.kernels.triton_ops import tiles_of
 from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
-from tidar_core.layout import Shape, full_shape
+from tidar_core.layout import BlockForm, Shape, full_shape
 from tidar_core.model.float8 import packed, rounded, to_float8
 from tidar_core.model.weights import LowRank
 from tidar_core.request import Request, SamplingParams
@@ -82,7 +82,7 @@ def step_rows(contexts: Sequence[int], shape: Shape, page_size: int, device: tor
         sequence = EngineSequence(request, 0.0, [], pages=order[taken : taken + count])
         plans.append(SequencePlan(sequence, context, (1,), (1,) * shape.drafts, shape, emits=True))
         taken += count
-    batch = build_batch(plans, page_size, lambda size: size, "bidirectional")
+    batch = build_batch(plans, page_size, lambda size: size, BlockForm())
     return inputs_of(batch.numbers.to(device), batch.size).rows, taken + 1
 
 
@@ -360,7 +360,7 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
         truths += (
             torch.tensor([*hands[source], *[7] * block][: len(drafts) + 1]).where(kept[: len(drafts) + 1], 7).tolist()
         )
-    batch = build_batch(plans, sizes.page_size, lambda size: size, "bidirectional")
+    batch = build_batch(plans, sizes.page_size, lambda size: size, BlockForm())
     source = on_device([*sources, count], device, torch.int32)
     carried = Carried(state, source, nearest_outcomes(plans, batch).to(device))
     table, said = plan_table(plans, batch, len(truths)).to(device), on_device(truths, device)
@@ -369,7 +369,7 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     for some in (reference.REFERENCE_OPS, ops):
         numbers = batch.numbers.to(device, copy=True)
         inputs = inputs_of(numbers, batch.size)
-        some.carry(inputs.rows, inputs.tokens, carried, sizes.page_size)
+        some.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, sizes.page_size)
         decided = some.decide(said, table, state, source[:count], len(picks), count)
         left = decided.state.clone()
         some.renew(decided, table, picks)

@@ -13,7 +13,7 @@ from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.held_out import HeldOut, judge_windows
 from tidar_core.convert.shards import Kind
 from tidar_core.engine import Engine
-from tidar_core.model.adapter import default_adapter_for, identify_base, load_adapter
+from tidar_core.model.adapter import default_adapter_for, identify_base, load_trained
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
@@ -59,7 +59,7 @@ def record_traces(
     path = default_adapter_for(identity) if config.adapter == "default" else Path(config.adapter)
     if path is None:
         raise ConfigError("this model drafts by itself, without an adapter: see tidar bench decode")
-    adapter = load_adapter(path, identity, dtype, device).weights
+    adapter = load_trained(path, identity, dtype, device)
     told = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     documents = tuple(
         (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)])) for prompt, answer in told
@@ -72,7 +72,7 @@ def record_traces(
         adapter,
         HeldOut(documents, windows, (own,) * len(told)),
         engine.info.block_length,
-        engine.info.within_block,
+        engine.info.form.within_block,
     )
     return [
         Trace(tuple(np.logical_and.accumulate(holds[:, 1:], axis=1).sum(1).tolist()), len(prompt))

@@ -22,7 +22,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.triton_sampling import pick_whole
-from tidar_core.layout import Shape
+from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.weights import ModelWeights, pack_model
@@ -157,7 +157,7 @@ def measure_prefill(
         for start in range(0, length, chunk):
             known = (1,) * min(chunk, length - start)
             plan = SequencePlan(Sequence(request, 0.0, [], pages=pages), start, known, (), Shape(), emits=True)
-            batch = build_batch([plan], page, lambda size: size, "bidirectional")
+            batch = build_batch([plan], page, lambda size: size, BlockForm())
             steps.append(inputs_of(batch.numbers.to(device), batch.size).rows)
         work = partial(_read_prompt, model, steps, cache, torch.ones(chunk, dtype=torch.int64, device=device))
         yield PrefillTime(subject.name, length, chunk, 1e3 * seconds_a_call(work, 1, device, 1))

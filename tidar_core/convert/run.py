@@ -53,7 +53,7 @@ from tidar_core.model.adapter import (
     WEIGHTS_FILE,
     default_adapter_for,
     identify_base,
-    load_adapter,
+    load_trained,
     tokenizer_fingerprint,
 )
 from tidar_core.model.adapter_config import BaseIdentity, Projection, read_adapter_config
@@ -400,7 +400,7 @@ def _start(
             identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
         )
     else:
-        begun = load_adapter(path, identity, torch.float32, weights.embedding.device, screen.line).weights
+        begun = load_trained(path, identity, torch.float32, weights.embedding.device, screen.line)
         # What is in --out changes while it is trained, and goes on from itself.
         known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
         begun = kept_of(begun, options.projections, options.layers)

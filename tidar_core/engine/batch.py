@@ -13,7 +13,7 @@ from torch import Tensor
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.kernels.ops import StepRows
-from tidar_core.layout import Shape, WithinBlock, mask_rows
+from tidar_core.layout import BlockForm, Shape, mask_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,13 @@ class BatchSize:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a forward pass reads. tokens: int32 [verify], of the verify rows. slots: int32 [mask], the slot of each mask
-    row."""
+    """What a forward pass reads. tokens: int32 [verify], of the verify rows. slots, repeats: int32 [mask], the slot of
+    each mask row, and the verify row whose token stands in it, -1 for a mask."""
 
     rows: StepRows
     tokens: Tensor
     slots: Tensor
+    repeats: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,17 @@ def draft_rows(shape: Shape, first_mask_row: int, place: int) -> range:
 
 def _lengths(size: BatchSize) -> tuple[int, ...]:
     """Of the parts of a batch's numbers: the columns positions, sequence, context_end, tail_start and tail_end of all
-    rows, page table, write slots and tokens of the verify rows, slots of the mask rows."""
-    return 5 * (size.verify + size.mask), size.sequences * size.pages, size.verify, size.verify, size.mask
+    rows, page table, write slots and tokens of the verify rows, slots and repeats of the mask rows."""
+    return 5 * (size.verify + size.mask), size.sequences * size.pages, size.verify, size.verify, size.mask, size.mask
 
 
 def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
     """The parts of a batch's numbers, without a copy, on whichever device they are."""
-    columns, table, write_slots, tokens, slots = numbers.split(_lengths(size))
+    columns, table, write_slots, tokens, slots, repeats = numbers.split(_lengths(size))
     positions, sequence, context_end, tail_start, tail_end = columns.view(5, -1)
     table = table.view(size.sequences, size.pages)
     rows = StepRows(size.verify, positions, sequence, context_end, tail_start, tail_end, table, write_slots)
-    return Inputs(rows, tokens, slots)
+    return Inputs(rows, tokens, slots, repeats)
 
 
 def step_size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
@@ -86,14 +87,14 @@ def step_size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
 
 
 @lru_cache(maxsize=4096)
-def _mask_columns(proposals: tuple[int, ...], block: int, within_block: WithinBlock) -> np.ndarray:
-    """[5, rows] int32: slot, offset, context offset, tail start, tail end (see `tidar_core.layout.MaskRow`)."""
-    rows = [row[1:] for row in mask_rows(proposals, block, within_block)]
+def _mask_columns(proposals: tuple[int, ...], block: int, form: BlockForm) -> np.ndarray:
+    """[6, rows] int32: slot, offset, context offset, tail start, tail end, repeats (see `layout.MaskRow`)."""
+    rows = [row[1:] for row in mask_rows(proposals, block, form)]
     return np.array(rows, dtype=np.int32).T
 
 
 def build_batch(
-    plans: Items[SequencePlan], page_size: int, padded: Callable[[BatchSize], BatchSize], within_block: WithinBlock
+    plans: Items[SequencePlan], page_size: int, padded: Callable[[BatchSize], BatchSize], form: BlockForm
 ) -> Batch:
     """Rows of all plans, all verify rows first. padded: the size to fill up to, no smaller in any part; what is filled
     up with sees the trash page and writes to it."""
@@ -106,13 +107,14 @@ def build_batch(
     size = padded(needed)
     verify, lengths = size.verify, _lengths(size)
     numbers = np.zeros(sum(lengths), dtype=np.int32)
-    columns, table, write_slots, tokens, slots = np.split(numbers, list(accumulate(lengths[:-1])))
+    columns, table, write_slots, tokens, slots, repeats = np.split(numbers, list(accumulate(lengths[:-1])))
     columns, table = columns.reshape(5, -1), table.reshape(size.sequences, size.pages)
     columns[1], columns[2] = size.sequences - 1, 1
     _fill_page_table(plans, table)
     _fill_verify_rows(plans, columns, table, page_size, write_slots, tokens)
-    _fill_mask_rows(plans, columns[:, verify:], slots, within_block)
+    repeats[:] = -1
     ends = list(accumulate(plan.verify_rows for plan in plans))
+    _fill_mask_rows(plans, ends, columns[:, verify:], slots, repeats, form)
     emit_rows = tuple(
         range(end - plan.shape.drafts - 1, end) if plan.emits else range(0)
         for plan, end in zip(plans, ends, strict=True)
@@ -148,14 +150,20 @@ def _fill_verify_rows(
 
 
 def _fill_mask_rows(
-    plans: Items[SequencePlan], columns: np.ndarray, slots: np.ndarray, within_block: WithinBlock
+    plans: Items[SequencePlan],
+    ends: list[int],
+    columns: np.ndarray,
+    slots: np.ndarray,
+    repeats: np.ndarray,
+    form: BlockForm,
 ) -> None:
+    """ends[i]: one behind plan i's last verify row."""
     drafting = [index for index, plan in enumerate(plans) if plan.shape.proposals]
     if not drafting:
         return
     shapes = [plans[index].shape for index in drafting]
-    made = [_mask_columns(shape.proposals, shape.block, within_block) for shape in shapes]
-    slot, offset, context_offset, tail_start, tail_end = np.concatenate(made, axis=1)
+    made = [_mask_columns(shape.proposals, shape.block, form) for shape in shapes]
+    slot, offset, context_offset, tail_start, tail_end, repeated = np.concatenate(made, axis=1)
     owner, place = _numbered([shape.mask_rows for shape in shapes])
     count = len(owner)
     positions = np.array([plans[index].position for index in drafting], dtype=np.int32)[owner]
@@ -164,6 +172,9 @@ def _fill_mask_rows(
     columns[0, :count], columns[1, :count] = positions + offset, np.array(drafting, dtype=np.int32)[owner]
     columns[2, :count] = positions + context_offset
     columns[3, :count], columns[4, :count] = first + tail_start, first + tail_end
+    if form.slot_0 == "anchor":
+        anchors = np.array([ends[index] - plans[index].shape.verify_rows for index in drafting], dtype=np.int32)[owner]
+        repeats[:count] = np.where(repeated >= 0, anchors + repeated, -1)
 
 
 def _numbered(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:

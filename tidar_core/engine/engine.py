@@ -16,7 +16,7 @@ from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
-from tidar_core.layout import WithinBlock
+from tidar_core.layout import BlockForm
 from tidar_core.penalties import NOTHING_SAID, Ledger
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
@@ -41,7 +41,7 @@ class EngineInfo:
     device: str
     exact: bool
     block_length: int
-    within_block: WithinBlock
+    form: BlockForm
     expected_holds: tuple[float, ...]
     max_model_len: int
     vocab_size: int
@@ -158,7 +158,7 @@ class Engine:
     def _step_alone(self, plans: Items[SequencePlan]) -> list[StepOutput]:
         """A step from its plans to its answers, with the host deciding on the way."""
         began = time.monotonic()
-        batch = build_batch(plans, self.info.page_size, self._runner.padded, self.info.within_block)
+        batch = build_batch(plans, self.info.page_size, self._runner.padded, self._runner.form)
         size, captured = step_size(plans, batch), self._runner.captured
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
@@ -174,7 +174,7 @@ class Engine:
 
     def _launch(self, plans: Items[SequencePlan], behind: tuple[Flight, Items[int]] | None = None) -> Flight:
         cost = self._scheduler.policy.cost
-        return launch(self._runner, plans, cost, self.info.within_block, self.info.block_length, behind)
+        return launch(self._runner, plans, cost, behind)
 
     def _land(self, flight: Flight) -> list[StepOutput]:
         """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""

@@ -25,7 +25,7 @@ from tidar_core.engine.said_ahead import as_changed, changes_scores, with_what_w
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.kernels.succession import Carried
-from tidar_core.layout import Shape, WithinBlock
+from tidar_core.layout import Shape
 from tidar_core.request import Sequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device, sent
@@ -93,15 +93,13 @@ def launch(
     runner: Runner,
     plans: Items[SequencePlan],
     cost: StepCost,
-    within_block: WithinBlock,
-    block_length: int,
     behind: tuple[Flight, Items[int]] | None,
 ) -> Flight:
     """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
     each of these goes on from."""
     launched, captured, device = time.monotonic(), runner.captured, runner.device
-    batch = build_batch(plans, runner.cache.page_size, runner.padded, within_block)
-    state = _state(plans, block_length, device) if behind is None else behind[0].state
+    batch = build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
+    state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
     sources = range(len(plans)) if behind is None else behind[1]
     source = on_device([*sources, *[len(state) - 1] * (batch.size.sequences - len(plans))], device, torch.int32)
     carried = None if behind is None else Carried(state, source, sent(nearest_outcomes(plans, batch), device))

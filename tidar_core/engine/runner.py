@@ -1,7 +1,7 @@
 """The model on its device: a batch in, hidden states out, and the scores of chosen rows."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from tidar_core.engine.batch import Batch, BatchSize, inputs_of
 from tidar_core.engine.graphs import Graphs, bucket
 from tidar_core.kernels.ops import KVCache, Layers, Ops
 from tidar_core.kernels.succession import Carried
+from tidar_core.layout import BlockForm
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
 from tidar_core.sampling import TokenRule
@@ -23,7 +24,7 @@ class Runner:
     """Everything that a forward pass needs, on one device. weights are packed; vocabulary: for a slot head the rows
     [vocab, hidden] of the model's head as they were before, else None. graphs: steps that were captured, where the
     device replays them. mask_token: the token that stands for a mask, which is no word of the text, where there is
-    one."""
+    one. form: how the drafter wants its proposals laid."""
 
     ops: Ops
     config: ModelConfig
@@ -34,6 +35,12 @@ class Runner:
     vocabulary: Tensor | None = None
     graphs: Graphs | None = None
     mask_token: int | None = None
+    form: BlockForm = field(default_factory=BlockForm)
+
+    @property
+    def block_length(self) -> int:
+        """Slots of a proposal at most; 0 where there is no drafter."""
+        return 0 if self.adapter is None else len(self.adapter.slot_embeddings)
 
     @property
     def device(self) -> torch.device:
@@ -47,7 +54,12 @@ class Runner:
     def padded(self, size: BatchSize) -> BatchSize:
         """The size that a batch is filled up to here."""
         found = None if self.graphs is None else bucket(size)
-        return found or replace(size, verify=size.verify + -(size.verify + size.mask) % self.ops.row_multiple)
+        if found is not None:
+            return found
+        multiple = self.ops.row_multiple
+        if self.adapter is not None and self.adapter.attention is not None:  # rows of both kinds are multiplied apart
+            return replace(size, verify=_up(size.verify, multiple), mask=_up(size.mask, multiple))
+        return replace(size, verify=_up(size.verify + size.mask, multiple) - size.mask)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, carried: Carried | None = None) -> Tensor:
@@ -59,7 +71,7 @@ class Runner:
         if carried is not None:
             numbers = sent(numbers, self.device)
             inputs = inputs_of(numbers, batch.size)
-            self.ops.carry(inputs.rows, inputs.tokens, carried, self.cache.page_size)
+            self.ops.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, self.cache.page_size)
         if self.graphs is None or bucket(batch.size) != batch.size:
             return work(numbers.to(self.device))
         return self.graphs.run(batch.size, self.device, work, numbers)
@@ -68,7 +80,10 @@ class Runner:
         inputs = inputs_of(numbers, size)
         x = self.weights.embedding[inputs.tokens]
         if self.adapter is not None and size.mask:
-            x = torch.cat((x, self.adapter.slot_embeddings[inputs.slots]))
+            slots = self.adapter.slot_embeddings[inputs.slots]
+            if self.form.slot_0 == "anchor":
+                slots = torch.where((inputs.repeats >= 0)[:, None], x[inputs.repeats.clamp(min=0)], slots)
+            x = torch.cat((x, slots))
         return self.layers(x, inputs.rows, self.cache)
 
     @torch.inference_mode()
@@ -80,6 +95,10 @@ class Runner:
         if self.mask_token is not None:
             scores[:, self.mask_token] = -torch.inf
         return scores
+
+
+def _up(count: int, multiple: int) -> int:
+    return count + -count % multiple
 
 
 @torch.inference_mode()

@@ -21,15 +21,16 @@ from tidar_core.kernels.cpu import cpu_ops, supports
 from tidar_core.kernels.cpu_build import CompileError, cache_directory
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
-from tidar_core.layout import WithinBlock
+from tidar_core.layout import BlockForm
 from tidar_core.model.adapter import Adapter, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import load_tokenizer, load_weights
-from tidar_core.model.own_drafter import own_drafter, read_own_drafter
+from tidar_core.model.own_drafter import own_drafter, read_contract, read_own_drafter
 from tidar_core.model.sampling_defaults import read_sampling_defaults
+from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.request import Sampling
@@ -38,6 +39,7 @@ from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 GIB = 2**30
 CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
+_DECIDES_COST = {"kind", "rank", "projections", "slot_head", "block_length"}  # of what a drafter says of itself
 
 
 def load_engine(
@@ -61,13 +63,13 @@ def load_engine(
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
     base = identify_base(source.name, model, weights, tokenizer)
-    adapter = _adapter(config.adapter, source, base, weights.embedding, report)
+    adapter = _adapter(config.adapter, source, model, base, weights.embedding, report)
     ops = _ops(config, model, dtype, device, report)
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
     weights = pack_model(weights, ops.pack, ops.pack_head)
-    drafter = pack_adapter(adapter.weights, ops.pack_adapter) if adapter else None
+    drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
 
@@ -88,22 +90,21 @@ def load_engine(
         else None
     )
     mask_token = adapter.mask_token if adapter else None
-    runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token)
-    block_length = adapter.config.block_length if adapter else 0
-    within_block: WithinBlock = adapter.config.within_block if adapter else "bidirectional"
+    form = adapter.config.form if adapter else BlockForm()
+    runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
     arithmetic = _arithmetic(ops, device, config.kv_dtype)
     report("checking exactness and measuring step costs")
-    trial = with_own_pages(runner, block_length)
-    exact = rows_are_exact(trial, block_length, within_block)
+    trial = with_own_pages(runner)
+    exact = rows_are_exact(trial)
     path = cost_file(
         cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=arithmetic,
-        drafter=adapter and adapter.config.model_dump(include={"rank", "projections", "slot_head", "block_length"}),
+        drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
     )  # fmt: skip
     cost = known_cost(
         path,
-        lambda: measure_cost(trial, block_length, within_block),
-        lambda known: check_cost(trial, known, block_length, within_block),
+        lambda: measure_cost(trial),
+        lambda known: check_cost(trial, known),
     )
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
@@ -113,8 +114,8 @@ def load_engine(
         kv_dtype=config.kv_dtype,
         device=device.type,
         exact=exact,
-        block_length=block_length,
-        within_block=within_block,
+        block_length=runner.block_length,
+        form=form,
         expected_holds=adapter.config.holds if adapter else (),
         max_model_len=positions,
         vocab_size=model.vocab_size,
@@ -129,27 +130,38 @@ def load_engine(
     )
     if graphs is not None:
         report("capturing CUDA graphs")
-        capture_graphs(runner, block_length, within_block, config.max_running, progress)
+        capture_graphs(runner, config.max_running, progress)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     if overlap:
-        fly_once(runner, cost, block_length, within_block)
+        fly_once(runner, cost)
     report(_ready_line(info, ops))
-    policy = DraftPolicy(block_length, cost, info.expected_holds, overlap)
+    policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
 
 def _adapter(
-    wanted: str, source: ModelSource, base: BaseIdentity, embedding: Tensor, report: Callable[[str], None]
+    wanted: str,
+    source: ModelSource,
+    model: ModelConfig,
+    base: BaseIdentity,
+    embedding: Tensor,
+    report: Callable[[str], None],
 ) -> Adapter | None:
     if wanted == "none":
         return None
-    contract = read_own_drafter(source.directory) if wanted == "default" and source.gguf_file is None else None
-    if contract is not None:
-        return own_drafter(contract, base, embedding)
+    if wanted == "default" and source.gguf_file is None:
+        contract = read_own_drafter(source.directory)
+        if contract is not None:
+            return own_drafter(contract, base, embedding)
+        second_view = read_second_view(source.directory)
+        if second_view is not None:
+            return load_second_view(second_view, source, model, base, embedding)
     path = default_adapter_for(base) if wanted == "default" else Path(wanted)
     if path is None:
         report("no drafter adapter is shipped for this model: answers come without drafts")
         return None
+    if path.is_file():
+        return own_drafter(read_contract(path), base, embedding)
     return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 

@@ -14,17 +14,18 @@ from torch import Tensor
 from tidar_core.engine.batch import Batch, build_batch
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.flight import launch
-from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS
+from tidar_core.engine.graphs import LEAST_PAGES, MASK_ROWS, VERIFY_ROWS
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
-from tidar_core.layout import Shape, WithinBlock, full_shape
+from tidar_core.layout import Shape, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
+MOST_PROBED = 8  # drafts up to which each number of them is probed, before every outcome; of more the last alone
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 COST_ROWS_GPU = (*COST_ROWS, 192, 256)  # as far as steps are captured
 CAPTURED_PAGES = 64  # of context that the graphs made beforehand reach to; longer ones are captured when they come
@@ -35,10 +36,10 @@ GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 SAMPLED = SamplingParams(max_tokens=64, temperature=0.6, top_k=20, top_p=0.95)
 
 
-def with_own_pages(runner: Runner, block_length: int) -> Runner:
+def with_own_pages(runner: Runner) -> Runner:
     """The same model over a small cache of its own, so that warm-up touches no page of the engine's."""
     cache, page = runner.cache, runner.cache.page_size
-    probes = 2 * -(-(2 * page + block_length + 5) // page)
+    probes = 2 * -(-(2 * page + runner.block_length + 5) // page)
     page_bytes = 2 * cache.keys[:, 0].numel() * cache.keys.element_size()
     measured = max(COST_PAGES, min(CONTEXT_ROWS * COST_PAGES, TRIAL_BYTES // page_bytes))
     pages = max(probes, measured) + 1
@@ -63,30 +64,28 @@ def _plan(
     return SequencePlan(sequence, start, tuple(tokens[start:end]), tuple(tokens[end : end + drafts]), shape, emits=True)
 
 
-def _batch(runner: Runner, plans: list[SequencePlan], within_block: WithinBlock) -> Batch:
-    return build_batch(plans, runner.cache.page_size, runner.padded, within_block)
+def _batch(runner: Runner, plans: list[SequencePlan]) -> Batch:
+    return build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
 
 
-def _decoding(
-    runner: Runner, block: int, within_block: WithinBlock, sequences: int, drafting: int, context: int
-) -> Batch:
+def _decoding(runner: Runner, sequences: int, drafting: int, context: int) -> Batch:
     """One-row sequences, as in decoding, the first `drafting` of them with a proposal; each on pages of its own as far
     as they go."""
     page, vocab = runner.cache.page_size, runner.config.vocab_size
     text = [(13 * i + 5) % vocab for i in range(context)]
     own = cycle(range(1, runner.cache.keys.shape[1]))
-    shapes = [Shape(0, (1,), block)] * drafting + [Shape()] * (sequences - drafting)
+    shapes = [Shape(0, (1,), runner.block_length)] * drafting + [Shape()] * (sequences - drafting)
     plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
-    return _batch(runner, plans, within_block)
+    return _batch(runner, plans)
 
 
-def rows_are_exact(runner: Runner, block_length: int, within_block: WithinBlock) -> bool:
+def rows_are_exact(runner: Runner) -> bool:
     """Bitwise probes of the loaded model's own operations: does a row's result depend on its batch?
 
     First every weight shape and the head with one row among many row counts, then whole passes: the same text
     computed at once, in chunks, and verified as drafts beside other sequences and mask rows.
     """
-    return _products_are_exact(runner) and _passes_are_exact(runner, block_length, within_block)
+    return _products_are_exact(runner) and _passes_are_exact(runner)
 
 
 @torch.inference_mode()
@@ -116,9 +115,8 @@ def _products_are_exact(runner: Runner) -> bool:
     return True
 
 
-def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlock) -> bool:
-    vocab, page = runner.config.vocab_size, runner.cache.page_size
-    block = block_length if runner.adapter is not None else 0
+def _passes_are_exact(runner: Runner) -> bool:
+    vocab, page, block = runner.config.vocab_size, runner.cache.page_size, runner.block_length
     length = min(2 * page + block + 5, runner.config.max_positions - block)
     if length <= block:
         return True  # no room for a draft behind a token
@@ -128,7 +126,7 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
     pages, other_pages = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
 
     def hidden(*plans: SequencePlan) -> Tensor:
-        return runner.forward(_batch(runner, list(plans), within_block)).clone()  # a graph's result does not last
+        return runner.forward(_batch(runner, list(plans))).clone()  # a graph's result does not last
 
     whole = hidden(_plan(text, 0, length, 0, Shape(), pages))[:length]
     for chunk in (1, 5, page):
@@ -137,7 +135,11 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
             if not torch.equal(hidden(_plan(text, start, rows, 0, Shape(), pages))[:rows], whole[start : start + rows]):
                 return False
     for drafts in range(max(1, block)):
+        if MOST_PROBED < drafts < block - 1:
+            continue
         shape = full_shape(block, drafts) if block else Shape(drafts)
+        if drafts > MOST_PROBED:
+            shape = Shape(drafts, (1, drafts + 1), block)
         start = length - drafts - 1
         beside = _plan(other, 0, length - block, 0, Shape(0, (1,), block) if block else Shape(), other_pages)
         rows_beside = length - block
@@ -147,9 +149,9 @@ def _passes_are_exact(runner: Runner, block_length: int, within_block: WithinBlo
     return True
 
 
-def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -> StepCost:
+def measure_cost(runner: Runner) -> StepCost:
     """Seconds of whole passes at a few row counts, with next to no context, and what context adds."""
-    block = block_length if runner.adapter is not None else 0
+    block = runner.block_length
     cost_rows = COST_ROWS_GPU if runner.device.type == "cuda" else COST_ROWS
     page = runner.cache.page_size
     room = runner.config.max_positions - block - 1
@@ -157,7 +159,7 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
     longer = max(context, min(COST_PAGES * page, room))
 
     def batch(sequences: int, drafting: int, context: int = context) -> Batch:
-        return _decoding(runner, block, within_block, sequences, drafting, context)
+        return _decoding(runner, sequences, drafting, context)
 
     def passes(*batches: Batch) -> list[float]:
         return _timed(runner, [partial(runner.forward, each) for each in batches])
@@ -189,42 +191,39 @@ def measure_cost(runner: Runner, block_length: int, within_block: WithinBlock) -
     return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in cost_rows))
 
 
-def check_cost(
-    runner: Runner, cost: StepCost, block_length: int, within_block: WithinBlock
-) -> list[tuple[float, float]]:
+def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
     """Seconds as `cost` has them and as they are now: of passes of few, more and many rows, without and with mask
     rows, and of a head. Where the cost was measured on a busy machine, some of these are found faster now."""
-    block = block_length if runner.adapter is not None else 0
+    block = runner.block_length
     context = max(1, min(runner.cache.page_size, runner.config.max_positions - block - 1))
     few, more, many = (cost.rows[len(cost.rows) * quarters // 4] for quarters in (0, 2, 3))
     sizes = [(few, 0), (more, 0), (many, 0)]
     if block:
         sizes += [(count, count) for count in (1, max(1, round(many / (1 + block))))]
     before = [cost.trunk_seconds(count + masks * block) + cost.adapter_seconds(masks * block) for count, masks in sizes]
-    batches = [_decoding(runner, block, within_block, count, masks, context) for count, masks in sizes]
+    batches = [_decoding(runner, count, masks, context) for count, masks in sizes]
     now = _timed(runner, [partial(runner.forward, batch) for batch in batches])
     now += _timed(runner, [_picking(runner, more)])  # apart, as it was measured: between passes its caches are cold
     return list(zip([*before, cost.head_seconds(more)], now, strict=True))
 
 
-def capture_graphs(
-    runner: Runner, block_length: int, within_block: WithinBlock, sequences: int, progress: Callable[[int, int], None]
-) -> None:
+def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int], None]) -> None:
     """Captures the graphs of the commonest steps, with `sequences` at most; progress gets (done, of so many). What is
     computed on the way goes to the trash page."""
-    block = block_length if runner.adapter is not None else 0
+    block = runner.block_length
     counts = [rows for rows in VERIFY_ROWS if rows <= sequences]
     shapes = [(count, Shape()) for count in counts]
     if block:
         shapes += [(count, Shape(0, (1,), block)) for count in counts]
-        shapes += [(1, full_shape(block, drafts)) for drafts in range(1, block)]
+        whole = (full_shape(block, drafts) for drafts in range(1, block))
+        shapes += [(1, shape) for shape in whole if shape.mask_rows <= MASK_ROWS[-1]]
     widths = [LEAST_PAGES]
     while widths[-1] < CAPTURED_PAGES:
         widths.append(2 * widths[-1])
 
     def step(width: int, count: int, shape: Shape) -> object:
         plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
-        return runner.forward(_batch(runner, plans, within_block))
+        return runner.forward(_batch(runner, plans))
 
     todo = [partial(step, width, count, shape) for width in widths for count, shape in shapes]
     if block:
@@ -234,15 +233,15 @@ def capture_graphs(
         progress(done + 1, len(todo))
 
 
-def fly_once(runner: Runner, cost: StepCost, block_length: int, within_block: WithinBlock) -> None:
+def fly_once(runner: Runner, cost: StepCost) -> None:
     """A step and the one behind it, on the trash page, for each way in which tokens are picked: what they are launched
     with is compiled then."""
-    shape = Shape(0, (1,), block_length) if runner.adapter is not None else Shape()
+    shape = Shape(0, (1,), runner.block_length) if runner.block_length else Shape()
     for params in (GREEDY, SAMPLED):
         plan = _plan([1], 0, 1, 0, shape, [0], params)
-        first = launch(runner, [plan], cost, within_block, block_length, None)
+        first = launch(runner, [plan], cost, None)
         behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
-        launch(runner, [behind], cost, within_block, block_length, (first, [0])).land()
+        launch(runner, [behind], cost, (first, [0])).land()
 
 
 def _drafting(runner: Runner, proposals: int, slots: int) -> object:

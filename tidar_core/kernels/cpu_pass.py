@@ -41,10 +41,12 @@ class _Pass(ctypes.Structure):
 def bind_layers(
     run: Any, config: ModelConfig, weights: ModelWeights, adapter: AdapterWeights | None, rotary: Rotary
 ) -> Layers | None:
-    """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed."""
+    """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed, and where
+    mask rows have attention of their own."""
     run.argtypes, run.restype = [ctypes.POINTER(_Pass), pointer], None
     extras = [None] * config.layers if adapter is None else adapter.layers
-    if not all(_packed(extra) for extra in extras):
+    own_attention = adapter is not None and adapter.attention is not None
+    if own_attention or not all(_packed(extra) for extra in extras):
         return None
     pairs = zip(weights.layers, extras, strict=True)
     layers = (_Layer * config.layers)(*(_layer(config, layer, extra) for layer, extra in pairs))

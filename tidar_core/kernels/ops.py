@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -34,6 +34,12 @@ class StepRows:
     tail_end: Tensor
     page_table: Tensor
     write_slots: Tensor
+
+    def apart(self) -> tuple["StepRows", "StepRows"]:
+        """What `Ops.rotate_and_store` needs of the verify rows alone, and of the mask rows alone."""
+        verifying = replace(self, positions=self.positions[: self.verify])
+        masks = replace(self, verify=0, positions=self.positions[self.verify :], write_slots=self.write_slots[:0])
+        return verifying, masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,6 @@ class Ops:
     float8_pages: bool = False
     pick: Pick = pick_tokens
     pick_listed: Callable[[Tensor, Tensor, RuleNumbers], Tensor] = pick_listed
-    carry: Callable[[StepRows, Tensor, Carried, int], None] = carry
+    carry: Callable[[StepRows, Tensor, Tensor, Carried, int], None] = carry
     decide: Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Decided] = decide
     renew: Callable[[Decided, Tensor, Tensor], None] = renew

@@ -47,14 +47,17 @@ class Carried:
     nearest: Tensor
 
 
-def carry(rows: "StepRows", tokens: Tensor, carried: Carried, page_size: int) -> None:
+def carry(rows: "StepRows", tokens: Tensor, repeats: Tensor, carried: Carried, page_size: int) -> None:
     """Moves the rows of a batch on, in place. tokens: int32 [verify], places in the state (the anchor is 0, draft i is
-    i) that become tokens. A first proposal for more than can come out is made one for the most that can."""
+    i) that become tokens. A first proposal for more than can come out is made one for the most that can. repeats: int32
+    [mask], the verify rows that mask rows repeat, -1 for none."""
     verify, owner = len(tokens), rows.sequence.long()
     states = carried.state[carried.source[owner].long()]
     ahead = states[:, 0].clone()
     in_hand = (states[verify:, 2:] >= 0).sum(1)
-    ahead[verify:] += (in_hand + 1 - carried.nearest).clamp(max=0)
+    fewer = (in_hand + 1 - carried.nearest).clamp(max=0)
+    ahead[verify:] += fewer
+    repeats.copy_(torch.where(repeats >= 0, repeats + fewer, repeats))
     rows.positions.add_(ahead)
     rows.context_end.add_(ahead)
     tokens.copy_(states[:verify].gather(1, tokens[:, None].long() + 1).squeeze(1).clamp(min=0))

@@ -16,7 +16,7 @@ may be wider than tiles.
 # mypy: allow-untyped-defs
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,8 +33,8 @@ from tidar_core.kernels.triton_gemm import (
 )
 from tidar_core.kernels.triton_launch import read_ahead
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store
-from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm
-from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights
+from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm, own_attention
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights
 
 
 @triton.jit
@@ -223,6 +223,14 @@ class Normed:
     x: Tensor
     squares: Tensor
 
+    def some(self, rows: slice) -> "Normed":
+        return Normed(self.x[rows], self.squares[rows])
+
+
+def joined(first: Normed, then: Normed) -> Normed:
+    """The rows of both, of which each product left as many parts."""
+    return Normed(torch.cat((first.x, then.x)), torch.cat((first.squares, then.squares)))
+
 
 def _parts(normed: Normed) -> dict[str, int]:
     parts = normed.squares.shape[1]
@@ -295,6 +303,17 @@ def bind_layers(
     next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
     next_weights = (*(layer.qkv for layer in weights.layers[1:]), weights.head)
 
+    def rotated(
+        normed: Normed, layer: LayerWeights, extra: LayerAdapter, rows: StepRows, cache: KVCache, index: int
+    ) -> Tensor:
+        qk_norm = layer_qk_norm(layer, eps)
+        by_heads = qk_norm is not None or cache.key_scales is not None
+        qkv = rotated_linear(
+            plan, normed, layer.qkv, layer.qkv_bias, extra.qkv, eps, rows, rotary, cache, index, layer.o,
+            rotates=not by_heads,
+        )  # fmt: skip
+        return rotate_and_store(qkv, rows, rotary, cache, index, qk_norm) if by_heads else qkv
+
     def run_layers(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
         if x.shape[0] == 0:
             return x
@@ -302,18 +321,26 @@ def bind_layers(
         first = add_norm(residual, None, weights.layers[0].input_norm, eps)[0]
         normed = Normed(first, residual.new_empty(len(residual), 0, dtype=torch.float32))
         for index, layer in enumerate(weights.layers):
-            extra, qk_norm = extras[index], layer_qk_norm(layer, eps)
-            by_heads = qk_norm is not None or cache.key_scales is not None
-            qkv = rotated_linear(
-                plan, normed, layer.qkv, layer.qkv_bias, extra.qkv, eps, rows, rotary, cache, index, layer.o,
-                rotates=not by_heads,
-            )  # fmt: skip
-            if by_heads:
-                qkv = rotate_and_store(qkv, rows, rotary, cache, index, qk_norm)
-            x = attend(qkv, rows, cache, index)
-            normed = added_linear(
-                plan, x, layer.o, layer.o_bias, extra.o, verify, residual, layer.post_norm, layer.gate_up
-            )
+            extra, own = extras[index], own_attention(adapter, index) if verify < len(x) else None
+            if own is None:
+                qkv = rotated(normed, layer, extra, rows, cache, index)
+                x = attend(qkv, rows, cache, index)
+                normed = added_linear(
+                    plan, x, layer.o, layer.o_bias, extra.o, verify, residual, layer.post_norm, layer.gate_up
+                )
+            else:  # rows of each kind by their own projections
+                verifying, masks = rows.apart()
+                second = replace(layer, qkv=own.qkv, q_norm=own.q_norm, k_norm=own.k_norm)
+                said = rotated(normed.some(slice(verify)), layer, extra, verifying, cache, index)
+                drafted = rotated(normed.some(slice(verify, None)), second, extra, masks, cache, index)
+                x = attend(torch.cat((said, drafted)), rows, cache, index)
+                parts = (
+                    added_linear(
+                        plan, x[some], weight, None, None, verify, residual[some], layer.post_norm, layer.gate_up
+                    )
+                    for some, weight in ((slice(verify), layer.o), (slice(verify, None), own.o))
+                )
+                normed = joined(*parts)
             x = gated_linear(plan, normed, layer.gate_up, layer.gate_up_bias, extra.gate_up, verify, eps, layer.down)
             normed = added_linear(
                 plan, x, layer.down, layer.down_bias, extra.down, verify, residual, next_norms[index],

@@ -20,12 +20,13 @@ FRONT = tl.constexpr(COLUMNS)
 @triton.jit(
     do_not_specialize=["rows", "verify", "pages"],
     do_not_specialize_on_alignment=[
-        "positions", "context_end", "sequence", "page_table", "write_slots", "tokens", "state", "source", "nearest",
+        "positions", "context_end", "sequence", "page_table", "write_slots", "tokens", "repeats", "state", "source",
+        "nearest",
     ],
 )  # fmt: skip
 def _carry(
-    positions, context_end, sequence, page_table, write_slots, tokens, state, source, nearest, rows, verify, pages,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    positions, context_end, sequence, page_table, write_slots, tokens, repeats, state, source, nearest, rows, verify,
+    pages, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows a program. All int32; state: [.., 2 + WIDTH]."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -37,7 +38,10 @@ def _carry(
         in_hand += (tl.load(at + 2 + draft, mask=inside, other=-1) >= 0).to(tl.int32)
     drafts = inside & (row >= verify)
     laid_for = tl.load(nearest + row - verify, mask=drafts, other=0)
-    ahead = tl.load(at, mask=inside, other=0) + tl.where(drafts, tl.minimum(in_hand + 1 - laid_for, 0), 0)
+    fewer = tl.where(drafts, tl.minimum(in_hand + 1 - laid_for, 0), 0)
+    repeated = tl.load(repeats + row - verify, mask=drafts, other=-1)
+    tl.store(repeats + row - verify, repeated + fewer, mask=drafts & (repeated >= 0))
+    ahead = tl.load(at, mask=inside, other=0) + fewer
     position = tl.load(positions + row, mask=inside, other=0) + ahead
     tl.store(positions + row, position, mask=inside)
     tl.store(context_end + row, tl.load(context_end + row, mask=inside, other=0) + ahead, mask=inside)
@@ -48,11 +52,11 @@ def _carry(
     tl.store(write_slots + row, page * PAGE + position % PAGE, mask=writes)
 
 
-def carry(rows: StepRows, tokens: Tensor, carried: Carried, page_size: int) -> None:
+def carry(rows: StepRows, tokens: Tensor, repeats: Tensor, carried: Carried, page_size: int) -> None:
     """`succession.carry`."""
     count = len(rows.positions)
     _carry[(triton.cdiv(count, ROWS_A_PROGRAM),)](
-        rows.positions, rows.context_end, rows.sequence, rows.page_table, rows.write_slots, tokens,
+        rows.positions, rows.context_end, rows.sequence, rows.page_table, rows.write_slots, tokens, repeats,
         carried.state, carried.source, carried.nearest, count, len(tokens), rows.page_table.shape[1],
         WIDTH=carried.state.shape[1] - 2, PAGE=page_size, BLOCK=ROWS_A_PROGRAM, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -106,6 +106,22 @@ def load_adapter(
     return Adapter(config, _assemble(config, tensors), directory.name)
 
 
+def load_trained(
+    directory: Path,
+    base: BaseIdentity,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    report: Callable[[str], None] | None = None,
+) -> AdapterWeights:
+    """`load_adapter` for the trainer's passes, which are laid out for slots that guess their own position. Raises
+    ConfigError for others too."""
+    adapter = load_adapter(directory, base, dtype, device, report)
+    if adapter.config.labels != "aligned":
+        stated = f"labels {adapter.config.labels!r}"
+        raise ConfigError(f"adapter {directory.name}: a drafter with {stated} can be served, but not trained on")
+    return adapter.weights
+
+
 def save_adapter(adapter: Adapter, directory: Path) -> None:
     """Write `adapter` into `directory` (created), over one that is there; each file appears whole or not at all, also
     where the machine stops."""
@@ -143,7 +159,7 @@ def shipped_adapters() -> list[Path]:
 
 
 def _check_supported(directory: Path, config: AdapterConfig) -> None:
-    runs = {"kind": "low-rank", "slot_0": "mask", "slot_tokens": "mask", "labels": "aligned"}
+    runs = {"kind": "low-rank", "slot_tokens": "mask"}
     for key, value in runs.items():
         if getattr(config, key) != value:
             stated = getattr(config, key)

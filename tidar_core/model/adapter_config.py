@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidar_core.config import Architecture, ConfigError
+from tidar_core.layout import BlockForm
 from tidar_core.settings import first_mistake
 
 CONFIG_FILE = "adapter.json"
@@ -54,7 +55,7 @@ class AdapterConfig(BaseModel):
     slot_head: width of the head that corrects a slot by the token before it (`weights.SlotHead`), 0 without one.
     block_length: slots a proposal was trained with. within_block: whether slots of a proposal see each other both
     ways or only the earlier ones. slot_0: what stands in slot 0, a mask or the anchor. slot_tokens: what stands in
-    the others. labels: "aligned" where slot s guesses its own position, "shifted" where it guesses the next.
+    the others. labels: "aligned" where a slot guesses its own position, "shifted" where it guesses the next.
     holds: how often the draft of slot 1, 2, … holds where those before it do, as measured: what the draft policy
     expects until it has seen some. training: how the drafter came about, free of form.
     """
@@ -81,6 +82,16 @@ class AdapterConfig(BaseModel):
         if self.layers is not None and not set(self.layers) <= set(range(self.base.layers)):
             raise ValueError(f"layers {list(self.layers)} are not all from 0 to {self.base.layers - 1}")
         return self
+
+    @model_validator(mode="after")
+    def _has_a_form(self) -> "AdapterConfig":
+        assert self.form  # or it says what is wrong
+        return self
+
+    @property
+    def form(self) -> BlockForm:
+        """How its proposals are laid."""
+        return BlockForm(self.within_block, self.slot_0, self.labels)
 
     def adapts(self, layer: int, projection: Projection) -> bool:
         return projection in self.projections and (self.layers is None or layer in self.layers)

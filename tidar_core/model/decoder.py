@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import KVCache, Layers, Ops, QKNorm, Rotary, StepRows
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, ModelWeights
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, OwnAttention
 
 BASE_ALONE = LayerAdapter(None, None, None, None)
 
@@ -28,9 +29,12 @@ def run_layers(
     residual = None
     for index, layer in enumerate(weights.layers):
         extra = BASE_ALONE if adapter is None else adapter.layers[index]
+        own = own_attention(adapter, index)
+        own_qkv, own_o = (own.qkv, own.o) if own is not None else (None, None)
         x, residual = ops.add_norm(x, residual, layer.input_norm, config.norm_eps)
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias, extra.qkv, first_mask_row)
-        x = ops.linear(attention(index, qkv), layer.o, layer.o_bias, extra.o, first_mask_row)
+        qkv = _linear(ops, x, layer.qkv, layer.qkv_bias, extra.qkv, first_mask_row, own_qkv)
+        mixed = attention(index, qkv)
+        x = _linear(ops, mixed, layer.o, layer.o_bias, extra.o, first_mask_row, own_o)
         x, residual = ops.add_norm(x, residual, layer.post_norm, config.norm_eps)
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
         x = ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, extra.down, first_mask_row)
@@ -44,24 +48,56 @@ def all_layers(
     bound = None if ops.bind_layers is None else ops.bind_layers(weights, adapter, rotary)
 
     def one_by_one(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
-        attention = paged_attention(ops, config, weights, rows, rotary, cache)
+        attention = paged_attention(ops, config, weights, adapter, rows, rotary, cache)
         return run_layers(ops, config, weights, adapter, x, rows.verify, attention)
 
     return bound or one_by_one
 
 
-def layer_qk_norm(layer: LayerWeights, eps: float) -> QKNorm | None:
+def own_attention(adapter: AdapterWeights | None, layer: int) -> OwnAttention | None:
+    """What mask rows have in place of a layer's attention projections, where they have any."""
+    return None if adapter is None or adapter.attention is None else adapter.attention[layer]
+
+
+def _linear(
+    ops: Ops, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first: int, own: Tensor | None
+) -> Tensor:
+    """`ops.linear`, with a matrix of their own for the mask rows where there is one."""
+    if own is None or first == len(x):
+        return ops.linear(x, weight, bias, low_rank, first)
+    drafting = len(x) - first
+    return torch.cat(
+        (ops.linear(x[:first], weight, bias, None, first), ops.linear(x[first:], own, None, None, drafting))
+    )
+
+
+def layer_qk_norm(layer: LayerWeights | OwnAttention, eps: float) -> QKNorm | None:
     """Qwen3's per-head norms of a layer; None for the other architectures."""
     return None if layer.q_norm is None or layer.k_norm is None else QKNorm(layer.q_norm, layer.k_norm, eps)
 
 
 def paged_attention(
-    ops: Ops, config: ModelConfig, weights: ModelWeights, rows: StepRows, rotary: Rotary, cache: KVCache
+    ops: Ops,
+    config: ModelConfig,
+    weights: ModelWeights,
+    adapter: AdapterWeights | None,
+    rows: StepRows,
+    rotary: Rotary,
+    cache: KVCache,
 ) -> Callable[[int, Tensor], Tensor]:
     """The engine's attention for `run_layers`: rotate, write the verify rows' pages, attend over pages and slots."""
+    first = rows.verify
+    verifying, drafting = rows.apart()
+
+    def rotated(layer: int, qkv: Tensor) -> Tensor:
+        norms, own = layer_qk_norm(weights.layers[layer], config.norm_eps), own_attention(adapter, layer)
+        if own is None or first == len(qkv):
+            return ops.rotate_and_store(qkv, rows, rotary, cache, layer, norms)
+        own_norms = layer_qk_norm(own, config.norm_eps)
+        said = ops.rotate_and_store(qkv[:first], verifying, rotary, cache, layer, norms)
+        return torch.cat((said, ops.rotate_and_store(qkv[first:], drafting, rotary, cache, layer, own_norms)))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
-        norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
-        return ops.attend(ops.rotate_and_store(qkv, rows, rotary, cache, layer, norms), rows, cache, layer)
+        return ops.attend(rotated(layer, qkv), rows, cache, layer)
 
     return attention

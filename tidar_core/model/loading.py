@@ -6,7 +6,7 @@ and code that comes with a checkpoint are never touched.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,34 +46,20 @@ def load_weights(
     One tensor of the file is in memory beside the result at a time. `progress(done, total)` counts weights.
     Raises ConfigError, naming the tensor, where one is missing, misshapen or stored in a way that is not read.
     """
-    with ExitStack() as stack:
-        checkpoint: Checkpoint
-        if source.gguf_path is not None:
-            checkpoint = GgufCheckpoint(read_header(source.gguf_path), config)
-        else:
-            checkpoint = _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
-        wanted: dict[str, tuple[int, ...]] = {}
-        for name, shape in _wanted_tensors(config):
-            found = checkpoint.shape(name)
-            if found is None:
-                raise ConfigError(f"{source.name} lacks the tensor {name}: the checkpoint is incomplete")
-            if found != shape:
-                raise ConfigError(f"{source.name}: tensor {name} is {list(found)}, but {list(shape)} was expected")
-            wanted[name] = shape
+    with open_checkpoint(source, config) as checkpoint:
+        wanted = dict(_wanted_tensors(config))
+        check_shapes(checkpoint, wanted, source.name)
         if checkpoint.shape(_HEAD) == wanted[_EMBEDDING]:  # which a tied checkpoint may have too, trained apart
             wanted[_HEAD] = wanted[_EMBEDDING]
         total, done = sum(map(prod, wanted.values())), 0
 
         def read(*names: str) -> Tensor:
-            """The named tensors, one below the other, as one."""
+            """`read_fused`, counted."""
             nonlocal done
-            rows = [wanted[name][0] for name in names]
-            fused = torch.empty((sum(rows), *wanted[names[0]][1:]), dtype=dtype, device=device)
-            for name, part in zip(names, fused.split(rows), strict=True):
-                checkpoint.copy_into(name, part)
-                done += part.numel()
-                if progress is not None:
-                    progress(done, total)
+            fused = read_fused(checkpoint, {name: wanted[name] for name in names}, dtype, device)
+            done += fused.numel()
+            if progress is not None:
+                progress(done, total)
             return fused
 
         embedding = read(_EMBEDDING)
@@ -88,6 +74,38 @@ def load_weights(
             final_norm=final_norm,
             head=head,
         )
+
+
+@contextmanager
+def open_checkpoint(source: ModelSource, config: ModelConfig) -> Iterator[Checkpoint]:
+    """The tensors of a model on disk, while the context lasts. Raises ConfigError where they cannot be read."""
+    with ExitStack() as stack:
+        if source.gguf_path is not None:
+            yield GgufCheckpoint(read_header(source.gguf_path), config)
+        else:
+            yield _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
+
+
+def check_shapes(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], model: str) -> None:
+    """Raises ConfigError, naming the tensor, where one that is wanted is missing or misshapen."""
+    for name, shape in wanted.items():
+        found = checkpoint.shape(name)
+        if found is None:
+            raise ConfigError(f"{model} lacks the tensor {name}: the checkpoint is incomplete")
+        if found != shape:
+            raise ConfigError(f"{model}: tensor {name} is {list(found)}, but {list(shape)} was expected")
+
+
+def read_fused(
+    checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Tensors of these names and shapes, one below the other, as one."""
+    rows = [shape[0] for shape in wanted.values()]
+    columns = next(iter(wanted.values()))[1:]
+    fused = torch.empty((sum(rows), *columns), dtype=dtype, device=device)
+    for name, part in zip(wanted, fused.split(rows), strict=True):
+        checkpoint.copy_into(name, part)
+    return fused
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:

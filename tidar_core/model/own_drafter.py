@@ -3,17 +3,18 @@
 Such a checkpoint is an ordinary one in transformers' layout with one file more, `tidar.json` (`OwnDrafter`): which
 token of the vocabulary is the mask, and how the model was trained to fill it in. The engine reads that row of the
 embedding as the input of every mask row and adds nothing to any layer; all else is as with an adapter. The mask is
-no word: it is never emitted. Weights that others trained can be brought in by writing this file beside them.
+no word: it is never emitted. Weights that others trained can be brought in by writing this file, beside them or
+anywhere else (`--adapter PATH/tidar.json`).
 """
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.layout import WithinBlock
+from tidar_core.layout import BlockForm, WithinBlock
 from tidar_core.model.adapter import Adapter
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
 from tidar_core.model.weights import AdapterWeights, LayerAdapter
@@ -26,9 +27,8 @@ class OwnDrafter(BaseModel):
     """`tidar.json`. Unknown keys are refused.
 
     mask_token_id: the token that stands in all slots of a proposal; its row of the embedding is their input.
-    block_length: slots a proposal was trained with. within_block: whether slots see each other both ways or only the
-    earlier ones. labels: slot s guesses its own position. holds: as in `AdapterConfig`, what the draft policy expects
-    until it has seen some. training: how the weights came about, free of form.
+    block_length: slots a proposal was trained with. within_block, slot_0, labels, holds: as in `AdapterConfig`.
+    training: how the weights came about, free of form.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -37,18 +37,27 @@ class OwnDrafter(BaseModel):
     mask_token_id: int = Field(ge=0)
     block_length: int = Field(ge=2)
     within_block: WithinBlock = "bidirectional"
-    labels: Literal["aligned"] = "aligned"
+    slot_0: Literal["mask", "anchor"] = "mask"
+    labels: Literal["aligned", "shifted"] = "aligned"
     holds: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
     training: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_a_form(self) -> "OwnDrafter":
+        assert BlockForm(self.within_block, self.slot_0, self.labels)  # or it says what is wrong
+        return self
 
 
 def read_own_drafter(directory: Path) -> OwnDrafter | None:
     """The contract of the checkpoint in `directory`; None where it has none. Raises ConfigError in one line."""
     path = directory / CONTRACT_FILE
+    return read_contract(path) if path.exists() else None
+
+
+def read_contract(path: Path) -> OwnDrafter:
+    """A contract, wherever it lies. Raises ConfigError in one line."""
     try:
         return OwnDrafter.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid: {first_mistake(error, OwnDrafter)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -72,6 +81,8 @@ def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> 
         projections=(),
         block_length=contract.block_length,
         within_block=contract.within_block,
+        slot_0=contract.slot_0,
+        labels=contract.labels,
         holds=contract.holds,
     )
     layers = (LayerAdapter(None, None, None, None),) * base.layers

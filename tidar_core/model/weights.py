@@ -73,16 +73,28 @@ class SlotHead:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnAttention:
+    """What mask rows have in place of a layer's attention projections and norms; each as in `LayerWeights`."""
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """A drafter's tensors. `slot_embeddings` ([block_length, hidden]) are the inputs of the mask rows, by slot."""
+    """A drafter's tensors. `slot_embeddings` ([block_length, hidden]) are the inputs of the mask rows, by slot.
+    attention: where mask rows have projections of their own, those of each layer."""
 
     slot_embeddings: Tensor
     layers: tuple[LayerAdapter, ...]
     slot_head: SlotHead | None = None
+    attention: tuple[OwnAttention, ...] | None = None
 
 
 def named_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
-    """An adapter's tensors under the names that they have on disk."""
+    """An adapter's tensors under the names that they have on disk; one with attention of its own is none there."""
     yield "mask_embedding", adapter.slot_embeddings
     for index, layer in enumerate(adapter.layers):
         for field in fields(layer):
@@ -96,7 +108,7 @@ def named_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
 
 
 def map_tensors(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
-    """The same adapter with every tensor changed."""
+    """The same adapter, one that adds to the base's projections, with every tensor changed."""
     head = adapter.slot_head
     return AdapterWeights(
         change(adapter.slot_embeddings),
@@ -140,6 +152,12 @@ def pack_model(
     return replace(weights, layers=layers, head=pack_head(weights.head))
 
 
-def pack_adapter(adapter: AdapterWeights, pack: Callable[[Tensor], Tensor]) -> AdapterWeights:
-    """The same adapter with every matrix of its layers laid out anew by `pack`."""
-    return replace(adapter, layers=_map_layers(adapter, pack))
+def pack_adapter(
+    adapter: AdapterWeights, pack: Callable[[Tensor], Tensor], pack_base: Callable[[Tensor], Tensor]
+) -> AdapterWeights:
+    """The same adapter with every matrix of its layers laid out anew: by `pack_base` where it stands for one of the
+    base's, else by `pack`."""
+    attention = adapter.attention and tuple(
+        replace(own, qkv=pack_base(own.qkv), o=pack_base(own.o)) for own in adapter.attention
+    )
+    return replace(adapter, layers=_map_layers(adapter, pack), attention=attention)
