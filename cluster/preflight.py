@@ -10,7 +10,7 @@ from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
-from tidar_core.model.own_drafter import read_contract
+from tidar_core.model.contract import read_contract
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.settings import suggestion
 

@@ -74,7 +74,7 @@ class EngineConfig:
 
     model: `DEFAULT_MODEL`, a directory, a GGUF file or a hub id.
     adapter: a directory, "default" for what the model brings along or else the one shipped for it (none where none is),
-        "none", or the file that says how the model drafts by itself (`tidar.json`, see `model.own_drafter`).
+        "none", or the file that says how the model drafts by itself (`tidar.json`, see `model.contract`).
     dtype: of weights and arithmetic; int8 and int4 (CPUs only) keep the base's matrices in 8 and 4 bits and multiply
         rows rounded to 8 bits with them, float8 rounds those of the layers (and keeps them so on a GPU); all else is
         bfloat16.

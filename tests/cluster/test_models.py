@@ -328,6 +328,13 @@ def test_each_adapter_is_checked_against_its_own_base(tmp_path: Path) -> None:
         check(options(fits))
         with pytest.raises(ConfigError, match=r"adapter tiny-adapter does not fit: made for tiny with .* x has"):
             check(options(adapter))
+    contract = tmp_path / "tidar.json"
+    contract.write_text('{"mask_token_id": 3, "block_length": 4}')
+    check_all(options(contract))
+    contract.write_text('{"mask_token_id": 3, "block_length": 1}')
+    for check in (check_all, check_visible):
+        with pytest.raises(ConfigError, match="block_length is 1"):
+            check(options(contract))
     check_visible(options(fits, tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match="elsewhere"):
         check_options(options(fits, tmp_path / "elsewhere"))

@@ -32,7 +32,7 @@ from tidar_core.convert import full
 from tidar_core.convert.full import doubled, joint_loss
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
 from tidar_core.engine import load_engine
-from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter, read_own_drafter
+from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
 SENTENCE = "the quick brown fox jumps over the lazy dog. "
 

@@ -24,9 +24,9 @@ from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of
 from tidar_core.convert.trainer import Budget
+from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import load_tokenizer
-from tidar_core.model.own_drafter import read_own_drafter
 from tidar_core.model.sources import ModelSource, find_model
 
 

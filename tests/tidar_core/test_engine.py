@@ -15,7 +15,7 @@ from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS
-from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
+from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 from tidar_core.text import TextStream
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tidar_core.config import ConfigError
-from tidar_core.model.own_drafter import OwnDrafter, read_own_drafter
+from tidar_core.model.contract import OwnDrafter, read_own_drafter
 
 
 def prepare_folder(out: Path, needed: Iterable[Path]) -> None:

@@ -28,8 +28,8 @@ from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measur
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
 from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
+from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
-from tidar_core.model.own_drafter import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.sources import ModelSource
 
 MASK_TOKEN = "<|mask|>"

@@ -25,10 +25,11 @@ from tidar_core.layout import BlockForm
 from tidar_core.model.adapter import Adapter, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
+from tidar_core.model.contract import read_contract, read_own_drafter
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import load_tokenizer, load_weights
-from tidar_core.model.own_drafter import own_drafter, read_contract, read_own_drafter
+from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model

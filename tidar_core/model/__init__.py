@@ -14,6 +14,7 @@
     adapter_config.py    what it says of itself
     slot_head.py     the drafter's second part: each slot corrected by the token before it
     own_drafter.py   full TiDAR checkpoints, which draft by themselves
+    contract.py  what such a checkpoint says of itself
     second_view.py   Orthrus' checkpoints, whose mask rows have attention projections of their own
     decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows
 
