@@ -291,7 +291,7 @@ def test_no_hub_in_reach(offline_hub: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ({"model_type": "gemma3"}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
         ({"model_type": None}, "architecture None is not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "is quantized in a way that is not read, hqq"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "rope_param"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "a rope_theta above 1, not 1.0"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),

@@ -3,6 +3,9 @@
     weights.py   the tensors as the decoder reads them, projections fused
     rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
+    quantization.py  what a quantized checkpoint says of how it is stored
+    quantized.py     a matrix of one: its tensors, plain numbers of them a few rows at a time
+    quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, modelopt, MLX
     splits.py    how a GGUF file's vocabulary cuts text into words
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
     configuration.py its shape, as the checkpoint states it

@@ -8,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen3Config
 
 from tidar_core.config import Architecture, ConfigError, ModelConfig
 from tidar_core.model.gguf import config_from_gguf, read_header
+from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.sampling import MAX_VOCAB
@@ -30,7 +31,8 @@ def load_config(source: ModelSource) -> ModelConfig:
 
     That is every architecture but llama, qwen2 and qwen3, and in these: rope scaling other than linear, llama3 and
     yarn, rope on a part of each head, sliding window attention, a mixture of experts, activations other than silu, and
-    quantized weights outside GGUF.
+    weights that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq,
+    bitsandbytes and MLX do it (see `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))
@@ -59,8 +61,7 @@ def _config_from_directory(directory: Path) -> ModelConfig:
     if architecture is None:
         named = stated.get("model_type")
         raise ConfigError(f"{directory.name}: architecture {named!r} is not supported, only {', '.join(known)}")
-    if stated.get("quantization_config") is not None:
-        raise ConfigError(f"{directory.name} is quantized: give the original checkpoint or a GGUF file of it")
+    read_quantization(directory)  # which refuses what the weights could not be read of
     try:
         if architecture == "llama":
             config = _llama_config(stated)

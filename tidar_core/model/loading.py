@@ -18,6 +18,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFas
 
 from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.gguf import GgufCheckpoint, read_header
+from tidar_core.model.quantization import read_quantization
+from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
+from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.splits import split_as_named
 from tidar_core.model.weights import LayerWeights, ModelWeights
@@ -47,10 +50,7 @@ def load_weights(
     Raises ConfigError, naming the tensor, where one is missing, misshapen or stored in a way that is not read.
     """
     with open_checkpoint(source, config) as checkpoint:
-        wanted = dict(_wanted_tensors(config))
-        check_shapes(checkpoint, wanted, source.name)
-        if checkpoint.shape(_HEAD) == wanted[_EMBEDDING]:  # which a tied checkpoint may have too, trained apart
-            wanted[_HEAD] = wanted[_EMBEDDING]
+        wanted = _tensors_to_read(checkpoint, config, source.name)
         total, done = sum(map(prod, wanted.values())), 0
 
         def read(*names: str) -> Tensor:
@@ -74,6 +74,13 @@ def load_weights(
             final_norm=final_norm,
             head=head,
         )
+
+
+def load_tensors(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All weights as ordinary tensors of `dtype` under transformers' names. Raises ConfigError as `load_weights`."""
+    with open_checkpoint(source, config) as checkpoint:
+        wanted = _tensors_to_read(checkpoint, config, source.name)
+        return {name: read_fused(checkpoint, {name: shape}, dtype, "cpu") for name, shape in wanted.items()}
 
 
 @contextmanager
@@ -165,11 +172,13 @@ def _tokenizer_of_directory(directory: Path) -> Any:
 
 class _SafetensorsCheckpoint:
     """Tensors of one safetensors file or of several shards, closed with `stack`. Of a `tied` head and embedding the
-    file may have either; that of a bare model, without its head, names all others without their first word."""
+    file may have either; that of a bare model, without its head, names all others without their first word.
+    A quantized matrix has the name and the shape that it would have as an ordinary tensor."""
 
     def __init__(self, directory: Path, stack: ExitStack, tied: bool):
         self.name = directory.name
         self.tied = tied
+        self.quantization = read_quantization(directory)
         self.files: dict[str, Any] = {}
         for path in _weight_files(directory):
             try:
@@ -179,25 +188,50 @@ class _SafetensorsCheckpoint:
             self.files.update(dict.fromkeys(file.keys(), file))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of the tensor `name`, None where there is none."""
+        """Shape of the tensor `name`, None where there is none. Raises ConfigError for what it is quantized to."""
         stored = self._stored(name)
-        return None if stored is None else tuple(self.files[stored].get_slice(stored).get_shape())
+        if stored is None:
+            return None
+        matrix = self._quantized(stored)
+        return tuple(self.files[stored].get_slice(stored).get_shape()) if matrix is None else matrix.shape
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Copy the tensor `name` into `out` (its shape, any float dtype and device). Raises ConfigError."""
         stored = self._stored(name)
         assert stored is not None
+        matrix = self._quantized(stored)
+        if matrix is not None:
+            matrix.copy_into(out)
+            return
         dtype = self.files[stored].get_slice(stored).get_dtype()
         if dtype not in ("F64", "F32", "F16", "BF16"):
             raise ConfigError(f"{self.name}: tensor {name} is stored as {dtype}: only F64, F32, F16 and BF16 are read")
         out.copy_(self.files[stored].get_tensor(stored))
 
+    def _quantized(self, stored: str) -> QuantizedMatrix | None:
+        layer, _, kind = stored.rpartition(".")
+        if self.quantization is None or kind != "weight":
+            return None
+        linear = StoredLinear(f"{self.name}: {layer}", lambda part: self._tensor(f"{layer}.{part}"))
+        return quantized_matrix(linear, self.quantization.of(layer))
+
+    def _tensor(self, stored: str) -> Tensor | None:
+        return self.files[stored].get_tensor(stored) if stored in self.files else None
+
     def _stored(self, name: str) -> str | None:
-        """The name that the file has for a tensor."""
+        """The name that the file has for a tensor, or would have if it were not quantized."""
         names = [name, name.removeprefix("model.")]
         if self.tied and name == _EMBEDDING:
             names.append(_HEAD)
-        return next((each for each in names if each in self.files), None)
+        return next((each for each in names if each in self.files or self._packed(each)), None)
+
+    def _packed(self, name: str) -> bool:
+        layer, _, kind = name.rpartition(".")
+        return (
+            self.quantization is not None
+            and kind == "weight"
+            and any(f"{layer}.{part}" in self.files for part in PACKED)
+        )
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -217,6 +251,15 @@ def _weight_files(directory: Path) -> list[Path]:
     if not files:
         raise ConfigError(f"{directory} holds no weights: there is no .safetensors file")
     return files
+
+
+def _tensors_to_read(checkpoint: Checkpoint, config: ModelConfig, model: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that is there and has a use. Raises ConfigError as `check_shapes`."""
+    wanted = dict(_wanted_tensors(config))
+    check_shapes(checkpoint, wanted, model)
+    if checkpoint.shape(_HEAD) == wanted[_EMBEDDING]:  # which a tied checkpoint may have too, trained apart
+        wanted[_HEAD] = wanted[_EMBEDDING]
+    return wanted
 
 
 def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
