@@ -21,7 +21,7 @@ from tidar_core.engine import load_engine
 from tidar_core.model import quantized as quantized_module
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import fingerprint
+from tidar_core.model.loading import fingerprint, load_tokenizer
 from tidar_core.model.quantized import unpacked
 from tidar_core.model.sources import find_model
 from tidar_core.request import Request, SamplingParams
@@ -46,7 +46,7 @@ def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_module, "_CHUNK_WEIGHTS", 1000)  # several chunks a tensor, the last one shorter
+    monkeypatch.setattr(quantized_module, "_CHUNK_WEIGHTS", 700)  # several chunks a tensor, the last one shorter
 
 
 @pytest.mark.usefixtures("chunked")
@@ -93,7 +93,11 @@ def test_transformers_own_model_has_plain_weights_and_can_be_saved(name: str, ti
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[each], expected[each]) for each in expected)
     model.save_pretrained(tmp_path / "saved")
-    assert "quant" not in (tmp_path / "saved" / "config.json").read_text()
+    load_tokenizer(find_model(str(path))).save_pretrained(tmp_path / "saved")
+    config, weights = load(tmp_path / "saved")
+    assert_same_weights(weights, expected)
+    assert config == load_config(find_model(str(path)))
+    assert config.eos_ids == (2, 0)
 
 
 # What checkpoints differ in
@@ -124,6 +128,21 @@ def test_single_modules_of_mlx_have_their_own_bits(tmp_path: Path) -> None:
     own = {"group_size": 32, "bits": 4, layer: {"group_size": 16, "bits": 8}, "lm_head": True, "model.norm": False}
     edit_json(path / "config.json", quantization=own, quantization_config=own)
     assert_same_weights(load(path)[1], expected | {f"{layer}.weight": torch.from_numpy(matrix).float()})
+
+
+@pytest.mark.usefixtures("chunked")
+def test_rows_of_bitsandbytes_may_begin_anywhere_in_a_byte(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "model", intermediate=161)
+    expected = whole(quantize(path, FORMATS["bitsandbytes, nf4"]))
+    assert_same_weights(load(path)[1], expected)
+
+
+def test_a_plain_checkpoint_may_say_that_it_was_quantized_once(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "model")
+    expected = whole(load_file(path / "model.safetensors"))
+    for config in (stated("BitsAndBytes", load_in_4bit=True), {"quantization_config": {}}):
+        edit_json(path / "config.json", **config)
+        assert_same_weights(load(path)[1], expected)
 
 
 def test_zero_points_below_the_first_of_gptq_come_round(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ def _stated(directory: Path) -> tuple[str, Details] | None:
     """The method's name and its settings."""
     stated = read_json(directory / "config.json")
     for key in STATED_UNDER:
-        if isinstance(stated.get(key), dict):
-            details = stated[key]
+        details = stated.get(key)
+        if isinstance(details, dict) and details:
             unnamed = "mlx" if "group_size" in details and "bits" in details else "of no name"
-            return str(details.get("quant_method") or details.get("quant_library") or unnamed), details
+            return str(details.get("quant_method") or details.get("quant_library") or unnamed).lower(), details
     for file, method, part in _FILES_BESIDE:
         if (directory / file).is_file():
             content = read_json(directory / file)

@@ -14,7 +14,7 @@ from tidar_core.config import ConfigError
 
 PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-_CHUNK_WEIGHTS = 4 << 20
+_CHUNK_WEIGHTS = 1 << 20
 
 Block = tuple[int, int]
 

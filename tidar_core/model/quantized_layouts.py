@@ -152,7 +152,8 @@ def _awq(linear: StoredLinear, quantization: Quantization) -> QuantizedMatrix:
 
     def outputs(words: Tensor) -> Tensor:
         """[inputs, words] to [8 * words, inputs]."""
-        return unpacked(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 8))[:, :, _AWQ_PLACES].flatten(1).T
+        columns = words.T.contiguous()
+        return torch.stack([columns >> 4 * place & 15 for place in _AWQ_PLACES], dim=1).flatten(0, 1)
 
     def values(start: int, stop: int) -> Tensor:
         first = start // 8
@@ -176,7 +177,7 @@ def _bitsandbytes_4bit(linear: StoredLinear) -> QuantizedMatrix:
     shape, size, nested_size, offset = _bitsandbytes_state(linear)
     stored, blocks = linear.find("weight"), -(-shape[0] * shape[1] // size)
     packed = torch.empty(0) if stored is None else stored.reshape(-1).view(torch.uint8)  # stored as any dtype
-    if shape[1] % 2 or 2 * packed.numel() != shape[0] * shape[1]:
+    if packed.numel() != -(-shape[0] * shape[1] // 2):
         raise linear.error(f"weight holds {2 * packed.numel()} numbers, which are not {list(shape)}")
     table = linear.tensor("weight.quant_map", *PLAIN, dims=1).float()
     linear.require("weight.quant_map", table, 16)
@@ -191,9 +192,10 @@ def _bitsandbytes_4bit(linear: StoredLinear) -> QuantizedMatrix:
 
     def rows(start: int, stop: int) -> Tensor:
         first, last = start * shape[1], stop * shape[1]
-        pairs = packed[first // 2 : last // 2].int()
-        values = table[torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()]
-        return (values * largest[torch.arange(first, last) // size].float()).unflatten(0, (-1, shape[1]))
+        pairs = packed[first // 2 : -(-last // 2)].int()
+        values = table[torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()][first % 2 :][: last - first]
+        scale = largest[first // size : -(-last // size), None].float().expand(-1, size).flatten()
+        return (values * scale[first % size :][: last - first]).unflatten(0, (-1, shape[1]))
 
     return QuantizedMatrix(shape, rows)
 
