@@ -22,7 +22,9 @@ from tidar_core.model import quantized as quantized_module
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import fingerprint, load_tokenizer
-from tidar_core.model.quantized import unpacked
+from tidar_core.model.quantization import Quantization, read_quantization
+from tidar_core.model.quantized import StoredLinear, unpacked
+from tidar_core.model.quantized_layouts import quantized_matrix
 from tidar_core.model.sources import find_model
 from tidar_core.request import Request, SamplingParams
 
@@ -54,8 +56,10 @@ def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_numbers_are_those_that_it_stands_for(name: str, tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "model", "llama")
     expected = whole(quantize(path, FORMATS[name]))
-    assert_same_weights(load(path)[1], expected)
-    assert_same_weights(load(path, torch.bfloat16)[1], expected, torch.bfloat16)
+    full, half = load(path)[1], load(path, torch.bfloat16)[1]
+    assert_same_weights(full, expected)
+    assert_same_weights(half, expected, torch.bfloat16)
+    assert fingerprint(full) == fingerprint(half)
 
 
 @pytest.mark.parametrize(("architecture", "options"), VARIANTS)
@@ -172,6 +176,36 @@ def test_an_order_of_columns_that_is_left_open(tmp_path: Path) -> None:
         {"format": "pt"},
     )
     assert_same_weights(load(path)[1], expected)
+
+
+@pytest.fixture(scope="module")
+def quantizations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Quantization | None]:
+    found = {}
+    for name, form in FORMATS.items():
+        directory = tmp_path_factory.mktemp("stated")
+        for file, content in ({"config.json": form.config} | form.beside).items():
+            (directory / file).write_text(json.dumps(content))
+        found[name] = read_quantization(directory)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    shape=st.tuples(st.integers(1, 6).map(lambda n: 32 * n), st.integers(1, 6).map(lambda n: 32 * n)),
+    ends=st.tuples(st.integers(0, 192), st.integers(0, 192)),
+    seed=st.integers(0, 9),
+)
+def test_any_rows_of_a_matrix_of_any_size(
+    name: str, shape: tuple[int, int], ends: tuple[int, int], seed: int, quantizations: dict[str, Quantization]
+) -> None:
+    stored, expected = FORMATS[name].pack(np.random.default_rng(seed), *shape)
+    matrix = quantized_matrix(StoredLinear("here", stored.get), quantizations[name])
+    assert matrix is not None
+    assert matrix.shape == shape
+    start, stop = sorted(min(end, shape[0]) for end in ends)
+    if start < stop:
+        assert np.array_equal(matrix.rows(start, stop).double().numpy(), expected[start:stop])
 
 
 @settings(max_examples=60, deadline=None)
