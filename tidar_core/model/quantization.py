@@ -46,6 +46,7 @@ class Quantization:
     own: Mapping[str, "Quantization"] = field(default_factory=dict)
 
     def of(self, module: str) -> "Quantization":
+        """What holds for a module of the file."""
         return self.own.get(module, self)
 
 
@@ -114,7 +115,7 @@ def _modelopt(details: Details) -> Quantization:
     algorithm = details.get("quant_algo")
     if algorithm not in _MODELOPT_ALGORITHMS:
         raise _Unread(f"modelopt's {algorithm}")
-    return Quantization("modelopt", ((1, 16),))
+    return Quantization("modelopt")
 
 
 def _compressed(details: Details) -> Quantization:
