@@ -5,7 +5,7 @@ from typing import Literal
 
 from tidar_core.request import DraftMode
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["llama", "mistral", "phi3", "qwen2", "qwen3"]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
@@ -45,7 +45,8 @@ class RopeScaling:
 class ModelConfig:
     """The shape of a causal language model that the one decoder can run.
 
-    `max_positions` is the number of positions the model knows, rope scaling included. `eos_ids` end an answer.
+    `max_positions` is the number of positions the model knows, rope scaling included; where a token sees a `window` of
+    so many alone, it is no more than that, since so far each sees all. `eos_ids` end an answer.
     """
 
     architecture: Architecture
@@ -66,6 +67,7 @@ class ModelConfig:
     qk_norm: bool
     eos_ids: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

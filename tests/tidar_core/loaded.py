@@ -19,6 +19,8 @@ VARIANTS = [
     ("qwen2", {"tied": False, "heads": 4, "kv_heads": 4}),
     ("qwen3", {"tied": True}),
     ("qwen3", {"tied": False, "bias": True, "kv_heads": 1}),
+    ("mistral", {"tied": False, "head_dim": 24}),
+    ("phi3", {"tied": False}),
 ]
 
 
@@ -56,9 +58,10 @@ def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: 
             ("weight", layer.qkv, layer.o, layer.gate_up, layer.down),
             ("bias", layer.qkv_bias, layer.o_bias, layer.gate_up_bias, layer.down_bias),
         ):
-            same(qkv, *(f"{attention}{part}_proj.{kind}" for part in "qkv"))
+            fused = f"{attention}qkv_proj.{kind}" in state
+            same(qkv, *(f"{attention}{part}_proj.{kind}" for part in (("qkv",) if fused else "qkv")))
             same(o, f"{attention}o_proj.{kind}")
-            same(gate_up, f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
+            same(gate_up, *(f"{mlp}{part}_proj.{kind}" for part in (("gate_up",) if fused else ("gate", "up"))))
             same(down, f"{mlp}down_proj.{kind}")
     same(weights.final_norm, "model.norm.weight")
     if weights.head is weights.embedding:

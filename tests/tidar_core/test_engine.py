@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engi
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
-from tidar_core.config import EngineConfig
+from tidar_core.config import Architecture, EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
@@ -27,7 +28,7 @@ def engine(tmp_path_factory):
     return tiny_engine(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", get_args(Architecture))
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
 def test_greedy_answers_are_transformers_own(tmp_path, architecture, within_block):
     engine = tiny_engine(tmp_path, architecture, within_block)

@@ -78,6 +78,8 @@ def load_engine(
         report("there is no drafter: drafts 'full' changes nothing")
     if config.max_model_len > model.max_positions:
         report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
+    if model.window == model.max_positions:
+        report(f"a token of this model sees {model.window} positions: requests are limited to as many")
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
     pages = _cache_pages(config, model, kv_dtype, device, positions)
     if pages * config.page_size < positions:

@@ -19,7 +19,7 @@
     own_drafter.py   full TiDAR checkpoints, which draft by themselves
     contract.py  what such a checkpoint says of itself
     second_view.py   Orthrus' checkpoints, whose mask rows have attention projections of their own
-    decoder.py   the one forward pass of Llama, Qwen2 and Qwen3, with the adapter on mask rows
+    decoder.py   the one forward pass of all architectures, with the adapter on mask rows
 
 What is particular to an architecture (biases, QK-norm, tied heads, the layout of a file) ends here: everything above
 this room sees one `ModelConfig` and one `ModelWeights`. The base weights are never changed by an adapter, so the

@@ -29,8 +29,8 @@ _LLAMA_DEFAULTS = {
 def load_config(source: ModelSource) -> ModelConfig:
     """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
 
-    That is every architecture but llama, qwen2 and qwen3, and in these: rope scaling other than linear, llama3 and
-    yarn, rope on a part of each head, sliding window attention, a mixture of experts, activations other than silu, and
+    That is every architecture but llama, mistral, phi3, qwen2 and qwen3, and in these: rope scaling other than linear,
+    llama3 and yarn, rope on a part of each head, a mixture of experts, activations other than silu, and
     weights that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq,
     bitsandbytes and MLX do it (see `read_quantization`).
     """
@@ -73,8 +73,8 @@ def _config_from_directory(directory: Path) -> ModelConfig:
     if not isinstance(rope.get("rope_theta"), int | float) or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta for all is")
     scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ConfigError(f"{directory.name}: sliding window attention is not supported")
+    window = _window(config, architecture, directory.name)
+    max_positions = scaled_positions(config.max_position_embeddings, scaling)
     if config.hidden_act not in ("silu", "swish"):
         raise ConfigError(f"{directory.name}: activation {config.hidden_act!r} is not supported, only silu")
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -89,7 +89,7 @@ def _config_from_directory(directory: Path) -> ModelConfig:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         norm_eps=config.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
-        max_positions=scaled_positions(config.max_position_embeddings, scaling),
+        max_positions=min(max_positions, window or max_positions),
         tied_head=config.tie_word_embeddings,
         qkv_bias=attention_bias or architecture == "qwen2",
         o_bias=attention_bias and architecture != "qwen2",  # whatever else its config.json says, as in transformers
@@ -97,7 +97,17 @@ def _config_from_directory(directory: Path) -> ModelConfig:
         qk_norm=architecture == "qwen3",
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
+        window=window,
     )
+
+
+def _window(config: PreTrainedConfig, architecture: Architecture, name: str) -> int | None:
+    """How many positions a token sees, where some layers let it see fewer than all. Raises ConfigError."""
+    slides = architecture in ("mistral", "phi3") or "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    stated = getattr(config, "sliding_window", None) if slides else None
+    if stated is not None and (not isinstance(stated, int) or stated < 1):
+        raise ConfigError(f"{name}: its sliding_window is {stated!r}, not a number of positions")
+    return stated
 
 
 def _llama_config(stated: dict[str, Any]) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Qwen2 and Qwen3, written over an `Ops` record: the engine and the trainer both run it."""
+"""One decoder for all architectures, written over an `Ops` record: the engine and the trainer both run it."""
 
 from collections.abc import Callable
 

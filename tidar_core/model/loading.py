@@ -266,13 +266,14 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     """Name and shape of every tensor that the decoder needs, as transformers calls them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention: tuple[tuple[str, int], ...] = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    mlp: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
+    if config.architecture == "phi3":  # which has them fused as the decoder does
+        attention, mlp = (("qkv_proj", q_size + 2 * kv_size),), (("gate_up_proj", 2 * inner),)
     projections = (
-        ("self_attn.q_proj", q_size, hidden, config.qkv_bias),
-        ("self_attn.k_proj", kv_size, hidden, config.qkv_bias),
-        ("self_attn.v_proj", kv_size, hidden, config.qkv_bias),
+        *((f"self_attn.{name}", rows, hidden, config.qkv_bias) for name, rows in attention),
         ("self_attn.o_proj", hidden, q_size, config.o_bias),
-        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in mlp),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     )
     yield _EMBEDDING, (config.vocab_size, hidden)
@@ -294,8 +295,9 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) -> LayerWeights:
     attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-    qkv = [f"{attention}{part}_proj" for part in "qkv"]
-    gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+    fused = config.architecture == "phi3"
+    qkv = [f"{attention}{part}_proj" for part in (("qkv",) if fused else "qkv")]
+    gate_up = [f"{mlp}{part}_proj" for part in (("gate_up",) if fused else ("gate", "up"))]
 
     def weight(*stems: str) -> Tensor:
         return read(*(f"{stem}.weight" for stem in stems))
