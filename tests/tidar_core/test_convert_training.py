@@ -1,14 +1,9 @@
-"""The trainer: it learns, resumes to the same loss, survives kills and bad luck, and leaves a folder that serves."""
+"""The trainer: it learns, with blocks of any size and in any memory, within its budget."""
 
-import errno
 import itertools
-import json
-import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -16,37 +11,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 
-from tests.tidar_core.trained import SIMPLE, TinyBase, corpus_of, random_documents, tiny_base
-from tidar_core.bench.drive import answer_all
-from tidar_core.config import ConfigError, EngineConfig
+from tests.tidar_core.trained import CONFIG, SIMPLE, TinyBase, own_words_of, tiny_base, train
+from tidar_core.config import ConfigError
 from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
-from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
-from tidar_core.convert.held_out import choose_windows
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.drafter import PROJECTIONS, new_drafter
 from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, learning_rate, train_drafter
-from tidar_core.convert.vocabulary import Vocabulary
-from tidar_core.engine import load_engine
+from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
 from tidar_core.model.weights import named_tensors
-from tidar_core.request import SamplingParams
-
-CONFIG = TrainConfig(
-    block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
-)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def one_thread():
     """Threads only get in each other's way on tensors this small."""
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -54,40 +36,9 @@ def tiny(tmp_path_factory) -> TinyBase:
     return tiny_base(tmp_path_factory.mktemp("tiny"), **SIMPLE)
 
 
-def own_words_of(tiny: TinyBase, count: int) -> Corpus:
-    """Greedy answers of the tiny base to random prompts."""
-    engine = load_engine(EngineConfig(str(tiny.directory), "none", "float32", "cpu", max_running=64))
-    prompts = [tuple(tokens[:8].tolist()) for tokens, _ in random_documents(count)]
-    params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
-    answers = answer_all(engine, prompts, [params] * count)
-    texts = [np.array([*prompt, *answer.tokens], np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
-    return corpus_of([(text, np.arange(len(text)) >= 8) for text in texts])
-
-
 @pytest.fixture(scope="module")
 def corpus(tiny) -> Corpus:
     return own_words_of(tiny, 160)
-
-
-def train(
-    tiny: TinyBase,
-    corpus: Corpus,
-    directory: Path,
-    steps: int | Budget,
-    config: TrainConfig = CONFIG,
-    slot_head: int = 0,
-    **watch,
-) -> tuple[list[StepReport], Progress]:
-    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
-    start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
-    learnt, held = corpus.split()
-    sampler = Sampler(corpus, learnt.tolist(), config.block, tiny.base.config.max_positions, config.seed)
-    windows = choose_windows(corpus, held.tolist(), config.block, tiny.base.config.max_positions)
-    seen: list[StepReport] = []
-    told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
-    vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
-    budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
-    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, told)
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
@@ -206,85 +157,12 @@ def test_sizes_are_prepared_before_the_clock_starts(tiny, corpus, tmp_path, monk
     assert (progress.step, progress.seconds) == (2, 0)
 
 
-def test_a_resumed_training_has_the_same_losses(tiny, corpus, tmp_path, monkeypatch):
-    whole, _ = train(tiny, corpus, tmp_path / "whole", 24)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(result, adapter, progress, best) -> None:
-        if progress.step == 10:
-            raise Stopped
-
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
-        with pytest.raises(Stopped):
-            train(tiny, corpus, tmp_path / "parts", 24, measured=stop)
-    lines: list[str] = []
-    rest, progress = train(tiny, corpus, tmp_path / "parts", 24, line=lines.append)
-    assert lines == ["going on from step 10"]
-    assert [report.loss for report in rest] == [report.loss for report in whole[10:]]
-    assert progress.step == 24
-    assert progress.rows == sum(report.mask_rows for report in whole)
-
-
 def test_parts_of_a_step_add_up(tiny, corpus, tmp_path):
     whole, _ = train(tiny, corpus, tmp_path / "whole", 4)
     parts, _ = train(tiny, corpus, tmp_path / "parts", 4, replace(CONFIG, rows_a_pass=24))
     for one, other in zip(whole, parts, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-4)
         assert one.norm == pytest.approx(other.norm, rel=1e-3)
-
-
-def test_a_broken_checkpoint_falls_back_to_the_one_before(tiny, corpus, tmp_path):
-    train(tiny, corpus, tmp_path, 3)
-    train(tiny, corpus, tmp_path, 6)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert len(files) == 2
-    files[-1].write_bytes(files[-1].read_bytes()[:-100])
-    lines: list[str] = []
-    seen, _ = train(tiny, corpus, tmp_path, 6, line=lines.append)
-    assert "cannot be read" in lines[0]
-    assert lines[1] == "going on from step 3"
-    assert len(seen) == 3
-
-
-def test_other_settings_do_not_go_on(tiny, corpus, tmp_path):
-    train(tiny, corpus, tmp_path, 2)
-    with pytest.raises(ConfigError, match=r"clip 1\.0, not 0\.5"):
-        train(tiny, corpus, tmp_path, 4, replace(CONFIG, clip=0.5))
-
-
-def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny, corpus, tmp_path):
-    """Also from a checkpoint of a version that did not let these change."""
-    train(tiny, corpus, tmp_path, 2)
-    recorded(tmp_path, {"learning_rate": 1e-2, "rows_a_step": 128, "tensors": 13})
-    lines: list[str] = []
-    lower = replace(CONFIG, learning_rate=1e-3, rows_a_step=64)
-    seen, _ = train(tiny, corpus, tmp_path, 4, lower, line=lines.append)
-    assert lines == ["going on from step 2"]
-    assert [report.mask_rows for report in seen] == [64, 64]
-    assert lower.settings().items() >= {"learning_rate": 1e-3, "rows_a_step": 64}.items()
-
-
-def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(tiny, corpus, tmp_path):
-    train(tiny, corpus, tmp_path, 4)
-    broken = replace(tiny.base.weights, final_norm=torch.full_like(tiny.base.weights.final_norm, torch.nan))
-    harmed = replace(tiny, base=replace(tiny.base, weights=broken))
-    with pytest.raises(ConfigError, match=r"not a number at step 4: .*kept.*--learning-rate") as raised:
-        train(harmed, corpus, tmp_path, 8)
-    assert "\n" not in str(raised.value)
-    progress, tensors, _ = load_checkpoint(tmp_path, {})
-    assert progress.step == 4
-    assert all(tensor.isfinite().all() for tensor in tensors.values())
-
-
-def test_a_gradient_that_is_no_number_stops_as_well(tiny, corpus, tmp_path, monkeypatch):
-    train(tiny, corpus, tmp_path, 2)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    with pytest.raises(ConfigError, match="not a number at step 2"):
-        train(tiny, corpus, tmp_path, 4)
-    assert load_checkpoint(tmp_path, {})[0].step == 2
 
 
 def test_time_is_counted_and_tells_when_to_measure_and_to_end(tiny, corpus, tmp_path, monkeypatch):
@@ -334,100 +212,6 @@ def test_training_ends_where_nothing_is_gained(tiny, corpus, tmp_path):
     assert len(seen) == 84  # a high learning rate may cost at first what it gains in the end
     assert progress.stale == 3
     assert train(tiny, corpus, tmp_path, 100, config)[0] == []
-
-
-def test_a_training_that_ended_early_goes_on_with_more_budget(tiny, corpus, tmp_path):
-    config = replace(CONFIG, learning_rate=0.0, measure_every=2, patience=3)
-    train(tiny, corpus, tmp_path, 20, config)
-    seen, progress = train(tiny, corpus, tmp_path, 60, config)
-    assert len(seen) == 32
-    assert progress.step == 52
-
-
-def test_new_starts_are_no_reason_to_end(tiny, corpus, tmp_path):
-    config = replace(CONFIG, learning_rate=0.0, measure_every=1000, patience=3)
-    for _ in range(5):
-        _, progress = train(tiny, corpus, tmp_path, 4, config)
-        assert progress.stale == 1
-
-
-def test_the_checkpoint_of_the_best_drafter_is_there_before_it_is_kept(tiny, corpus, tmp_path):
-    """A run that is killed while it keeps its best knows afterwards how good that was."""
-    with pytest.raises(InterruptedError):
-        train(tiny, corpus, tmp_path, 100, replace(CONFIG, measure_every=40), measured=interrupted_at(80))
-    saved, _, _ = load_checkpoint(tmp_path, {})
-    assert saved.step == 80
-    kept: list[tuple[int, bool]] = []
-    train(
-        tiny, corpus, tmp_path, 81, replace(CONFIG, measure_every=40),
-        measured=lambda result, adapter, progress, best: kept.append((progress.step, best)),
-    )  # fmt: skip
-    assert kept[0] == (80, True)
-
-
-def recorded(directory: Path, more: Mapping[str, object] = MappingProxyType({}), **progress: object) -> None:
-    """Lets the last checkpoint tell this of its progress, and more settings."""
-    path = sorted(directory.glob("*.safetensors"))[-1]
-    with safe_open(path, framework="pt") as file:
-        settings = json.loads(file.metadata()["about"])["settings"]
-    saved, tensors, _ = load_checkpoint(directory, {})
-    save_checkpoint(directory, settings | more, replace(saved, **progress), tensors)
-
-
-def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, tmp_path):
-    """What an easier set gave keeps nothing away, and what a harder one gave lets nothing worse through."""
-    train(tiny, corpus, tmp_path, 4)
-    recorded(tmp_path, best=3.9, stale=5)
-    kept: list[tuple[float, bool, int]] = []
-
-    def told(result, adapter, progress, best) -> None:
-        kept.append((result.tokens_per_step, best, progress.stale))
-
-    _, progress = train(tiny, corpus, tmp_path, 4, measured=told)
-    assert kept[0][1:] == (False, 5)
-    assert progress.best == 3.9
-    grown = corpus_of([corpus.document(index) for index in range(len(corpus))] + random_documents(200, seed=9))
-    _, progress = train(tiny, grown, tmp_path, 4, measured=told)
-    assert kept[1][1:] == (True, 0)
-    assert progress.best == kept[1][0] < 3.9
-    train(tiny, grown, tmp_path, 4, measured=told)
-    assert kept[2] == kept[1]
-
-
-def test_where_the_best_is_gone_the_next_best_is_kept(tiny, corpus, tmp_path):
-    train(tiny, corpus, tmp_path, 4)
-    for there in (3.95, 0.0):
-        recorded(tmp_path, best=3.9, stale=5)
-        bests: list[bool] = []
-        _, progress = train(
-            tiny, corpus, tmp_path, 4, measured=lambda *found, bests=bests: bests.append(found[-1]),
-            kept=lambda best, there=there: there,
-        )  # fmt: skip
-        assert bests == [not there]
-        assert (progress.best == 3.95) == bool(there)
-
-
-def interrupted_at(step: int) -> Callable[..., None]:
-    """As a kill while a measurement is told, once the checkpoint's time has come."""
-
-    def told(result: object, adapter: object, progress: Progress, best: bool) -> None:
-        if progress.step == step:
-            raise InterruptedError
-
-    return told
-
-
-def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(tiny, corpus, tmp_path, monkeypatch):
-    train(tiny, corpus, tmp_path, 2)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        with pytest.raises(ConfigError, match="the disk is full"):
-            train(tiny, corpus, tmp_path, 4)
-    assert load_checkpoint(tmp_path, {})[0].step == 2
 
 
 def test_a_rank_that_does_not_fit_is_one_line(tiny):

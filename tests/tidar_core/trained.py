@@ -1,6 +1,6 @@
-"""What the conversion's tests train with: a tiny base as the trainer runs it, its engine's parts, made-up documents."""
+"""What the conversion's tests train with: a tiny base as the trainer runs it, documents, a training of seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +9,18 @@ import typer
 from typer.testing import CliRunner
 
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.config import Architecture
+from tidar_core.bench.drive import answer_all
+from tidar_core.config import Architecture, EngineConfig
+from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.command import convert_command
+from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
 from tidar_core.convert.forward import FrozenBase, frozen_base
+from tidar_core.convert.held_out import choose_windows
+from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, content_key
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.vocabulary import Vocabulary
+from tidar_core.engine import load_engine
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import identify_base, load_adapter
 from tidar_core.model.adapter_config import BaseIdentity
@@ -20,8 +28,12 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights
+from tidar_core.request import SamplingParams
 
 SIMPLE = {"layers": 1, "hidden": 48}  # a model whose words a small drafter can learn to foresee in seconds
+CONFIG = TrainConfig(
+    block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,38 @@ def corpus_of(documents: list[tuple[np.ndarray, np.ndarray]]) -> Corpus:
         kinds=np.zeros(len(documents), np.int64),
         jobs=np.arange(len(documents)),
     )
+
+
+def own_words_of(tiny: TinyBase, count: int) -> Corpus:
+    """Greedy answers of the tiny base to random prompts."""
+    engine = load_engine(EngineConfig(str(tiny.directory), "none", "float32", "cpu", max_running=64))
+    prompts = [tuple(tokens[:8].tolist()) for tokens, _ in random_documents(count)]
+    params = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+    answers = answer_all(engine, prompts, [params] * count)
+    texts = [np.array([*prompt, *answer.tokens], np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
+    return corpus_of([(text, np.arange(len(text)) >= 8) for text in texts])
+
+
+def train(
+    tiny: TinyBase,
+    corpus: Corpus,
+    directory: Path,
+    steps: int | Budget,
+    config: TrainConfig = CONFIG,
+    slot_head: int = 0,
+    **watch,
+) -> tuple[list[StepReport], Progress]:
+    """Trains a new drafter of the tiny base, or goes on with one in `directory`; what each step reported, the end."""
+    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
+    start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
+    learnt, held = corpus.split()
+    sampler = Sampler(corpus, learnt.tolist(), config.block, tiny.base.config.max_positions, config.seed)
+    windows = choose_windows(corpus, held.tolist(), config.block, tiny.base.config.max_positions)
+    seen: list[StepReport] = []
+    told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
+    vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
+    budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
+    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, told)
 
 
 def run_command(*arguments: object) -> tuple[int, str]:
