@@ -223,21 +223,6 @@ def test_bias_and_penalties_reach_the_token_rule(client: openai.OpenAI) -> None:
             client.completions.create(**body, logit_bias=bias)
 
 
-def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: httpx.Client) -> None:
-    text = client.completions.create(model="tiny", prompt="The", max_tokens=60, **GREEDY).choices[0].text
-    stop = text[20:23]
-    stopped = client.completions.create(model="tiny", prompt="The", max_tokens=60, stop=[stop, "\0"], **GREEDY)
-    assert stopped.choices[0].text == text[: text.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-    assert stopped.choices[0].model_dump()["stop_reason"] == stop
-    tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
-    body = {"prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": tokens}
-    ended = http.post("/v1/completions", json=body).json()
-    assert ended["usage"]["completion_tokens"] == 1
-    assert ended["choices"][0]["text"] == ""
-    assert ended["choices"][0]["stop_reason"] in tokens
-
-
 def test_tokenize_and_back(http: httpx.Client) -> None:
     text = "She sells sea shells 🙂"
     found = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()

@@ -206,6 +206,9 @@ def test_stops_cut_an_accepted_run(engine):
         assert answer.tokens == cut
         assert answer.finish.reason is FinishReason.STOP
         assert answer.finish.stop == stop_id
+        both = replace(params, stop_token_ids=frozenset({stop_id}), stop=(engine.tokenizer.decode(cut),))
+        (answer,) = answer_all(engine, [prompt], [both])
+        assert (answer.tokens, answer.finish.stop) == (cut, stop_id), "its text is not in the answer, nor searched"
         (answer,) = answer_all(engine, [prompt], [replace(params, stop=(stop_text,))])
         assert answer.finish.stop == stop_text
         kept = engine.tokenizer.decode(answer.tokens)

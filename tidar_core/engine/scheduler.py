@@ -379,7 +379,8 @@ class Scheduler:
         if sequence.constraint is not None:
             emitted, finish = _follow(sequence.constraint, emitted, finish)
         if sequence.stop_watch is not None:
-            shown = sequence.stop_watch.push(emitted)
+            by_id = finish is not None and isinstance(finish.stop, int)  # the text of that token is not in the answer
+            shown = sequence.stop_watch.push(emitted[:-1] if by_id else emitted)
             if shown.stop is not None:
                 return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
         return emitted, finish

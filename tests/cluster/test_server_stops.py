@@ -1,0 +1,65 @@
+"""A real server's answers that end at what the request named: a stop string, or a token by its id."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.cluster.test_server import GREEDY, events
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "The"}]},
+    COMPLETIONS: {"prompt": "The"},
+}
+
+
+def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: httpx.Client) -> None:
+    text = client.completions.create(model="tiny", prompt="The", max_tokens=60, **GREEDY).choices[0].text
+    stop = text[20:23]
+    stopped = client.completions.create(model="tiny", prompt="The", max_tokens=60, stop=[stop, "\0"], **GREEDY)
+    assert stopped.choices[0].text == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].model_dump()["stop_reason"] == stop
+    tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+    body = {"prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": tokens}
+    ended = http.post("/v1/completions", json=body).json()
+    assert ended["usage"]["completion_tokens"] == 1
+    assert ended["choices"][0]["text"] == ""
+    assert ended["choices"][0]["stop_reason"] in tokens
+
+
+def spelled(http: httpx.Client, path: str) -> list[tuple[int, str]]:
+    """The tokens of a greedy answer and the text that each of them adds."""
+    body = BODIES[path] | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
+    told = events(http.post(path, json=body | {"tidar": {"trace": True, "drafts": "off"}}))
+    return [(event["tidar"]["anchor"]["id"], event["tidar"]["anchor"]["text"]) for event in told]
+
+
+def said(path: str, choice: dict[str, Any]) -> str:
+    if path == COMPLETIONS:
+        return str(choice["text"])
+    return str(choice.get("message", choice.get("delta"))["content"] or "")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_token_that_ends_an_answer_counts_and_its_text_is_no_part_of_it(http: httpx.Client, path: str) -> None:
+    """Nor does its text complete a stop string: the token alone has ended the answer then."""
+    ids, texts = zip(*spelled(http, path), strict=True)
+    place = next(n for n in range(9, 60) if ids[n] not in ids[:n] and texts[n].isalpha())
+    stop, before = ids[place], "".join(texts[:place])
+    body = BODIES[path] | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}
+    for stops in ([], [before[-2:] + texts[place]]):
+        body["stop"] = stops
+        whole = http.post(path, json=body).json()
+        (choice,) = whole["choices"]
+        assert (said(path, choice), choice["finish_reason"], choice["stop_reason"]) == (before, "stop", stop)
+        assert whole["usage"]["completion_tokens"] == place + 1
+        *chunks, counted = events(
+            http.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}})
+        )
+        assert "".join(said(path, chunk["choices"][0]) for chunk in chunks) == before
+        last = chunks[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
+        assert counted["usage"]["completion_tokens"] == place + 1
