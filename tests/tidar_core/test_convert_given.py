@@ -57,6 +57,18 @@ def test_a_pipe_is_not_waited_for(tmp_path, read):
     assert "Is a directory" in told(read, tmp_path)
 
 
+@pytest.mark.parametrize(("read", "option"), zip(READERS, ("--prompts", "--text"), strict=True))
+def test_what_a_shell_puts_in_place_of_a_file_is_told_what_to_do_with(read, option):
+    """`<(zcat text.gz)` is a pipe under such a name, as is `/dev/stdin` behind another one."""
+    ends = os.pipe()
+    try:
+        said = told(read, Path(f"/dev/fd/{ends[0]}"))
+    finally:
+        for end in ends:
+            os.close(end)
+    assert said.endswith(f"write what comes out of it to a file, and give that to {option}")
+
+
 @readers
 def test_a_file_that_may_not_be_read_is_one_line(tmp_path, read, monkeypatch):
     """As root one may read them all."""

@@ -69,8 +69,9 @@ def _prompt(path: Path, number: int, line: str) -> str:
 def _opened(what: str, path: Path) -> Iterator[TextIO]:
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConfigError(  # it is read more than once, and a pipe may be waited for without end
-                f"the {what} {path} cannot be read (it is a pipe or a device): write it to a file first"
+            raise ConfigError(  # a pipe may be waited for without end, too
+                f"the {what} {path} cannot be read (it is a pipe or a device, and what is read must be there again): "
+                f"write what comes out of it to a file, and give that to --{what}"
             )
         with open(path, encoding="utf-8-sig") as file:
             before = os.fstat(file.fileno())
