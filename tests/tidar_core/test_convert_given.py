@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.tidar_core.documents import HEADER
@@ -119,6 +119,7 @@ def pieces(directory: Path, text: str, piece: int) -> list[str]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.sampled_from("ab é\n東"), max_size=200), piece=st.integers(1, 40))
+@example(text="a aaaa", piece=2)
 def test_the_pieces_of_a_text_are_the_text_and_no_longer_than_asked_for(tmp_path, text, piece):
     found = pieces(tmp_path, text, piece)
     assert "".join(found) == text

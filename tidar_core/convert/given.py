@@ -23,7 +23,8 @@ def read_text(path: Path) -> Iterator[str]:
                 raise _not_text("text", path, "it holds NUL characters")
             piece += line
             if len(piece) > TEXT_PIECE:
-                cut = len(piece) if piece.endswith("\n") else max(piece.rfind(" "), 0) or len(piece)
+                space = piece.rfind(" ", len(piece) - TEXT_PIECE)  # no earlier: what is left must not grow
+                cut = len(piece) if space < 0 or piece.endswith("\n") else space
                 yield piece[:cut]
                 piece = piece[cut:]
     if piece:
