@@ -36,12 +36,20 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
         "README.md", "adapter.json", "adapter.safetensors",
     ]  # fmt: skip
     config = read_adapter_config(tmp_path / "drafter")
-    assert config.training["data"]["own_tokens"] >= 3000
+    data, corpus = config.training["data"], ShardStore(tmp_path / "drafter.work" / "data", HEADER).read().corpus
+    for told, indices in zip((data, data["held_out"]), corpus.split(), strict=True):
+        assert sum(told["documents"].values()) == len(indices) > 1
+        assert told["own_tokens"] == sum(int(corpus.document(index)[1].sum()) for index in indices)
+    assert data["own_tokens"] + data["held_out"]["own_tokens"] >= 3000
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
     assert config.training["held_out"]["tokens_per_step"] > 1.1
     assert np.cumprod(config.holds) == pytest.approx(config.training["held_out"]["all_right"], abs=0.005)
     assert "Questions and answers are the base model's own" in card
+    held = data["held_out"]
+    assert (
+        f"{data['own_tokens']:,} tokens to learn from. {sum(held['documents'].values())} more documents, with" in card
+    )
 
     # The base's answers with the adapter are bit for bit those without.
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")

@@ -1,10 +1,11 @@
 """The folder that comes out: the adapter's two files and a model card written from what was measured."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tidar_core.config import ConfigError
@@ -33,13 +34,21 @@ GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it th
 
 
 @dataclass(frozen=True, slots=True)
+class Counts:
+    """Documents by kind, and the tokens of them that there are to learn from."""
+
+    documents: dict[Kind, int]
+    own_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
-    """What a card tells: for which base, from which documents, how trained, how good."""
+    """What a card tells: for which base, trained on which documents, which were held out, how trained, how good."""
 
     base: BaseIdentity
     model: str
-    documents: dict[Kind, int]
-    own_tokens: int
+    trained: Counts
+    held_out: Counts
     config: TrainConfig
     device: str
     start: str
@@ -47,8 +56,14 @@ class Made:
 
 def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
     """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
-    documents = {kind: int((corpus.kinds == index).sum()) for index, kind in enumerate(KINDS)}
-    return Made(base, model, documents, corpus.own_tokens(), config, device, start)
+    learnt, held = (_counts(corpus, indices) for indices in corpus.split())
+    return Made(base, model, learnt, held, config, device, start)
+
+
+def _counts(corpus: Corpus, indices: np.ndarray) -> Counts:
+    kinds = corpus.kinds[indices]
+    own = np.diff(np.cumsum(corpus.own, dtype=np.int64)[corpus.ends - 1], prepend=0)
+    return Counts({kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum()))
 
 
 def check_folder(out: Path) -> None:
@@ -102,7 +117,7 @@ def kept_tokens_per_step(out: Path) -> float:
 
 def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> dict[str, Any]:
     return {
-        "data": {"documents": made.documents, "own_tokens": made.own_tokens},
+        "data": {**asdict(made.trained), "held_out": asdict(made.held_out)},
         "steps": progress.step,
         "mask_rows": progress.rows,
         "minutes": round(progress.seconds / 60, 1),
@@ -122,7 +137,8 @@ def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> d
 def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress, result: HeldOutResult) -> str:
     """The README of a published adapter: a front matter that model hubs read, and what was measured."""
     config, base = made.config, made.base
-    data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.documents.items() if count]
+    data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.trained.documents.items() if count]
+    held_out = sum(made.held_out.documents.values())
     kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
     slots = " ".join(f"{share:.3f}" for share in result.all_right)
     known = {"none": "", "--out": ", begun from what was here before"}
@@ -160,7 +176,10 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 {chr(10).join(data)}
 
-{made.own_tokens:,} tokens to learn from. {_whose(made)}
+{made.trained.own_tokens:,} tokens to learn from. {held_out:,} more documents, with {made.held_out.own_tokens:,} such
+tokens, were held out.
+
+{_whose(made)}
 
 ## Trained
 
@@ -176,7 +195,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 def _whose(made: Made) -> str:
     """Who said what it learnt from, and so whose terms apply."""
-    given = [what for kind, what in GIVEN.items() if made.documents.get(kind)]
+    given = [what for kind, what in GIVEN.items() if made.trained.documents[kind]]
     if not given:
         return (
             "Questions and answers are the base model's own, and its licence is what applies to them\n"
