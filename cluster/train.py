@@ -28,7 +28,7 @@ from cluster.preflight import settled
 from cluster.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.run import ConvertOptions, Screen, Train
+from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.transfer import choose_device
 
 RESTARTS = 3  # of all workers, after one died

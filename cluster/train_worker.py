@@ -13,8 +13,9 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.crew import Crew
 from tidar_core.convert.held_out import HeldOutResult
+from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.own_words import Gathered, Goal
-from tidar_core.convert.run import ConvertOptions, train_gathered
+from tidar_core.convert.run import train_gathered
 from tidar_core.convert.trainer import StepReport
 
 

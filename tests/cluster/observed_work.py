@@ -12,7 +12,7 @@ from ray.util.queue import Queue
 from cluster.train_worker import work
 from tidar_core.convert import run, trainer
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.run import ConvertOptions
+from tidar_core.convert.options import ConvertOptions
 from tidar_core.model.weights import named_tensors
 
 

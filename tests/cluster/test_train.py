@@ -26,7 +26,8 @@ from tests.tiny import tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
-from tidar_core.convert.run import ConvertOptions, convert
+from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.run import convert
 from tidar_core.convert.shards import DataHeader, Document, content_key, open_store
 from tidar_core.convert.trainer import StepReport, TrainConfig
 from tidar_core.model.adapter import tokenizer_fingerprint

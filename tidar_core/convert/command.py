@@ -13,7 +13,7 @@ from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName
 from tidar_core.layout import WithinBlock
 
 if TYPE_CHECKING:  # it would import torch, and with it make every command slow to start
-    from tidar_core.convert.run import ConvertOptions, Screen, Train
+    from tidar_core.convert.options import ConvertOptions, Screen, Train
     from tidar_core.model.adapter_config import Projection
 
 
@@ -109,7 +109,8 @@ def convert_command(
         from transformers.utils.logging import disable_progress_bar
 
         from tidar_core.convert.losses import LossConfig
-        from tidar_core.convert.run import ConvertOptions, convert
+        from tidar_core.convert.options import ConvertOptions
+        from tidar_core.convert.run import convert
         from tidar_core.convert.screen import TerminalScreen
         from tidar_core.convert.trainer import TrainConfig
 

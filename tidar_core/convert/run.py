@@ -5,21 +5,18 @@ The same command started again goes on from there.
 """
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError, DTypeName, EngineConfig, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.convert.card import check_folder, kept_tokens_per_step, made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import (
-    PROJECTIONS,
     check_layers,
     check_rank,
     fingerprint_of,
@@ -33,9 +30,9 @@ from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.given import check_text, read_prompts
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
+from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
-    Gathered,
     Goal,
     add_text,
     gather_own_words,
@@ -46,7 +43,7 @@ from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStor
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.template import open_user_turn
-from tidar_core.convert.trainer import Budget, Origin, StepReport, TrainConfig, Watch, check_rows, train_drafter
+from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
@@ -56,7 +53,7 @@ from tidar_core.model.adapter import (
     load_trained,
     tokenizer_fingerprint,
 )
-from tidar_core.model.adapter_config import BaseIdentity, Projection, read_adapter_config
+from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import load_tokenizer, load_weights
@@ -69,63 +66,6 @@ GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
 LEAST_TRAINING = 0.1
 CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
-
-Generator = Literal["engine", "transformers"]
-Mode = Literal["adapter", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertOptions:
-    """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
-    fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
-    from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a new one adapts,
-    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, which learn from
-    `text` alone where it is given."""
-
-    model: str
-    out: Path
-    data: Path | None = None
-    minutes: float = 60.0
-    own_tokens: int = 0
-    steps: int = 0
-    prompts: Path | None = None
-    text: Path | None = None
-    start: str = "none"
-    rank: int = 32
-    projections: tuple[Projection, ...] = PROJECTIONS
-    layers: tuple[int, ...] | None = None
-    generator: Generator = "engine"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: DTypeName = "bfloat16"
-    threads: int = 0
-    answer_tokens: int = 320
-    mode: Mode = "adapter"
-    train: TrainConfig = field(default_factory=TrainConfig)
-
-    @property
-    def work(self) -> Path:
-        return self.out.with_name(self.out.name + ".work")
-
-    @property
-    def shards(self) -> Path:
-        return self.data or self.work / "data"
-
-
-class Screen(Protocol):
-    """Who is told how it goes. used: the share of the budget; fraction: of what the device can compute."""
-
-    def line(self, text: str) -> None: ...
-
-    def loading(self, done: int, total: int) -> None: ...
-
-    def gathered(self, gathered: Gathered, goal: Goal) -> None: ...
-
-    def trained(self, report: StepReport, used: float, fraction: float | None) -> None: ...
-
-    def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
-
-
-Train = Callable[[ConvertOptions, float, Screen], Progress]
 
 
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:

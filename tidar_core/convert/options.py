@@ -1,0 +1,71 @@
+"""What a user chooses of a conversion, who is told how it goes, and who trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from tidar_core.config import DTypeName
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.drafter import PROJECTIONS
+from tidar_core.convert.held_out import HeldOutResult
+from tidar_core.convert.own_words import Gathered, Goal
+from tidar_core.convert.trainer import StepReport, TrainConfig
+from tidar_core.model.adapter_config import Projection
+
+Generator = Literal["engine", "transformers"]
+Mode = Literal["adapter", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
+    fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
+    from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a new one adapts,
+    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, which learn from
+    `text` alone where it is given."""
+
+    model: str
+    out: Path
+    data: Path | None = None
+    minutes: float = 60.0
+    own_tokens: int = 0
+    steps: int = 0
+    prompts: Path | None = None
+    text: Path | None = None
+    start: str = "none"
+    rank: int = 32
+    projections: tuple[Projection, ...] = PROJECTIONS
+    layers: tuple[int, ...] | None = None
+    generator: Generator = "engine"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: DTypeName = "bfloat16"
+    threads: int = 0
+    answer_tokens: int = 320
+    mode: Mode = "adapter"
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @property
+    def work(self) -> Path:
+        return self.out.with_name(self.out.name + ".work")
+
+    @property
+    def shards(self) -> Path:
+        return self.data or self.work / "data"
+
+
+class Screen(Protocol):
+    """Who is told how it goes. used: the share of the budget; fraction: of what the device can compute."""
+
+    def line(self, text: str) -> None: ...
+
+    def loading(self, done: int, total: int) -> None: ...
+
+    def gathered(self, gathered: Gathered, goal: Goal) -> None: ...
+
+    def trained(self, report: StepReport, used: float, fraction: float | None) -> None: ...
+
+    def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
+
+
+Train = Callable[[ConvertOptions, float, Screen], Progress]
