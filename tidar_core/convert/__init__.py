@@ -5,7 +5,7 @@ there what the base says a few tokens later. The data are the model's own words,
 needed.
 
     run.py            the whole way, resumable: gather, train, write (`command.py`, `screen.py`: the terminal's side)
-    options.py        what a user chooses of it
+    options.py        what a user chooses of it; lock.py: one run at a time in a folder
 
     seeds.py          first words that give the questions their variety
     template.py       the chat template, cut open at the user's turn

@@ -1,7 +1,7 @@
 """`tidar convert`, from a checkpoint to a folder: gather its own words, train a drafter, write what came out.
 
 Beside the folder that comes out lies `<out>.work`: `data` has the token shards, `training` the trainer's checkpoints.
-The same command started again goes on from there.
+The same command started again goes on from there. While it runs no other may use the folder or gather into its data.
 """
 
 import gc
@@ -30,6 +30,7 @@ from tidar_core.convert.full_folder import prepare_folder
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.given import check_text, read_prompts
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
+from tidar_core.convert.lock import alone_in
 from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
@@ -100,16 +101,14 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
     if options.text is not None:
         check_text(options.text)
-    try:
-        options.work.mkdir(parents=True, exist_ok=True)  # before all that takes long
-    except OSError as error:
-        raise ConfigError(f"{options.work} cannot be made ({error.strerror}): choose another --out") from None
-    stored, spent = _gather(options, device, source, tokenizer, screen)
-    gc.collect()
-    screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
-    if options.mode == "full":
-        return _train_full(options, device, source, tokenizer, stored, spent, screen)
-    return train(options, spent, screen)
+    with alone_in(options.work, "running", "--out"):  # before all that takes long
+        with alone_in(options.shards, "gathering", "--data"):
+            stored, spent = _gather(options, device, source, tokenizer, screen)
+        gc.collect()
+        screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
+        if options.mode == "full":
+            return _train_full(options, device, source, tokenizer, stored, spent, screen)
+        return train(options, spent, screen)
 
 
 def _gather(
