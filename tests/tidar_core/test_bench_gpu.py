@@ -1,5 +1,7 @@
 """`tidar bench gpu`: phases fail, hang and end by themselves, and what was found is kept."""
 
+from dataclasses import replace
+
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.gpu import Phase, phases, run_gpu_bench, steps_chart
 
@@ -21,6 +23,18 @@ def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
     assert "error" not in works_record
     assert [one["drafts"] for one in works_record["decode"]] == ["off", "auto", "full"]
     assert kept == [["no GPU"], ["no GPU", "too slow"], ["no GPU", "too slow", "works"]]
+
+
+def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_where(tmp_path):
+    model = str(tiny_checkpoint(tmp_path / "tiny", max_positions=4096))
+    (phase,) = (phase for phase in phases(model) if "--peer" in phase.command)
+    little = ("--rounds", "1", "--prompts", "1", "--max-tokens", "8", str(tmp_path / "no environments"))
+    chosen = replace(phase, command=(*phase.command, *little))
+    record = run_gpu_bench([chosen], 10.0, lambda line: None, lambda found: None)["phases"][phase.name]
+    assert "error" not in record, record
+    assert [found["engine"] for found in record["peers"]] == ["tidar bfloat16, drafts off", "transformers"]
+    assert all(found["device"] for found in record["peers"])
+    assert record["peers"][1]["ratio"] > 0
 
 
 def test_without_time_left_nothing_is_started():

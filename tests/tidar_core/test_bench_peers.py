@@ -6,20 +6,26 @@ import sys
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from transformers import AutoModelForCausalLM, CompileConfig
 
 from tests.tiny import tiny_checkpoint, tiny_gguf
+from tidar_core.bench import prompts
 from tidar_core.bench.peers import compare
-from tidar_core.bench.peers.compare import WORKER, Engine, compare_engines, model_for, own_engines, peer_engine
+from tidar_core.bench.peers.compare import WORKER, Engine, Room, compare_engines, model_for, own_engines, peer_engine
+from tidar_core.bench.peers.worker import compiled_steps, device_name
+from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.config import ConfigError
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
 
+ROOM = Room(64, 2)
+
 
 def test_our_engine_and_transformers_do_the_same_work(tmp_path):
     model = str(tiny_checkpoint(tmp_path / "model"))
-    words = (sys.executable, str(WORKER), "transformers", model, "--context", "64")
-    engines = [own_engines(model, 64)[0], Engine("transformers", words)]
+    engines = [*own_engines(model, ROOM, drafts=["off"]), peer_engine("transformers", tmp_path, model, ROOM)]
+    assert engines[1].command[0] == sys.executable, "no environment was made for it, and none is needed"
     said: list[str] = []
     results = compare_engines(
         engines, ["a b c", "def f", "x"], batches=[1, 2], rounds=2, at_least=2, max_tokens=8, honour_end=False,
@@ -29,6 +35,7 @@ def test_our_engine_and_transformers_do_the_same_work(tmp_path):
         (batch, engine) for batch in (1, 2) for engine in ("tidar bfloat16, drafts off", "transformers")
     ]
     assert all(r.tokens_per_second > 0 and len(r.rounds) == 2 for r in results)
+    assert {r.device for r in results} == {device_name("cuda" if torch.cuda.is_available() else "cpu")}
     assert results[0].ratio == results[2].ratio == 1.0
     assert said[-1].startswith("batch 2, round 2 of 2: tidar bfloat16, drafts off ")
 
@@ -41,7 +48,62 @@ def test_an_engine_that_does_not_start_is_named(tmp_path):
 
 def test_a_peer_that_is_not_there_names_what_installs_it(tmp_path):
     with pytest.raises(ConfigError, match=r"vllm is not installed in .*install\.sh .* vllm"):
-        peer_engine("vllm", tmp_path, "model", 64)
+        peer_engine("vllm", tmp_path, "model", ROOM)
+    (tmp_path / "transformers").mkdir()
+    with pytest.raises(ConfigError, match=r"transformers is not installed in .*install\.sh .* transformers"):
+        peer_engine("transformers", tmp_path, "model", ROOM)
+
+
+COMPILES = """
+import json, sys
+print(json.dumps({"device": "abacus"}), flush=True)
+seen = set()
+for line in sys.stdin:
+    batch = len(json.loads(line)["prompts"])
+    print(json.dumps({"tokens": batch, "seconds": 1.0 if batch in seen else 1000.0}), flush=True)
+    seen.add(batch)
+"""
+
+
+def test_what_an_engine_compiles_for_a_batch_is_not_measured():
+    slow = Engine("slow", (sys.executable, "-c", COMPILES))
+    results = compare_engines(
+        [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True
+    )  # fmt: skip
+    assert [(r.device, r.batch, r.rounds) for r in results] == [("abacus", 1, (1.0, 1.0)), ("abacus", 4, (4.0, 4.0))]
+
+
+def test_a_prompt_of_another_length_finds_transformers_steps_compiled(tmp_path):
+    """As on a GPU, but for the compiler: what comes of it there is decided by how often it is asked."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint(tmp_path / "model"), dtype=torch.float32).eval()
+    compiled: list[int] = []
+
+    def compiler(graph, inputs):
+        compiled.append(len(inputs))
+        return graph.forward
+
+    how = CompileConfig(dynamic=False, backend=compiler, mode=None)
+    how._compile_all_devices = True
+    steps = compiled_steps(model, 64, how)
+    for batch, length, seen in ((1, 3, 1), (1, 17, 1), (1, 9, 1), (4, 5, 2), (4, 12, 2), (1, 30, 2)):
+        ids = torch.arange(3, 3 + batch * length).view(batch, length)
+        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8}
+        answers = model.generate(**asked, do_sample=False, **steps(batch))
+        assert torch.equal(answers, model.generate(**asked, do_sample=False))
+        assert len(compiled) == seen
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_mt_bench_is_taken_where_it_is_installed(monkeypatch, installed):
+    def talk() -> list[str]:
+        if not installed:
+            raise ImportError
+        return ["one", "two"]
+
+    monkeypatch.setattr(prompts, "_mt_bench", talk)
+    texts, sets = prompts.mixed_prompts()
+    assert texts[0] == human_eval_prompts(1)[0]
+    assert (len(texts), texts[1] == "one", "mtbench" in sets) == (4 if installed else 164, installed, installed)
 
 
 def test_peers_get_the_form_that_they_read(tmp_path):

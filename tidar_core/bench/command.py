@@ -35,6 +35,14 @@ class DTypeChoice(StrEnum):
     INT4 = "int4"
 
 
+class DraftsChoice(StrEnum):
+    """`request.DraftMode`, where several may be named."""
+
+    OFF = "off"
+    AUTO = "auto"
+    FULL = "full"
+
+
 class KVChoice(StrEnum):
     """`config.KVDType`, where several may be named."""
 
@@ -313,9 +321,12 @@ def soak(
 
 @bench.command()
 def peers(
-    directory: Annotated[Path, typer.Argument(help="Where install.sh put the peers' environments.")],
+    directory: Annotated[
+        Path, typer.Argument(help="Where install.sh put the peers' environments; transformers needs none.")
+    ] = Path("peers"),
     peer: Annotated[
-        list[PeerName] | None, typer.Option(help="A peer; repeat it for several. [default: those installed]")
+        list[PeerName] | None,
+        typer.Option(help="A peer; repeat it for several. [default: transformers and those installed]"),
     ] = None,
     model: Model = DEFAULT_MODEL,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
@@ -324,46 +335,54 @@ def peers(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
     honour_end: Annotated[bool, typer.Option(help="End where the model does; else all do the same work.")] = True,
     dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Of ours; repeat it. [default: bfloat16]")] = None,
+    drafts: Annotated[list[DraftsChoice] | None, typer.Option(help="Of ours; repeat it. [default: off, auto]")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second beside other engines: same weights, prompts (HumanEval, MT-Bench) and machine, in turn."""
+    """Tokens per second beside other engines, each on a GPU where it can use one: same weights, prompts (HumanEval,
+    and MT-Bench where it is installed) and machine, in turn."""
     with user_errors():
         from tidar_core.bench.peers.compare import (
-            WORKER,
+            DRAFTS,
+            Room,
             compare_engines,
             model_for,
             own_engines,
             peer_engine,
             peer_python,
         )
-        from tidar_core.bench.prompts import chat_text, read_set
+        from tidar_core.bench.prompts import chat_text, mixed_prompts
         from tidar_core.kernels.cpu_build import cache_directory
+        from tidar_core.model.configuration import load_config
         from tidar_core.model.loading import load_tokenizer
         from tidar_core.model.sources import find_model
 
         source = find_model(model)
-        names = peer or [name for name in PeerName if (directory / name).exists()]
-        if not names:
-            raise ConfigError(f"no peer is installed in {directory}: see {WORKER.with_name('install.sh')}")
+        names = peer or [name for name in PeerName if name == "transformers" or (directory / name).exists()]
         for name in names:
             peer_python(name, directory)  # before a model is written for it
-        context, folder, tokenizer = 2048, cache_directory() / "peers", load_tokenizer(source)
-        pairs = zip(read_set(PromptSet.HUMANEVAL), read_set(PromptSet.MTBENCH), strict=False)
-        texts = [chat_text(tokenizer, text) for pair in pairs for text in pair]
-        room = context - max(len(tokenizer(text)["input_ids"]) for text in texts)
-        if max_tokens > room:
-            raise ConfigError(f"--max-tokens {max_tokens} is more than the {room} that fit behind the longest prompt")
-        engines = own_engines(model, context, [choice.value for choice in dtype or [DTypeChoice.BFLOAT16]])
-        engines += [peer_engine(name, directory, model_for(name, source, folder), context) for name in names]
+        folder, tokenizer, batches = cache_directory() / "peers", load_tokenizer(source), batch or [1, 8, 32]
+        read, sets = mixed_prompts()
+        texts = [chat_text(tokenizer, text) for text in read]
+        longest, positions = max(len(tokenizer(text)["input_ids"]) for text in texts), load_config(source).max_positions
+        if longest + max_tokens > positions:
+            fit = f"the {max(0, positions - longest)} that fit behind the longest prompt"
+            raise ConfigError(f"--max-tokens {max_tokens} is more than {fit}")
+        room = Room(min(positions, -(-(longest + max_tokens) // 64) * 64), max(batches))
+        engines = own_engines(
+            model, room, [choice.value for choice in dtype or [DTypeChoice.BFLOAT16]],
+            [choice.value for choice in drafts or ()] or DRAFTS,
+        )  # fmt: skip
+        engines += [peer_engine(name, directory, model_for(name, source, folder), room) for name in names]
         results = compare_engines(
-            engines, texts, batches=batch or [1, 8, 32], rounds=rounds, at_least=prompts, max_tokens=max_tokens,
+            engines, texts, batches=batches, rounds=rounds, at_least=prompts, max_tokens=max_tokens,
             honour_end=honour_end, say=Console(stderr=True).print,
         )  # fmt: skip
-        table = Table("batch", "engine", "tokens/s", "against the first", title=source.name)
+        table = Table("batch", "engine", "device", "tokens/s", "against the first", title=source.name)
         for r in results:
-            table.add_row(str(r.batch), r.engine, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
+            table.add_row(str(r.batch), r.engine, r.device, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
         Console().print(table)
-        write_record(json_file, {"model": source.name, "peers": [result.as_record() for result in results]})
+        found = [result.as_record() for result in results]
+        write_record(json_file, {"model": source.name, "prompts": sets, "peers": found})
 
 
 for device_command in (gpu, kernels, steps, training):

@@ -61,6 +61,9 @@ def phases(model: str) -> list[Phase]:
         ),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
+    # With drafts off too ours is to have twice transformers' tokens per second: its ratio is to be a half at most.
+    beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
+    found += [Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 180)]
     found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
     return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
 

@@ -47,6 +47,17 @@ def human_eval_prompts(count: int | None = None) -> list[str]:
     return read_set(PromptSet.HUMANEVAL, count)
 
 
+def mixed_prompts() -> tuple[list[str], list[PromptSet]]:
+    """Prompts of HumanEval and MT-Bench in turn, HumanEval's alone where the package of the other is not installed;
+    and which sets these are. Raises ConfigError where HumanEval's is not installed either."""
+    code = human_eval_prompts()
+    try:
+        talk = read_set(PromptSet.MTBENCH)
+    except ConfigError:
+        return code, [PromptSet.HUMANEVAL]
+    return [text for pair in zip(code, talk, strict=False) for text in pair], [PromptSet.HUMANEVAL, PromptSet.MTBENCH]
+
+
 def read_text(file: Path, count: int) -> list[str]:
     """The first `count` paragraphs of a text. Raises ConfigError where it cannot be read."""
     try:
@@ -90,7 +101,10 @@ def chat_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, .
 
 
 def chat_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> str:
-    """One user turn in the model's chat template, for engines that tokenize by themselves."""
+    """One user turn in the model's chat template, or the text alone where it has none, for engines that tokenize by
+    themselves."""
+    if tokenizer.chat_template is None:
+        return text
     turns = [{"role": "user", "content": text}]
     return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
 

@@ -22,6 +22,7 @@ from tidar_core.request import DraftMode
 
 WORKER = Path(__file__).with_name("worker.py")
 DRAFTS: tuple[DraftMode, ...] = ("off", "auto")
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
 ENDS_WITHIN = 10.0  # seconds that a process has to end by itself
 
 
@@ -34,10 +35,24 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What every engine has room for: positions of a sequence, sequences at once."""
+
+    context: int
+    running: int
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return "--context", str(self.context), "--running", str(self.running)
+
+
+@dataclass(frozen=True, slots=True)
 class PeerResult:
-    """Medians over the rounds. ratio: tokens per second against the first engine's in the same round."""
+    """Medians over the rounds. device: what the engine says it computes on. ratio: tokens per second against the first
+    engine's in the same round."""
 
     engine: str
+    device: str
     batch: int
     tokens_per_second: float
     ratio: float
@@ -47,18 +62,23 @@ class PeerResult:
         return asdict(self)
 
 
-def own_engines(model: str, context: int, dtypes: Sequence[ServedDType] = ("bfloat16",)) -> list[Engine]:
-    """Ours with drafts off and auto, in each dtype."""
-    base = (sys.executable, str(WORKER), "tidar", model, "--context", str(context))
+def own_engines(
+    model: str, room: Room, dtypes: Sequence[ServedDType] = ("bfloat16",), drafts: Sequence[DraftMode] = DRAFTS
+) -> list[Engine]:
+    """Ours in each dtype, with each way to draft."""
+    base = (sys.executable, str(WORKER), "tidar", model, *room.words)
     return [
         Engine(f"tidar {dtype}, drafts {mode}", (*base, "--dtype", dtype, "--drafts", mode))
         for dtype in dtypes
-        for mode in DRAFTS
+        for mode in drafts
     ]
 
 
 def peer_python(name: str, directory: Path) -> Path:
-    """The Python of the environment that `install.sh` made for a peer. Raises ConfigError where it is not there."""
+    """The Python of the environment that `install.sh` made for a peer; our own for transformers, which it has, where
+    none was made. Raises ConfigError where there is none."""
+    if name == "transformers" and not (directory / name).exists():
+        return Path(sys.executable)
     python = directory / name / "bin" / "python"
     if not python.exists():
         script = WORKER.with_name("install.sh")
@@ -66,10 +86,9 @@ def peer_python(name: str, directory: Path) -> Path:
     return python
 
 
-def peer_engine(name: str, directory: Path, model: str, context: int) -> Engine:
+def peer_engine(name: str, directory: Path, model: str, room: Room) -> Engine:
     """A peer by its name. Raises ConfigError as `peer_python` does."""
-    python = str(peer_python(name, directory))
-    return Engine(name, (python, str(WORKER), name, model, "--context", str(context)))
+    return Engine(name, (str(peer_python(name, directory)), str(WORKER), name, model, *room.words))
 
 
 def model_for(peer: str, source: ModelSource, folder: Path) -> str:
@@ -104,7 +123,8 @@ def compare_engines(
     honour_end: bool,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[PeerResult]:
-    """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn.
+    """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn; before the first of each
+    batch every engine has one that does not count, in which it compiles what it compiles for so many.
 
     Raises ConfigError where an engine does not start or dies.
     """
@@ -114,9 +134,12 @@ def compare_engines(
         for batch in batches:
             speeds: list[list[float]] = [[] for _ in engines]
             parts = -(-at_least // batch)
+            say(f"batch {batch}: warming up")
+            for _, ask in running:
+                ask(_round(prompts, 0, batch, max_tokens, honour_end))
             for number in range(rounds):
                 first = number * parts * batch
-                for index, ask in enumerate(running):
+                for index, (_, ask) in enumerate(running):
                     replies = [
                         ask(_round(prompts, first + part * batch, batch, max_tokens, honour_end))
                         for part in range(parts)
@@ -125,10 +148,10 @@ def compare_engines(
                     speeds[index].append(tokens / sum(reply["seconds"] for reply in replies))
                 said = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
                 say(f"batch {batch}, round {number + 1} of {rounds}: {said} tokens/s")
-            for engine, mine in zip(engines, speeds, strict=True):
+            for engine, (device, _), mine in zip(engines, running, speeds, strict=True):
                 ratios = [speed / base for speed, base in zip(mine, speeds[0], strict=True)]
                 told = tuple(round(speed, 1) for speed in mine)
-                results.append(PeerResult(engine.name, batch, median(mine), median(ratios), told))
+                results.append(PeerResult(engine.name, device, batch, median(mine), median(ratios), told))
     return results
 
 
@@ -138,8 +161,8 @@ def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, hono
 
 
 @contextmanager
-def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """The engine's process, ready; gives the function that sends it a round."""
+def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[tuple[str, Ask]]:
+    """The engine's process, ready; gives the name of its device, and the function that sends it a round."""
     say(f"starting {engine.name}")
     root = str(Path(tidar_core.__file__).parent.parent)
     with TemporaryFile("w+", errors="replace") as log:
@@ -166,8 +189,7 @@ def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[Callable[[d
             return reply()
 
         try:
-            reply()
-            yield ask
+            yield reply()["device"], ask
         finally:
             questions.close()
             try:

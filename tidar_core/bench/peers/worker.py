@@ -1,9 +1,12 @@
 """One engine as a process: a line of JSON in for each round, a line out. Runs in the engine's own environment.
 
     python worker.py {tidar,vllm,transformers,llama.cpp} MODEL [--drafts off|auto|full] [--dtype D] [--context N]
+        [--running N]
 
-In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"ready": true}; then
-for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone.
+In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name}; then
+for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone. Each engine
+takes a GPU where its build can use one. No prompt with its answer is longer than `context`, and no round has more than
+`running` prompts.
 """
 
 import argparse
@@ -12,19 +15,32 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 Decode = Callable[[list[str], int, bool], int]
+Loaded = tuple[Decode, str]  # what answers prompts, and the device that it does so on
 Choices = argparse.Namespace
+SIDE_BY_SIDE = 0.4  # of a GPU's memory, for vLLM: it would take all of it, and others are there too
 
 
-def tidar(model: str, context: int, chosen: Choices) -> Decode:
+def device_name(kind: str) -> str:
+    """What torch's device of this kind ("cuda" or "cpu") is called."""
+    import torch
+
+    return torch.cuda.get_device_name() if kind == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def tidar(model: str, context: int, chosen: Choices) -> Loaded:
     from tidar_core.bench.drive import answer_all
     from tidar_core.config import EngineConfig
     from tidar_core.engine import load_engine
     from tidar_core.request import SamplingParams
 
-    engine = load_engine(EngineConfig(model=model, dtype=chosen.dtype, max_model_len=context))
+    config = EngineConfig(model=model, dtype=chosen.dtype, max_model_len=context)
+    pages = chosen.running * -(-context // config.page_size)  # no more: other engines want their part of a GPU's memory
+    most = max(config.max_running, chosen.running)
+    engine = load_engine(replace(config, max_running=most, cache_tokens=pages * config.page_size))
     rounds = iter(range(1 << 30))
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
@@ -33,51 +49,85 @@ def tidar(model: str, context: int, chosen: Choices) -> Decode:
         # A salt of its own for each round: no prefix of an earlier one is reused.
         return sum(len(answer.tokens) for answer in answer_all(engine, ids, [params] * len(ids), str(next(rounds))))
 
-    return decode
+    return decode, device_name(engine.info.device)
 
 
-def vllm(model: str, context: int, _: Choices) -> Decode:
+def vllm(model: str, context: int, chosen: Choices) -> Loaded:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
-    llm = LLM(model, dtype="bfloat16", max_model_len=context, max_num_seqs=64, enable_prefix_caching=False)
+    share = {"gpu_memory_utilization": SIDE_BY_SIDE} if current_platform.is_cuda() else {}
+    llm = LLM(
+        model, dtype="bfloat16", max_model_len=context, max_num_seqs=max(64, chosen.running),
+        enable_prefix_caching=False, **share,
+    )  # fmt: skip
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=not honour_end)
         return sum(len(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params, use_tqdm=False))
 
-    return decode
+    return decode, current_platform.get_device_name()
 
 
-def transformers(model: str, context: int, _: Choices) -> Decode:
+def transformers(model: str, context: int, _: Choices) -> Loaded:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     device = "cuda" if torch.cuda.is_available() else "cpu"
     language_model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     language_model.to(device)
-    # On a GPU as fast as it gets: a cache of fixed size makes generate() compile the model and capture its steps.
-    fixed = {"cache_implementation": "static", "max_cache_len": context} if device == "cuda" else {}
+    named = language_model.generation_config.eos_token_id
+    ends = named if isinstance(named, list) else [tokenizer.eos_token_id if named is None else named]
+    # Of what its makers say no more than where it ends: a penalty would be other work, and another text.
+    language_model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    steps = compiled_steps(language_model, context, CompileConfig(dynamic=False)) if device == "cuda" else plain_steps
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
         inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(device)
-        limits = {"max_new_tokens": max_tokens, "min_new_tokens": 1 if honour_end else max_tokens}
-        answers = language_model.generate(**inputs, **limits, do_sample=False, **fixed)
-        ends = answers[:, inputs["input_ids"].shape[1] :] == tokenizer.eos_token_id
+        limits = {"max_new_tokens": max_tokens} | ({} if honour_end else {"min_new_tokens": max_tokens})
+        answers = language_model.generate(**inputs, **limits, do_sample=False, **steps(len(prompts)))
+        ended = torch.isin(answers[:, inputs["input_ids"].shape[1] :], torch.tensor(ends, device=device))
         # A token counts up to the first end of sequence, that one included; behind it there is padding.
-        counted = (ends.cumsum(1) - ends.long()) == 0
+        counted = (ended.cumsum(1) - ended.long()) == 0
         return int(counted.sum()) if honour_end else counted.numel()
 
-    return decode
+    return decode, device_name(device)
 
 
-def llama_cpp(model: str, context: int, _: Choices) -> Decode:
-    from llama_cpp import Llama
+def plain_steps(_: int) -> dict[str, Any]:
+    """What `generate` is given where it is to run as it does by itself."""
+    return {}
 
-    llm = Llama(model, n_ctx=context, n_threads=os.cpu_count(), verbose=False)
+
+def compiled_steps(language_model: Any, context: int, how: Any) -> Callable[[int], dict[str, Any]]:
+    """What `generate` is given, by the number of prompts, to be as fast as it gets on a GPU: a cache of `context`
+    positions, with which it compiles its steps as `how` (a CompileConfig) says.
+
+    Prompts are read by plain torch and steps have the shape of the cache, so prompts of any length find compiled what
+    the first of as many has compiled: no padding to some length is needed. The cache stays for all that follow, since
+    graphs are captured for its addresses.
+    """
+    from transformers import StaticCache
+
+    caches: dict[int, Any] = {}
+
+    def given(batch: int) -> dict[str, Any]:
+        if batch not in caches:
+            caches[batch] = StaticCache(config=language_model.config, max_cache_len=context)
+        caches[batch].reset()
+        return {"past_key_values": caches[batch], "compile_config": how}
+
+    return given
+
+
+def llama_cpp(model: str, context: int, _: Choices) -> Loaded:
+    from llama_cpp import Llama, llama_supports_gpu_offload
+
+    llm = Llama(model, n_ctx=context, n_threads=os.cpu_count(), n_gpu_layers=-1, verbose=False)
     end = llm.token_eos()
 
     def never_end(_: Any, scores: Any) -> Any:
@@ -98,7 +148,7 @@ def llama_cpp(model: str, context: int, _: Choices) -> Decode:
         # The Python binding decodes one sequence at a time.
         return sum(answer(text, max_tokens, honour_end) for text in prompts)
 
-    return decode
+    return decode, "GPU" if llama_supports_gpu_offload() else f"{os.cpu_count()} CPU threads"
 
 
 ENGINES = {"tidar": tidar, "vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}
@@ -111,12 +161,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafts", default="off")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--running", type=int, default=64)
     chosen = parser.parse_args(words)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print as they like; replies have a line of their own
-    decode = ENGINES[chosen.engine](chosen.model, chosen.context, chosen)
+    decode, device = ENGINES[chosen.engine](chosen.model, chosen.context, chosen)
     decode(["def f(x):"], 8, False)
-    print(json.dumps({"ready": True}), file=replies)
+    print(json.dumps({"device": device}), file=replies)
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()
