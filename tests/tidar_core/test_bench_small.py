@@ -13,7 +13,6 @@ from tidar_core.bench.perplexity import measure_perplexity
 from tidar_core.bench.prefix import measure_prefix
 from tidar_core.bench.prompts import read_text
 from tidar_core.bench.random_checkpoint import main as write_random_checkpoint
-from tidar_core.bench.random_checkpoint import random_model
 from tidar_core.bench.shapes import QWEN3_8B, QWEN25_1_5B, SHAPES, SMOLLM2_135M
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine
@@ -56,7 +55,7 @@ def test_a_text_is_its_paragraphs(tmp_path):
         read_text(file, 2)
 
 
-@pytest.mark.parametrize("shape", [QWEN3_8B, QWEN25_1_5B], ids=["qwen3", "qwen2"])
+@pytest.mark.parametrize("shape", [QWEN3_8B, QWEN25_1_5B, SMOLLM2_135M], ids=["qwen3", "qwen2", "llama"])
 def test_a_checkpoint_of_a_shape_is_read_as_that_shape(tmp_path, monkeypatch, shape):
     toy = replace(shape, layers=2, hidden_size=64, intermediate_size=96, heads=4, kv_heads=2, head_dim=16)
     monkeypatch.setitem(SHAPES, "toy", toy)
@@ -66,6 +65,6 @@ def test_a_checkpoint_of_a_shape_is_read_as_that_shape(tmp_path, monkeypatch, sh
     assert engine.info.exact
 
 
-def test_random_weights_are_for_shapes_that_are_known():
-    with pytest.raises(ConfigError, match="not for llama"):
-        random_model(SMOLLM2_135M, "cpu")
+def test_a_shape_that_is_not_known_is_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"Qwen9 is no shape that is known: choose among SmolLM2-135M, Qwen2\.5-1\.5B"):
+        write_random_checkpoint("Qwen9", str(tmp_path))
