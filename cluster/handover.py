@@ -118,7 +118,7 @@ class Story:
         if trace is None:
             return output
         self.step = start.step + trace.step
-        return replace(output, trace=replace(trace, step=self.step, seconds=start.seconds + trace.seconds))
+        return output._replace(trace=trace._replace(step=self.step, seconds=start.seconds + trace.seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,8 @@ class Choice:
     def add(self, output: StepOutput, replica: str) -> Piece:
         """Count one step and turn its tokens into the text to show."""
         if self.echo is not None and self.echo.alone:
-            trace = None if output.trace is None else replace(output.trace, anchor=None)
-            output = replace(output, tokens=(), logprobs=(), trace=trace, finish=Finish(FinishReason.LENGTH))
+            trace = None if output.trace is None else output.trace._replace(anchor=None)
+            output = output._replace(tokens=(), logprobs=(), trace=trace, finish=Finish(FinishReason.LENGTH))
         finish = self.finish = output.finish
         self.acceptance.add(output)
         self.completion_tokens += len(output.tokens)

@@ -34,8 +34,7 @@ from typing import Literal, NamedTuple
 WithinBlock = Literal["bidirectional", "causal"]
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """What one sequence does in one step: verify n `drafts`, draft for the outcomes `proposals` (P) with
     `block` (b) slots each. `Shape()` is plain autoregression."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -161,8 +161,7 @@ class Finish:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepTrace:
+class StepTrace(NamedTuple):
     """What one step of one sequence guessed, and what the model said (design of the step: `tidar_core.layout`).
 
     step: 0 for the prefill step that emits the first token, then 1, 2, … for decode steps.
@@ -198,8 +197,7 @@ class TokenLogprobs:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step emitted for one request; `finish` is set on the last. `trace` is None where no rows ran.
     `logprobs` has an entry a token where the request asked for them, `prompt_logprobs`, in the first output, one for
     each token of the prompt but its first."""

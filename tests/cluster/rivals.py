@@ -82,7 +82,10 @@ class Asked:
             if self.kind not in (None, engine.kind):
                 return
             if engine.answer is not None:
-                engine.box(self.mailbox).put_nowait(replace(engine.answer, request_id=self.request.request_id))
+                own = {"request_id": self.request.request_id}
+                answer = engine.answer
+                named = answer._replace(**own) if isinstance(answer, StepOutput) else replace(answer, **own)
+                engine.box(self.mailbox).put_nowait(named)
                 await asyncio.sleep(0.01)
                 return
             await self._say_all(engine)

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -201,7 +200,7 @@ def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
     answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=50, logprobs=0)]), trace=False)
     offsets: list[int] = []
     for token, entry in zip(tokens, entries, strict=True):
-        piece = growing.add(replace(output([token]), logprobs=(entry,)), "r1")
+        piece = growing.add(output([token])._replace(logprobs=(entry,)), "r1")
         told = logprobs_of(new_head("tiny", False), answer, 0, piece.logprobs, piece.offset)
         assert told is not None
         offsets += told["text_offset"]
@@ -373,7 +372,7 @@ def test_a_prompt_of_several_choices_is_cached_once() -> None:
     for one in answer.choices:
         step = output([7])
         assert step.trace is not None
-        one.add(replace(step, trace=replace(step.trace, cached=64)), "r1")
+        one.add(step._replace(trace=step.trace._replace(cached=64)), "r1")
     assert [one.cached_tokens for one in answer.choices] == [64, 0, 0]
     assert [one.prompt_tokens for one in answer.choices] == [80, 0, 0]
 
@@ -382,7 +381,7 @@ def test_the_id_that_ends_an_answer_has_no_log_probability() -> None:
     growing = choice(logprobs=0)
     tokens = [*ids("dog"), 2]
     entries = tuple(TokenLogprobs(token, -0.5, ()) for token in tokens)
-    piece = growing.add(replace(output(tokens, Finish(FinishReason.STOP, 2)), logprobs=entries), "r1")
+    piece = growing.add(output(tokens, Finish(FinishReason.STOP, 2))._replace(logprobs=entries), "r1")
     assert piece.logprobs == entries[:-1]
 
 

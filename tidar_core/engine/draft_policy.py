@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,8 +80,7 @@ class Acceptance:
             self._idle = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceView:
+class SequenceView(NamedTuple):
     """What the policy may know of a sequence: its draft mode, drafts in hand, its limit on b, the tokens that its
     rows attend to, and how its drafts held."""
 

@@ -235,7 +235,7 @@ class Engine:
         emitting = [rows for rows in batch.emit_rows if rows]
         logprobs = _split(token_logprobs(logits, truths, rules), emitting)
         return [
-            replace(output, logprobs=tuple(entry for entry in entries[: len(output.tokens)] if entry is not None))
+            output._replace(logprobs=tuple(entry for entry in entries[: len(output.tokens)] if entry is not None))
             for output, entries in zip(outputs, logprobs, strict=True)
         ]
 

@@ -76,6 +76,9 @@ def settled(plan: SequencePlan) -> SequencePlan:
     With fewer drafts than there might have been, the first proposal is for the most that can come out.
     """
     sequence, shape = plan.sequence, plan.shape
+    anchor = (sequence.tokens[-1],)
+    if not shape.drafts and not shape.proposals:
+        return SequencePlan(sequence, sequence.computed, anchor, (), shape, plan.emits)
     drafts = tuple(sequence.drafts[: shape.drafts])
     reach = len(drafts) + 1
     if shape.proposals:
@@ -85,7 +88,7 @@ def settled(plan: SequencePlan) -> SequencePlan:
     else:
         shape = Shape(len(drafts))
     idle = plan.shape.drafts - shape.drafts, plan.shape.mask_rows - shape.mask_rows
-    return SequencePlan(sequence, sequence.computed, (sequence.tokens[-1],), drafts, shape, plan.emits, idle)
+    return SequencePlan(sequence, sequence.computed, anchor, drafts, shape, plan.emits, idle)
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.pages import PagePool
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePlan:
+class SequencePlan(NamedTuple):
     """The rows of one sequence in one step.
 
     start: the cursor. known: tokens from there on whose place is settled: a prefill chunk, or the anchor alone.

@@ -240,7 +240,7 @@ def fly_once(runner: Runner, cost: StepCost) -> None:
     for params in (GREEDY, SAMPLED):
         plan = _plan([1], 0, 1, 0, shape, [0], params)
         first = launch(runner, [plan], cost, None)
-        behind = replace(plan, known=(0,))  # the anchor's place in what the first step leaves
+        behind = plan._replace(known=(0,))  # the anchor's place in what the first step leaves
         launch(runner, [behind], cost, (first, [0])).land()
 
 
