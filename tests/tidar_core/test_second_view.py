@@ -14,10 +14,12 @@ from transformers import AutoModelForCausalLM
 from tests.tidar_core.engines import prompts
 from tests.tidar_core.second_views import BLOCK, FORM, MASK, second_view_checkpoint, slot_scores
 from tests.tidar_core.test_flight import answers
+from tests.tidar_core.test_graphs import Spoiling, decoded
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import Engine, load_engine, start
+from tidar_core.engine.graphs import Graphs
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
 from tidar_core.model.adapter import identify_base, load_trained
@@ -98,6 +100,17 @@ def test_steps_ahead_say_and_draft_the_same(tmp_path: Path, params: SamplingPara
         sure = [(step.drafted, step.accepted, step.used) for step in theirs.steps[:-8]]
         assert [(step.drafted, step.accepted, step.used) for step in ours.steps[: len(sure)]] == sure
     assert any(step.accepted for answer in two for step in answer.steps)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_captured_steps_give_the_same_answers(tmp_path: Path, overlap: bool) -> None:
+    engine = engine_of(second_view_checkpoint(tmp_path / "model"), overlap=overlap)
+    params = [replace(FULL, drafts=mode, temperature=heat, seed=5) for mode in ("full", "off") for heat in (0.0, 0.8)]
+    graphs = Graphs(Spoiling())
+    expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert sum(step.accepted for answer in found for step in answer.steps) > 0
+    assert len(graphs) > 1
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
