@@ -19,7 +19,7 @@ VARIANTS = [
     ("qwen2", {"tied": False, "heads": 4, "kv_heads": 4}),
     ("qwen3", {"tied": True}),
     ("qwen3", {"tied": False, "bias": True, "kv_heads": 1}),
-    ("mistral", {"tied": False, "head_dim": 24}),
+    ("mistral", {"tied": False, "head_dim": 32}),
     ("phi3", {"tied": False}),
 ]
 

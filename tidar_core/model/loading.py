@@ -5,7 +5,7 @@ and code that comes with a checkpoint are never touched.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -93,14 +93,22 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Iterator[Checkp
             yield _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
 
 
-def check_shapes(checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], model: str) -> None:
-    """Raises ConfigError, naming the tensor, where one that is wanted is missing or misshapen."""
-    for name, shape in wanted.items():
+def checked(
+    checkpoint: Checkpoint, wanted: Iterable[tuple[str, tuple[int, ...]]], model: str
+) -> dict[str, tuple[int, ...]]:
+    """The wanted names and shapes, each looked up before the next is asked for: a broken header may want billions.
+
+    Raises ConfigError, naming the tensor, where one is missing or misshapen.
+    """
+    shapes = {}
+    for name, shape in wanted:
         found = checkpoint.shape(name)
         if found is None:
             raise ConfigError(f"{model} lacks the tensor {name}: the checkpoint is incomplete")
         if found != shape:
             raise ConfigError(f"{model}: tensor {name} is {list(found)}, but {list(shape)} was expected")
+        shapes[name] = shape
+    return shapes
 
 
 def read_fused(
@@ -254,9 +262,8 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _tensors_to_read(checkpoint: Checkpoint, config: ModelConfig, model: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that is there and has a use. Raises ConfigError as `check_shapes`."""
-    wanted = dict(_wanted_tensors(config))
-    check_shapes(checkpoint, wanted, model)
+    """Name and shape of every tensor that is there and has a use. Raises ConfigError as `checked`."""
+    wanted = checked(checkpoint, _wanted_tensors(config), model)
     if checkpoint.shape(_HEAD) == wanted[_EMBEDDING]:  # which a tied checkpoint may have too, trained apart
         wanted[_HEAD] = wanted[_EMBEDDING]
     return wanted

@@ -19,7 +19,7 @@ from torch import Tensor
 from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.adapter import Adapter
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
-from tidar_core.model.loading import Checkpoint, check_shapes, open_checkpoint, read_fused
+from tidar_core.model.loading import Checkpoint, checked, open_checkpoint, read_fused
 from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, OwnAttention
 
@@ -95,9 +95,8 @@ def _read_attention(
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
 
     def read(**wanted: tuple[int, ...]) -> Tensor:
-        shapes = {f"{prefix}{stem}_diff.weight": shape for stem, shape in wanted.items()}
-        check_shapes(checkpoint, shapes, model)
-        return read_fused(checkpoint, shapes, dtype, device)
+        shapes = ((f"{prefix}{stem}_diff.weight", shape) for stem, shape in wanted.items())
+        return read_fused(checkpoint, checked(checkpoint, shapes, model), dtype, device)
 
     return OwnAttention(
         qkv=read(q_proj=(q_size, hidden), k_proj=(kv_size, hidden), v_proj=(kv_size, hidden)),
