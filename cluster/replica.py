@@ -51,6 +51,7 @@ class EngineKind:
     device: str
     arithmetic: str
     exact: bool
+    mask_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class EngineReplica:
             progress.fail(f"the engine could not be started: {error}")
             raise
         info = engine.info
-        self._kind = EngineKind(info.fingerprint, info.dtype, info.device, info.arithmetic, info.exact)
+        self._kind = EngineKind(info.fingerprint, info.dtype, info.device, info.arithmetic, info.exact, info.mask_token)
         self._card = ModelCard(
             name=name,
             root=config.model,

@@ -17,7 +17,8 @@ from tidar_core.request import DraftMode, RequestError
 Device = Literal["auto", "cpu", "cuda"]
 Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
 AdapterPath = Annotated[
-    str, typer.Option(help="The drafter: a directory, 'default' (the one shipped for the model) or 'none'.")
+    str,
+    typer.Option(help="The drafter: a directory, a tidar.json, 'default' (the model's own or one shipped) or 'none'."),
 ]
 DType = Annotated[
     ServedDType, typer.Option(help="Weights and arithmetic; float8 is for GPUs, int8 and int4 are for CPUs.")

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tidar_core.config import ModelConfig
+from tidar_core.config import EngineConfig, ModelConfig
+from tidar_core.engine import Engine, load_engine
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import ModelWeights
+from tidar_core.request import Request, SamplingParams
 
 VARIANTS = [
     ("llama", {"tied": True}),
@@ -69,3 +71,17 @@ def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: 
     else:
         same(weights.head, "lm_head.weight")
     assert not left
+
+
+def said_as_transformers_says(path: Path, plain: Path) -> Engine:
+    """The engine of one checkpoint, once it has said of each token of a text what transformers says of another."""
+    text = tuple(range(20, 60))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    with torch.no_grad():
+        scores = model(torch.tensor([text])).logits[0].log_softmax(-1)
+    expected = scores[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
+    engine = load_engine(EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1))
+    engine.submit(Request("a", text, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
+    told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]
+    torch.testing.assert_close(torch.tensor(told), expected, rtol=0, atol=2e-5)
+    return engine

@@ -73,6 +73,4 @@ def slot_scores(
             mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).reshape(1, block, -1)
             x = x + own("o_proj", mixed)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        scores = model.lm_head(decoder.norm(x))[0]
-    scores[:, MASK] = -torch.inf
-    return scores
+        return model.lm_head(decoder.norm(x))[0]

@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.tidar_core.loaded import said_as_transformers_says
 from tests.tiny import edit_json, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import Architecture, ConfigError, EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.model.configuration import load_config
 from tidar_core.model.sources import find_model
-from tidar_core.request import Request, SamplingParams
+from tidar_core.request import SamplingParams
 
-PROMPT = tuple(range(20, 60))
 Rewrite = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 LLAMA3_SCALING = {
@@ -61,14 +61,7 @@ def test_it_says_what_transformers_says(name: str, tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(stated | changes))
     if rewrite is not None:
         save_file(rewrite(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        scores = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    expected = scores[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    engine = load_engine(EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1))
-    engine.submit(Request("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
-    told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]
-    torch.testing.assert_close(torch.tensor(told), expected, rtol=0, atol=2e-5)
+    said_as_transformers_says(path, path)
 
 
 def test_a_vocabulary_that_cannot_be_sampled_from_is_told_at_once(tmp_path: Path) -> None:

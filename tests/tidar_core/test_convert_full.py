@@ -139,7 +139,7 @@ def test_the_mask_is_never_said(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mask_token_id": 99999}, "names mask_token_id 99999, but the vocabulary has"),
+        ({"mask_token_id": 99999}, "mask_token_id 99999 of .* is not in its vocabulary"),
         ({"blok_length": 4}, "is not valid"),
         ({"block_length": 1}, "is not valid"),
     ],

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load
+from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, said_as_transformers_says
 from tests.tidar_core.quantizers import FORMATS, pack_mlx, quantize, stated, words
 from tests.tiny import edit_json, tiny_checkpoint
-from tidar_core.config import Architecture, ConfigError, EngineConfig
-from tidar_core.engine import load_engine
+from tidar_core.config import Architecture, ConfigError
 from tidar_core.model import quantized as quantized_module
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
@@ -26,9 +24,7 @@ from tidar_core.model.quantization import Quantization, read_quantization
 from tidar_core.model.quantized import StoredLinear, unpacked
 from tidar_core.model.quantized_layouts import quantized_matrix
 from tidar_core.model.sources import find_model
-from tidar_core.request import Request, SamplingParams
 
-PROMPT = tuple(range(20, 60))
 ONE_OF_EACH: tuple[tuple[str, Architecture], ...] = (
     ("fp8, blocks", "qwen3"),
     ("compressed-tensors, fp8 rows", "llama"),
@@ -76,14 +72,7 @@ def test_it_says_what_transformers_says_of_the_plain_weights(
 ) -> None:
     path, plain = (tiny_checkpoint(tmp_path / each, architecture) for each in ("model", "plain"))
     save_file(quantize(path, FORMATS[name]), plain / "model.safetensors", {"format": "pt"})
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
-    with torch.no_grad():
-        scores = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    expected = scores[:-1].gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    engine = load_engine(EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1))
-    engine.submit(Request("a", PROMPT, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
-    told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]
-    torch.testing.assert_close(torch.tensor(told), expected, rtol=0, atol=2e-5)
+    engine = said_as_transformers_says(path, plain)
     assert engine.info.fingerprint == fingerprint(load(plain)[1])
 
 

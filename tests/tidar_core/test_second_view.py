@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -18,6 +19,10 @@ from tests.tidar_core.test_graphs import Spoiling, decoded
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.run import convert
+from tidar_core.convert.screen import TerminalScreen
+from tidar_core.convert.trainer import TrainConfig
 from tidar_core.engine import Engine, load_engine, start
 from tidar_core.engine.graphs import Graphs
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -38,9 +43,12 @@ def engine_of(path: Path, **settings: object) -> Engine:
     return load_engine(replace(config, **settings))  # type: ignore[arg-type]
 
 
-def drafts_are_as_defined(path: Path, form: BlockForm, prompt: tuple[int, ...], answer: Answer) -> int:
+def drafts_are_as_defined(
+    path: Path, form: BlockForm, prompt: tuple[int, ...], answer: Answer, never: int | None = None
+) -> int:
     """Each step's drafts are what the block behind the text before says, its last token left out: that was not known
-    when the block was laid. How many were looked at. Slots have projections of their own where the checkpoint has."""
+    when the block was laid. How many were looked at. Slots have projections of their own where the checkpoint has; the
+    token `never` is not guessed."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tensors, seen = load_file(path / "model.safetensors"), 0
     tensors = {name.replace(".weight", "_diff.weight"): tensor for name, tensor in tensors.items()} | tensors
@@ -48,6 +56,8 @@ def drafts_are_as_defined(path: Path, form: BlockForm, prompt: tuple[int, ...], 
     for step in answer.steps[1:]:
         if fresh and step.drafted:
             scores = slot_scores(model, tensors, text[:-1], form)[1 : len(step.drafted) + 1]
+            if never is not None:
+                scores[:, never] = -torch.inf
             said = scores.gather(1, torch.tensor(step.drafted)[:, None])[:, 0]
             assert (scores.max(1).values - said).max() < 1e-4
             seen += len(step.drafted)
@@ -130,16 +140,26 @@ def test_what_cannot_draft_is_one_line(tmp_path: Path) -> None:
         return str(error.value)
 
     assert "block_size above 1" in told({"block_size": None})
-    assert "mask_token_id 512, but the vocabulary has 512" in told({"mask_token_id": 512})
+    assert "mask_token_id 512 of model is not in its vocabulary of 512 tokens" in told({"mask_token_id": 512})
     missing = "model.layers.1.self_attn.k_norm_diff.weight"
     assert f"lacks the tensor {missing}" in told({}, missing)
 
 
-def test_the_mask_token_is_never_said(tmp_path: Path) -> None:
-    engine = engine_of(second_view_checkpoint(tmp_path / "model"))
-    wanted = replace(FULL, logit_bias=((MASK, 100.0),))
-    (answer,) = answer_all(engine, PROMPTS[1:2], [wanted])
-    assert MASK not in answer.tokens
+def test_the_base_may_say_the_mask_token(tmp_path: Path) -> None:
+    """With a second view the mask is a word of the base like any other: its text is the base's to the last."""
+    wanted = [replace(FULL, logit_bias=((MASK, 4.0),), temperature=1.0, seed=seed) for seed in range(6)]
+    plain = engine_of(tiny_checkpoint(tmp_path / "base", "qwen3"))
+    expected = answer_all(plain, PROMPTS, wanted)
+    found = answer_all(engine_of(second_view_checkpoint(tmp_path / "model")), PROMPTS, wanted)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+    assert any(MASK in answer.tokens for answer in found)
+
+
+def test_a_mask_that_would_keep_answers_from_ending_is_refused(tmp_path: Path) -> None:
+    path, contract = tiny_checkpoint(tmp_path / "model"), tmp_path / "tidar.json"
+    contract.write_text('{"mask_token_id": 2, "block_length": 4}')
+    with pytest.raises(ConfigError, match="mask_token_id 2 of model is a token that ends answers"):
+        engine_of(path, adapter=str(contract))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +172,8 @@ def test_weights_that_draft_by_themselves_do_so_in_the_form_that_is_stated(tmp_p
     contract.write_text(json.dumps(stated))
     engine = engine_of(path, adapter=str(contract))
     answered = answer_all(engine, PROMPTS, [FULL] * len(PROMPTS))
-    assert sum(drafts_are_as_defined(path, form, *pair) for pair in zip(PROMPTS, answered, strict=True)) > 100
+    pairs = zip(PROMPTS, answered, strict=True)
+    assert sum(drafts_are_as_defined(path, form, *pair, never=MASK) for pair in pairs) > 100
     plain = answer_all(engine, PROMPTS, [replace(FULL, drafts="off")] * len(PROMPTS), cache_salt="plain")
     assert [answer.tokens for answer in answered] == [answer.tokens for answer in plain]
 
@@ -166,8 +187,13 @@ def test_low_rank_drafters_of_that_form_are_served_and_not_trained(tmp_path: Pat
     one = answer_all(engine, PROMPTS, [FULL] * len(PROMPTS))
     off = answer_all(engine, PROMPTS, [replace(FULL, drafts="off")] * len(PROMPTS), cache_salt="off")
     assert [answer.tokens for answer in one] == [answer.tokens for answer in off]
-    with pytest.raises(ConfigError, match="labels 'shifted' can be served, but not trained on"):
+    refused = "labels 'shifted' can be served, but not trained on"
+    with pytest.raises(ConfigError, match=refused):
         load_trained(adapter, engine_base(model), torch.float32, "cpu")
+    asked = ConvertOptions(str(model), tmp_path / "out", start=str(adapter), train=TrainConfig(block=BLOCK))
+    with pytest.raises(ConfigError, match=refused):
+        convert(asked, TerminalScreen(Console(stderr=True)))
+    assert not asked.work.exists(), "told before anything is gathered"
 
 
 def engine_base(path: Path) -> BaseIdentity:

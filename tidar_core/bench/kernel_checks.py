@@ -360,7 +360,8 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
         truths += (
             torch.tensor([*hands[source], *[7] * block][: len(drafts) + 1]).where(kept[: len(drafts) + 1], 7).tolist()
         )
-    batch = build_batch(plans, sizes.page_size, lambda size: size, BlockForm())
+    form = BlockForm(slot_0="anchor", labels="shifted")  # the one that has most to be carried on
+    batch = build_batch(plans, sizes.page_size, lambda size: size, form)
     source = on_device([*sources, count], device, torch.int32)
     carried = Carried(state, source, nearest_outcomes(plans, batch).to(device))
     table, said = plan_table(plans, batch, len(truths)).to(device), on_device(truths, device)

@@ -49,6 +49,7 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.model.adapter import (
     WEIGHTS_FILE,
+    check_trainable,
     default_adapter_for,
     identify_base,
     load_trained,
@@ -314,6 +315,7 @@ def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
     ):
         if theirs != ours:
             raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
+    check_trainable(known, path)
     if not any(known.adapts(layer, projection) for layer in layers for projection in options.projections):
         raise ConfigError(f"the adapter {path.name} adapts nothing of what --projections and --layers name")
 

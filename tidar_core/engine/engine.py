@@ -31,7 +31,8 @@ class EngineInfo:
     """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
     often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
     the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic` the kernels, the torch and the
-    kind of processor that compute with them; `cost` is what a step's rows were measured to cost at warm-up.
+    kind of processor that compute with them; `mask_token` is the one that is never said, where one stands for a mask;
+    `cost` is what a step's rows were measured to cost at warm-up.
     `sampling_defaults` is for whoever makes requests: the engine does as their parameters say."""
 
     model: str
@@ -52,6 +53,7 @@ class EngineInfo:
     max_running: int
     fingerprint: str
     arithmetic: str
+    mask_token: int | None
     cost: StepCost
 
 

@@ -64,13 +64,15 @@ def load_engine(
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
     base = identify_base(source.name, model, weights, tokenizer)
-    adapter = _adapter(config.adapter, source, model, base, weights.embedding, report)
+    with enough_memory(f"it does not hold the drafter beside {source.name}: take a larger GPU, or --adapter none"):
+        adapter = _adapter(config.adapter, source, model, base, weights.embedding, report)
     ops = _ops(config, model, dtype, device, report)
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
     weights = pack_model(weights, ops.pack, ops.pack_head)
     drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
+    adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
 
@@ -129,6 +131,7 @@ def load_engine(
         max_running=config.max_running,
         fingerprint=base.fingerprint,
         arithmetic=arithmetic,
+        mask_token=mask_token,
         cost=cost,
     )
     if graphs is not None:
@@ -155,7 +158,7 @@ def _adapter(
     if wanted == "default" and source.gguf_file is None:
         contract = read_own_drafter(source.directory)
         if contract is not None:
-            return own_drafter(contract, base, embedding)
+            return own_drafter(contract, base, model, embedding)
         second_view = read_second_view(source.directory)
         if second_view is not None:
             return load_second_view(second_view, source, model, base, embedding)
@@ -164,7 +167,7 @@ def _adapter(
         report("no drafter adapter is shipped for this model: answers come without drafts")
         return None
     if path.is_file():
-        return own_drafter(read_contract(path), base, embedding)
+        return own_drafter(read_contract(path), base, model, embedding)
     return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 

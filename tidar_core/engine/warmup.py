@@ -11,10 +11,10 @@ from math import inf
 import torch
 from torch import Tensor
 
-from tidar_core.engine.batch import Batch, build_batch
+from tidar_core.engine.batch import Batch, BatchSize, build_batch
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.flight import launch
-from tidar_core.engine.graphs import LEAST_PAGES, MASK_ROWS, VERIFY_ROWS
+from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS, bucket
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost
@@ -215,17 +215,20 @@ def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int]
     shapes = [(count, Shape()) for count in counts]
     if block:
         shapes += [(count, Shape(0, (1,), block)) for count in counts]
-        whole = (full_shape(block, drafts) for drafts in range(1, block))
-        shapes += [(1, shape) for shape in whole if shape.mask_rows <= MASK_ROWS[-1]]
+        shapes += [(1, full_shape(block, drafts)) for drafts in range(1, block)]
     widths = [LEAST_PAGES]
     while widths[-1] < CAPTURED_PAGES:
         widths.append(2 * widths[-1])
+
+    def may_be_captured(count: int, shape: Shape) -> bool:
+        return bucket(BatchSize(count * shape.verify_rows, count * shape.mask_rows, count + 1, LEAST_PAGES)) is not None
 
     def step(width: int, count: int, shape: Shape) -> object:
         plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
         return runner.forward(_batch(runner, plans))
 
-    todo = [partial(step, width, count, shape) for width in widths for count, shape in shapes]
+    captured = [(count, shape) for count, shape in shapes if may_be_captured(count, shape)]
+    todo = [partial(step, width, count, shape) for width in widths for count, shape in captured]
     if block:
         todo += [partial(_drafting, runner, count, block - 1) for count in GRAPHED if count <= sequences]
     for done, work in enumerate(todo):

@@ -113,13 +113,17 @@ def load_trained(
     device: torch.device | str,
     report: Callable[[str], None] | None = None,
 ) -> AdapterWeights:
-    """`load_adapter` for the trainer's passes, which are laid out for slots that guess their own position. Raises
-    ConfigError for others too."""
+    """`load_adapter` for the trainer's passes. Raises ConfigError for drafters that these do not know, too."""
     adapter = load_adapter(directory, base, dtype, device, report)
-    if adapter.config.labels != "aligned":
-        stated = f"labels {adapter.config.labels!r}"
-        raise ConfigError(f"adapter {directory.name}: a drafter with {stated} can be served, but not trained on")
+    check_trainable(adapter.config, directory)
     return adapter.weights
+
+
+def check_trainable(config: AdapterConfig, directory: Path) -> None:
+    """Raises ConfigError unless slots guess their own position, as the trainer's passes are laid out."""
+    if config.labels != "aligned":
+        stated = f"labels {config.labels!r}"
+        raise ConfigError(f"adapter {directory.name}: a drafter with {stated} can be served, but not trained on")
 
 
 def save_adapter(adapter: Adapter, directory: Path) -> None:

@@ -85,7 +85,7 @@ class AdapterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_form(self) -> "AdapterConfig":
-        assert self.form  # or it says what is wrong
+        BlockForm(self.within_block, self.slot_0, self.labels)  # which says what does not go together
         return self
 
     @property

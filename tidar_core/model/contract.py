@@ -38,7 +38,7 @@ class OwnDrafter(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_form(self) -> "OwnDrafter":
-        assert BlockForm(self.within_block, self.slot_0, self.labels)  # or it says what is wrong
+        BlockForm(self.within_block, self.slot_0, self.labels)  # which says what does not go together
         return self
 
 

@@ -46,8 +46,13 @@ def all_layers(
 ) -> Layers:
     """`run_layers` with the engine's attention over weights that are packed: in one call where `ops` has it."""
     bound = None if ops.bind_layers is None else ops.bind_layers(weights, adapter, rotary)
+    base_alone = bound
+    if bound is None and ops.bind_layers is not None and adapter is not None and adapter.attention is not None:
+        base_alone = ops.bind_layers(weights, None, rotary)
 
     def one_by_one(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
+        if base_alone is not None and rows.verify == len(x):
+            return base_alone(x, rows, cache)
         attention = paged_attention(ops, config, weights, adapter, rows, rotary, cache)
         return run_layers(ops, config, weights, adapter, x, rows.verify, attention)
 

@@ -7,25 +7,24 @@ never emitted.
 
 from torch import Tensor
 
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.adapter import Adapter
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
-from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
+from tidar_core.model.contract import OwnDrafter
 from tidar_core.model.weights import AdapterWeights, LayerAdapter
 
 
-def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> Adapter:
+def own_drafter(contract: OwnDrafter, base: BaseIdentity, config: ModelConfig, embedding: Tensor) -> Adapter:
     """The model's own drafting as an adapter that adds nothing. embedding: [vocab, hidden].
 
-    Raises ConfigError where the vocabulary has no such mask token.
+    Raises ConfigError where the vocabulary has no such mask token, or the mask would keep answers from ending.
     """
-    if contract.mask_token_id >= len(embedding):
+    if contract.mask_token_id in config.eos_ids:
         raise ConfigError(
-            f"{CONTRACT_FILE} of {base.name} names mask_token_id {contract.mask_token_id}, but the vocabulary has "
-            f"{len(embedding)} tokens: correct it"
+            f"mask_token_id {contract.mask_token_id} of {base.name} is a token that ends answers, and a mask is never "
+            "said: correct it"
         )
-    slots = embedding[contract.mask_token_id].expand(contract.block_length, -1).clone()
-    config = AdapterConfig(  # no projection is adapted, so the rank is that of nothing
+    described = AdapterConfig(  # no projection is adapted, so the rank is that of nothing
         base=base,
         rank=1,
         projections=(),
@@ -35,5 +34,16 @@ def own_drafter(contract: OwnDrafter, base: BaseIdentity, embedding: Tensor) -> 
         labels=contract.labels,
         holds=contract.holds,
     )
-    layers = (LayerAdapter(None, None, None, None),) * base.layers
-    return Adapter(config, AdapterWeights(slots, layers), "of its own", contract.mask_token_id)
+    slots = masked_slots(embedding, contract.mask_token_id, contract.block_length, base.name)
+    weights = AdapterWeights(slots, (LayerAdapter(),) * base.layers)
+    return Adapter(described, weights, "of its own", contract.mask_token_id)
+
+
+def masked_slots(embedding: Tensor, mask_token: int, block_length: int, model: str) -> Tensor:
+    """The inputs of slots that all hold the mask token: [block_length, hidden]. Raises ConfigError where the vocabulary
+    has none of that id."""
+    if mask_token >= len(embedding):
+        raise ConfigError(
+            f"mask_token_id {mask_token} of {model} is not in its vocabulary of {len(embedding)} tokens: correct it"
+        )
+    return embedding[mask_token].expand(block_length, -1).clone()

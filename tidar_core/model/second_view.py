@@ -7,7 +7,8 @@ slots hold the mask token, its slots see each other both ways, and each guesses 
 (`BlockForm.slot_0` "anchor").
 
 Its authors decode in two passes a cycle: one drafts behind the anchor, one verifies. Here both are one pass, as in
-TiDAR: while drafts are verified, proposals are laid behind the outcomes that are likely. The text is the base's.
+TiDAR: while drafts are verified, proposals are laid behind the outcomes that are likely. The text is the base's, which
+may say any token of its vocabulary.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.adapter import Adapter
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity
 from tidar_core.model.loading import Checkpoint, checked, open_checkpoint, read_fused
+from tidar_core.model.own_drafter import masked_slots
 from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, OwnAttention
 
@@ -60,11 +62,7 @@ def load_second_view(
     Raises ConfigError where a tensor is missing or misshapen, where the vocabulary has no such mask token, and where
     attention has biases.
     """
-    if view.mask_token >= len(embedding):
-        raise ConfigError(
-            f"{base.name} names mask_token_id {view.mask_token}, but the vocabulary has {len(embedding)} tokens: "
-            "correct its config.json"
-        )
+    slots = masked_slots(embedding, view.mask_token, view.block_length, base.name)
     if config.qkv_bias or config.o_bias:
         raise ConfigError(f"{base.name}: a second view of attention with biases is not supported: use --adapter none")
     with open_checkpoint(source, config) as checkpoint:
@@ -72,7 +70,6 @@ def load_second_view(
             _read_attention(checkpoint, layer, config, base.name, embedding.dtype, embedding.device)
             for layer in range(config.layers)
         )
-    slots = embedding[view.mask_token].expand(view.block_length, -1).clone()
     described = AdapterConfig(  # nothing is of low rank, so the rank is that of nothing
         kind="projections",
         base=base,
@@ -85,7 +82,7 @@ def load_second_view(
         holds=REPORTED_HOLDS,
     )
     layers = (LayerAdapter(),) * config.layers
-    return Adapter(described, AdapterWeights(slots, layers, attention=attention), "of its own", view.mask_token)
+    return Adapter(described, AdapterWeights(slots, layers, attention=attention), "of its own")
 
 
 def _read_attention(

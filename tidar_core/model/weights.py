@@ -109,6 +109,7 @@ def named_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
 
 def map_tensors(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> AdapterWeights:
     """The same adapter, one that adds to the base's projections, with every tensor changed."""
+    assert adapter.attention is None
     head = adapter.slot_head
     return AdapterWeights(
         change(adapter.slot_embeddings),
