@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
 
-from tests.servers import Server, tiny_server
+if TYPE_CHECKING:  # the engine's tests need nothing that the cluster needs
+    from tests.servers import Server
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
@@ -30,8 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
     """One real server for all tests that only talk to it: a tiny checkpoint, its API and its playground."""
+    from tests.servers import tiny_server
+
     with tiny_server(tmp_path_factory.mktemp("server")) as started:
         yield started
 

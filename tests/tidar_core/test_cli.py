@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -147,6 +148,16 @@ def test_status_without_a_server_is_one_line(address):
     assert result.exit_code == 1
     assert "nothing answers at http://127.0.0.1:9/" in result.stderr
     assert "tidar up" in result.stderr
+
+
+def test_neither_the_engine_nor_its_tests_need_the_clusters_packages():
+    """A machine with a GPU and without these measures and tests the engine."""
+    absent = "sys.modules.update(dict.fromkeys(('ray', 'starlette', 'fastapi', 'openai', 'gradio')))"
+    asked = f"import sys; {absent}; import tests.conftest, tidar_core.cli, tidar_core.engine"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_version_is_that_of_the_package():
