@@ -1,13 +1,16 @@
 """Engines compared as processes: the real workers, on a tiny checkpoint."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, CompileConfig
 
+import tidar_core
 from tests.tiny import tiny_checkpoint, tiny_gguf
 from tidar_core.bench import prompts
 from tidar_core.bench.peers import compare
@@ -44,6 +47,23 @@ def test_an_engine_that_does_not_start_is_named(tmp_path):
     broken = Engine("broken", (sys.executable, str(WORKER), "tidar", str(tmp_path / "nothing"), "--drafts", "off"))
     with pytest.raises(ConfigError, match=r"broken ended by itself \(status 1\) and said last: .*no model at"):
         compare_engines([broken], ["a"], batches=[1], rounds=1, at_least=1, max_tokens=1, honour_end=True)
+
+
+ANOTHER_TREE = """
+from tidar_core.bench.peers.compare import Room, compare_engines, own_engines
+engines = own_engines("nothing", Room(8, 1), drafts=["off"])
+compare_engines(engines, ["a"], batches=[1], rounds=1, at_least=1, max_tokens=1, honour_end=True)
+"""
+
+
+def test_our_engine_is_the_one_of_the_tree_that_asks(tmp_path):
+    """Be another one installed, or none."""
+    package = Path(tidar_core.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.cpp", "adapters"))
+    (tmp_path / package.name / "bench" / "drive.py").write_text("raise SystemExit('the tree that asked')")
+    asking = [sys.executable, "-c", ANOTHER_TREE]
+    done = subprocess.run(asking, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "said last: the tree that asked" in done.stderr
 
 
 def test_a_peer_that_is_not_there_names_what_installs_it(tmp_path):

@@ -66,7 +66,8 @@ def own_engines(
     model: str, room: Room, dtypes: Sequence[ServedDType] = ("bfloat16",), drafts: Sequence[DraftMode] = DRAFTS
 ) -> list[Engine]:
     """Ours in each dtype, with each way to draft."""
-    base = (sys.executable, str(WORKER), "tidar", model, *room.words)
+    # As a module: a script would find the tidar_core that is installed, if any, and not the one that runs this.
+    base = (sys.executable, "-m", "tidar_core.bench.peers.worker", "tidar", model, *room.words)
     return [
         Engine(f"tidar {dtype}, drafts {mode}", (*base, "--dtype", dtype, "--drafts", mode))
         for dtype in dtypes
