@@ -1,13 +1,14 @@
 """`tidar bench training`: the trainer's own steps, counted and looked into."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tests.tiny import tiny_checkpoint
-from tidar_core.bench.training import LISTED, random_corpus
+from tidar_core.bench.training import LISTED, PROFILED, Work, _work_of, random_corpus
 from tidar_core.cli import app
 
 
@@ -28,6 +29,12 @@ def test_rows_are_counted_and_the_time_is_told_apart(tmp_path):
     assert shares == sorted(shares, reverse=True)
     assert 0.5 < sum(shares) <= 1
     assert any("mm" in work["name"] and work["calls"] >= 1 for work in speed["work"])
+
+
+@pytest.mark.parametrize(("microseconds", "found"), [(0.0, ()), (5.0, (Work("launch", 1.0, 2.0),))])
+def test_a_profiler_that_sees_nothing_of_the_gpu_costs_no_measurement(microseconds, found):
+    event = SimpleNamespace(self_device_time_total=microseconds, key="launch", count=2 * PROFILED)
+    assert _work_of(SimpleNamespace(key_averages=lambda: [event]), on_gpu=True) == (found, microseconds / 1e6)
 
 
 def test_a_random_corpus_is_one():

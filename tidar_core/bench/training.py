@@ -49,7 +49,7 @@ class Work:
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
     """mask_rows_per_second: the median step's. fraction: of what a large matrix product reaches here. busy: share of
-    the profiled time in which the device computed; None on a CPU."""
+    the profiled time in which the device computed; None on a CPU, and where the profiler cannot see into the device."""
 
     mask_rows_per_second: float
     clean_rows_per_second: float
@@ -105,7 +105,7 @@ def measure_training(
         clean_rows_per_second=typical.clean_rows / typical.seconds,
         seconds_a_step=median(report.seconds for report in counted),
         fraction=per_row.fraction(typical.clean_rows, typical.mask_rows, typical.seconds, peak),
-        busy=device_seconds / sum(report.seconds for report in profiled) if on_gpu else None,
+        busy=device_seconds / sum(report.seconds for report in profiled) if on_gpu and work else None,
         work=work,
     )
 
@@ -117,7 +117,7 @@ def _work_of(profiler: Any, on_gpu: bool) -> tuple[tuple[Work, ...], float]:
         for event in profiler.key_averages()
     ]
     total = sum(microseconds for microseconds, _, _ in found)
-    longest = sorted(found, reverse=True)[:LISTED]
+    longest = sorted((one for one in found if one[0] > 0), reverse=True)[:LISTED]
     work = tuple(Work(name[:100], microseconds / total, count / PROFILED) for microseconds, name, count in longest)
     return work, total / 1e6
 
