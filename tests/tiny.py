@@ -73,6 +73,15 @@ LLAMA_TEMPLATE = TOOL_CHAT % (
 )
 
 
+# What an architecture is known by, which its configuration's defaults leave out.
+PARTICULAR: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+}  # fmt: skip
+
+
 def tiny_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with at most `vocab` tokens: ids 0, 1 and 2 are end of text, turn start, turn end."""
     backend = Tokenizer(models.BPE())
@@ -108,14 +117,15 @@ def tiny_checkpoint(
     max_positions: int = 1024,
     bias: bool = False,
     rope: dict[str, Any] | None = None,
+    stated: dict[str, Any] | None = None,
     likely: int = 8,
     dtype: torch.dtype = torch.float32,
     shard_size: str = "1GB",
 ) -> Path:
     """Write a random checkpoint in transformers' layout into `directory` (created) and return it.
 
-    `head_dim` is hidden / heads unless given, for qwen3 twice that. `bias` adds the optional biases: attention and
-    MLP for llama, attention for qwen3 (qwen2 always has its own). `rope` adds to rope_parameters (else unscaled, theta
+    `head_dim` is hidden / heads unless given, for qwen3 twice that. `bias` adds the optional biases (qwen2 always has
+    its own). `stated` adds to config.json. `rope` adds to rope_parameters (else unscaled, theta
     10,000). `likely` tokens win nearly every argmax (0: none is preferred). `dtype` is that of the file; `shard_size`
     below the checkpoint's size writes several files.
     """
@@ -139,10 +149,11 @@ def tiny_checkpoint(
             "attention_bias": bias,
             "head_dim": 2 * hidden // heads if architecture == "qwen3" else hidden // heads,
         }
-    if architecture == "llama":
-        shape |= {"mlp_bias": bias}
+    if architecture not in ("mistral", "phi3", "qwen2", "qwen3", "glm"):
+        shape |= {"mlp_bias": bias, "use_bias": bias, "attention_out_bias": bias}
     if head_dim:
         shape |= {"head_dim": head_dim}
+    shape |= PARTICULAR.get(architecture, {}) | (stated or {})
     config = AutoConfig.for_model(architecture, **shape)
 
     tokenizer = tiny_tokenizer(vocab)

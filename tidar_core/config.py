@@ -5,7 +5,9 @@ from typing import Literal
 
 from tidar_core.request import DraftMode
 
-Architecture = Literal["llama", "mistral", "phi3", "qwen2", "qwen3"]
+Architecture = Literal[
+    "ernie4_5", "glm", "granite", "helium", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"
+]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
@@ -24,10 +26,11 @@ class RopeScaling:
     """How rotary frequencies are stretched to a longer context: transformers' rope_parameters, None if not stated.
 
     `divisors` [head_dim / 2] belong to the type "divisors" alone, which divides each frequency by a number of its own:
-    llama3 scaling as GGUF files hold it.
+    llama3 scaling as GGUF files hold it. `short_factor` and `long_factor` [rotary_dim / 2] are longrope's, `long` says
+    which of them is in use.
     """
 
-    rope_type: Literal["linear", "llama3", "yarn", "divisors"]
+    rope_type: Literal["linear", "llama3", "yarn", "longrope", "divisors"]
     factor: float = 1.0
     original_max_position_embeddings: float | None = None
     low_freq_factor: float | None = None
@@ -39,6 +42,9 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     truncate: bool | None = None
     divisors: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,12 @@ class ModelConfig:
     """The shape of a causal language model that the one decoder can run.
 
     `max_positions` is the number of positions the model knows, rope scaling included; where a token sees a `window` of
-    so many alone, it is no more than that, since so far each sees all. `eos_ids` end an answer.
+    so many alone, it is no more than that, since so far each sees all. A model that `stretches_to` more does so by
+    other rotary frequencies, thus other keys, for every position (`rope.stretched`). `eos_ids` end an answer.
+
+    Of a head's coordinates the first `rotary_dim` rotate (None: all), in pairs that the checkpoint has side by side
+    where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. What is scaled by a number
+    is scaled with the weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin.
     """
 
     architecture: Architecture
@@ -68,6 +79,13 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
     window: int | None = None
+    stretches_to: int | None = None
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    unrotated: tuple[int, ...] = ()
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    rotary_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

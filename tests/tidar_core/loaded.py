@@ -1,6 +1,8 @@
 """Checkpoints as the loader reads them, held against transformers tensor by tensor."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,14 +75,15 @@ def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: 
     assert not left
 
 
-def said_as_transformers_says(path: Path, plain: Path) -> Engine:
+def said_as_transformers_says(path: Path, plain: Path, length: int = 40, **settings: Any) -> Engine:
     """The engine of one checkpoint, once it has said of each token of a text what transformers says of another."""
-    text = tuple(range(20, 60))
+    text = tuple(range(20, 20 + length))
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     with torch.no_grad():
         scores = model(torch.tensor([text])).logits[0].log_softmax(-1)
     expected = scores[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    engine = load_engine(EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1))
+    config = EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1)
+    engine = load_engine(replace(config, **settings))
     engine.submit(Request("a", text, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
     told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]
     torch.testing.assert_close(torch.tensor(told), expected, rtol=0, atol=2e-5)

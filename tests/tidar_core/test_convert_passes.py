@@ -72,7 +72,7 @@ def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, wit
 
     def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
         norms = layer_qk_norm(base.weights.layers[layer], config.norm_eps)
-        rows = rotate_qkv(qkv, blocks.positions, base.rotary, config.kv_heads, norms)
+        rows = rotate_qkv(qkv, blocks.positions, base.rotary.of(layer), config.kv_heads, norms)
         return attend_blocks(rows, clean.kv.keys[layer], clean.kv.values[layer], seen, within_block == "causal")
 
     x = adapter.slot_embeddings[: blocks.block].repeat(len(blocks), 1)
@@ -80,7 +80,7 @@ def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, wit
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architecture, within_block):
     tiny = tiny_base(tmp_path, architecture)
     pack = pack_documents(random_documents(3), CPU)
@@ -99,9 +99,10 @@ def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architectur
         torch.testing.assert_close(our_slopes[name], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item(), msg=name)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "smollm3"])
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-def test_flex_attention_is_the_same_attention(tmp_path, within_block):
-    tiny = tiny_base(tmp_path, "qwen3")
+def test_flex_attention_is_the_same_attention(tmp_path, within_block, architecture):
+    tiny = tiny_base(tmp_path, architecture)
     pack = pack_documents(random_documents(3, longest=200), CPU)
     assert max(length for _, length in pack.spans) > 64  # more than one chunk of rows
     blocks = draw_blocks(pack, 8, 3, 1024, np.random.default_rng(0))

@@ -20,7 +20,13 @@ SHAPES = {"a long prompt": (70, 90, Shape()), "one row": (101, 1, Shape()), "dra
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("architecture", "more"),
-    [("llama", {"bias": True}), ("llama", {"tied": False, "heads": 3, "kv_heads": 1}), ("qwen2", {}), ("qwen3", {})],
+    [
+        ("llama", {"bias": True}),
+        ("llama", {"tied": False, "heads": 3, "kv_heads": 1}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("smollm3", {}),
+    ],
 )
 def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     model = tiny_checkpoint(tmp_path / "model", architecture, **more)

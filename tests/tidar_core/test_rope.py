@@ -271,8 +271,12 @@ def test_greedy_answers_beyond_the_original_length(
     [
         ({"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic' is not supported, only linear, llama3, yarn"),
         (
-            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0},
-            "rope scaling 'longrope' is not supported, only linear, llama3, yarn",
+            {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7, "factor": 4.0},
+            "rope scaling 'longrope' needs 8 numbers as long_factor",
+        ),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0.0], "long_factor": [2.0] * 8, "factor": 4.0},
+            "rope scaling 'longrope' needs a list of positive numbers as short_factor",
         ),
         ({"rope_type": "proportional"}, "rope scaling 'proportional' is not supported"),
         ({"rope_type": "linear"}, "config.json is not valid .*factor"),

@@ -40,7 +40,7 @@ def clean_attention(config: ModelConfig, weights: ModelWeights, rotary: Rotary, 
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
-        qkv = rotate_qkv(qkv, pack.positions, rotary, config.kv_heads, norms)
+        qkv = rotate_qkv(qkv, pack.positions, rotary.of(layer), config.kv_heads, norms)
         q, k, v = (each.transpose(0, 1) for each in split_heads(qkv, config.kv_heads, config.head_dim))
         keep.keys.append(k)
         keep.values.append(v)
@@ -80,14 +80,15 @@ def mask_attention(
     """Attention of mask rows in plain torch with a gradient of its own; any device, made for a CPU."""
     geometry = _Geometry(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
     chunks, places = tuple(_chunks(pack, blocks)), _led_places(pack)
-    cos, sin = rotary.cos[blocks.positions][:, None], rotary.sin[blocks.positions][:, None]
+    here = rotary.at(blocks.positions)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
         if norms is not None:
             qkv = _norm_heads(qkv, config, norms)
         keys, values = _led(clean.keys[layer], places), _led(clean.values[layer], places)
-        return _MaskAttention.apply(qkv, cos, sin, keys, values, chunks, geometry)
+        turning = here.of(layer)
+        return _MaskAttention.apply(qkv, turning.cos[:, None], turning.sin[:, None], keys, values, chunks, geometry)
 
     return attention
 

@@ -150,7 +150,7 @@ def rotated(
 ) -> Tensor:
     """`rotate_qkv` of a layer's rows."""
     norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
-    turned: Tensor = _rotation(qkv.device.type)(qkv, positions, rotary, config.kv_heads, norms)
+    turned: Tensor = _rotation(qkv.device.type)(qkv, positions, rotary.of(layer), config.kv_heads, norms)
     return turned
 
 

@@ -30,6 +30,7 @@ from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import load_tokenizer, load_weights
 from tidar_core.model.own_drafter import own_drafter
+from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model
@@ -57,7 +58,7 @@ def load_engine(
     device = choose_device(config.device)
     dtype = arithmetic_dtype(config.dtype)
     source = find_model(config.model)
-    model = load_config(source)
+    model = stretched(load_config(source), config.max_model_len)
     report(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
@@ -80,6 +81,11 @@ def load_engine(
         report("there is no drafter: drafts 'full' changes nothing")
     if config.max_model_len > model.max_positions:
         report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
+    if model.stretches_to is not None and not is_long(model):
+        report(
+            f"requests are limited to {model.max_positions} positions: where max_model_len asks for more, up to "
+            f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
+        )
     if model.window == model.max_positions:
         report(f"a token of this model sees {model.window} positions: requests are limited to as many")
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
@@ -97,7 +103,7 @@ def load_engine(
     mask_token = adapter.mask_token if adapter else None
     form = adapter.config.form if adapter else BlockForm()
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
-    arithmetic = _arithmetic(ops, device, config.kv_dtype)
+    arithmetic = _arithmetic(ops, device, config.kv_dtype, is_long(model))
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner)
     exact = rows_are_exact(trial)
@@ -250,7 +256,7 @@ def _cache_pages(
     return max(1, min(most, int(room) // page_bytes))
 
 
-def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType) -> str:
+def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType, long: bool) -> str:
     """What decides a row's bits beside the weights and their dtype."""
     if device.type == "cuda":
         on = torch.cuda.get_device_name(device)
@@ -258,7 +264,7 @@ def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType) -> str:
         extras = {"BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
         on = " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, there in extras.items() if there)])
     pages = "" if kv_dtype == "model" else f", {kv_dtype} K/V"
-    return f"{ops.name} kernels, torch {torch.__version__}, {on}{pages}"
+    return f"{ops.name} kernels, torch {torch.__version__}, {on}{pages}{', long texts' if long else ''}"
 
 
 def _ready_line(info: EngineInfo, ops: Ops) -> str:

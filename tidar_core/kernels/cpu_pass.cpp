@@ -11,13 +11,13 @@ template <typename T> struct Matrix { const void* weight; const T *bias, *a, *b;
 
 template <typename T> struct Layer {
     const T *input_norm, *post_norm, *q_norm, *k_norm;
+    const float *cos, *sin;
     Matrix<T> qkv, o, gate_up, down;
 };
 
 template <typename T> struct Pass {
     const Layer<T>* layers;
     const T* final_norm;
-    const float *cos, *sin;
     T *keys, *values;
     const int32_t *positions, *sequence, *context_end, *tail_start, *tail_end, *page_table, *write_slots;
     int64_t layer_keys;  // elements of one layer's keys, and of its values
@@ -75,7 +75,7 @@ template <typename Kind, typename T> void run_layers(const Pass<T>& pass, T* x) 
         T *keys = pass.keys + i * pass.layer_keys, *values = pass.values + i * pass.layer_keys;
         add_norm(x, s.residual, layer.input_norm, s.normed, pass.rows, hidden, pass.eps, i > 0, pass.threads);
         multiply<Kind>(s.normed, layer.qkv, s.wide, pass, s);
-        rotate_and_store(s.wide, shape, pass.verify, pass.positions, pass.cos, pass.sin, layer.q_norm, layer.k_norm,
+        rotate_and_store(s.wide, shape, pass.verify, pass.positions, layer.cos, layer.sin, layer.q_norm, layer.k_norm,
                          pass.eps, keys, values, pass.write_slots, pass.threads);
         attend(s.wide, shape, pass.verify, pass.sequence, pass.context_end, pass.tail_start, pass.tail_end,
                pass.page_table, pass.table_width, keys, values, pass.scale, s.mixed, pass.threads);

@@ -23,18 +23,19 @@ class _Matrix(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", pointer), ("post_norm", pointer), ("q_norm", pointer), ("k_norm", pointer),
+        ("cos", pointer), ("sin", pointer),
         ("qkv", _Matrix), ("o", _Matrix), ("gate_up", _Matrix), ("down", _Matrix),
     )  # fmt: skip
 
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)), ("final_norm", pointer), ("cos", pointer), ("sin", pointer),
-        ("keys", pointer), ("values", pointer), ("positions", pointer), ("sequence", pointer),
-        ("context_end", pointer), ("tail_start", pointer), ("tail_end", pointer), ("page_table", pointer),
-        ("write_slots", pointer), ("layer_keys", ctypes.c_int64), ("count", integer), ("rows", integer),
-        ("verify", integer), ("heads", integer), ("kv_heads", integer), ("head_dim", integer),
-        ("table_width", integer), ("threads", integer), ("eps", ctypes.c_float), ("scale", ctypes.c_float),
+        ("layers", ctypes.POINTER(_Layer)), ("final_norm", pointer), ("keys", pointer), ("values", pointer),
+        ("positions", pointer), ("sequence", pointer), ("context_end", pointer), ("tail_start", pointer),
+        ("tail_end", pointer), ("page_table", pointer), ("write_slots", pointer), ("layer_keys", ctypes.c_int64),
+        ("count", integer), ("rows", integer), ("verify", integer), ("heads", integer), ("kv_heads", integer),
+        ("head_dim", integer), ("table_width", integer), ("threads", integer), ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -49,18 +50,20 @@ def bind_layers(
     if own_attention or not all(_packed(extra) for extra in extras):
         return None
     pairs = zip(weights.layers, extras, strict=True)
-    layers = (_Layer * config.layers)(*(_layer(config, layer, extra) for layer, extra in pairs))
+    layers = (_Layer * config.layers)(
+        *(_layer(config, layer, extra, rotary.of(index)) for index, (layer, extra) in enumerate(pairs))
+    )
     held = (weights, adapter, rotary)  # the records have addresses alone
 
     def run_layers(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
         x = x.contiguous()
         made = _Pass(
-            layers, weights.final_norm.data_ptr(), held[2].cos.data_ptr(), held[2].sin.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), rows.positions.data_ptr(), rows.sequence.data_ptr(),
-            rows.context_end.data_ptr(), rows.tail_start.data_ptr(), rows.tail_end.data_ptr(),
-            rows.page_table.data_ptr(), rows.write_slots.data_ptr(), cache.keys[0].numel(), config.layers,
-            x.shape[0], rows.verify, config.heads, config.kv_heads, config.head_dim, rows.page_table.shape[1],
-            torch.get_num_threads(), config.norm_eps, config.head_dim**-0.5,
+            layers, held[0].final_norm.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(),
+            rows.positions.data_ptr(), rows.sequence.data_ptr(), rows.context_end.data_ptr(),
+            rows.tail_start.data_ptr(), rows.tail_end.data_ptr(), rows.page_table.data_ptr(),
+            rows.write_slots.data_ptr(), cache.keys[0].numel(), config.layers, x.shape[0], rows.verify,
+            config.heads, config.kv_heads, config.head_dim, rows.page_table.shape[1], torch.get_num_threads(),
+            config.norm_eps, config.head_dim**-0.5,
         )  # fmt: skip
         run(made, x.data_ptr())
         return x
@@ -79,7 +82,7 @@ def _low_ranks(extra: LayerAdapter) -> tuple[LowRank | None, ...]:
     return extra.qkv, extra.o, extra.gate_up, extra.down
 
 
-def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None) -> _Layer:
+def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None, rotary: Rotary) -> _Layer:
     mixed = config.heads * config.head_dim
     fused = mixed + 2 * config.kv_heads * config.head_dim
     shapes = (
@@ -90,8 +93,8 @@ def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None)
     )
     low_ranks = (None,) * 4 if extra is None else _low_ranks(extra)
     matrices = (_matrix(*shape, low_rank) for shape, low_rank in zip(shapes, low_ranks, strict=True))
-    norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-    return _Layer(*map(_address, norms), *matrices)
+    vectors = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, rotary.cos, rotary.sin)
+    return _Layer(*map(_address, vectors), *matrices)
 
 
 def _matrix(weight: Tensor, bias: Tensor | None, outs: int, ins: int, low_rank: LowRank | None) -> _Matrix:

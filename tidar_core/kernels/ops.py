@@ -73,17 +73,33 @@ def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dt
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary tables, fp32 [max_positions, head_dim / 2], for transformers' layout (first and second half)."""
+    """Rotary tables, fp32 [max_positions, head_dim / 2]: coordinate i of a head turns with i + head_dim / 2.
+
+    `still`: the tables of no rotation, for the layers that know no positions.
+    """
 
     cos: Tensor
     sin: Tensor
+    unrotated: tuple[int, ...] = ()
+    still: "Rotary | None" = None
+
+    def of(self, layer: int) -> "Rotary":
+        """The tables of one layer."""
+        return self.still if self.still is not None and layer in self.unrotated else self
+
+    def at(self, positions: Tensor) -> "Rotary":
+        """The rows of these positions, int64 [rows], in place of all positions."""
+        still = None if self.still is None else self.still.at(positions)
+        return Rotary(self.cos[positions], self.sin[positions], self.unrotated, still)
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> Rotary:
     """The rotary embedding of all positions, with the model's scaling, computed in fp32 as transformers does."""
     inverse, attention_factor = inverse_frequencies(config)
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), inverse)
-    return Rotary((angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device))
+    cos, sin = (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
+    still = Rotary(torch.ones_like(cos), torch.zeros_like(sin)) if config.unrotated else None
+    return Rotary(cos, sin, config.unrotated, still)
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,13 +306,13 @@ def bind_layers(
     def rotated(
         normed: Normed, layer: LayerWeights, extra: LayerAdapter, rows: StepRows, cache: KVCache, index: int
     ) -> Tensor:
-        qk_norm = layer_qk_norm(layer, eps)
+        qk_norm, tables = layer_qk_norm(layer, eps), rotary.of(index)
         by_heads = qk_norm is not None or cache.key_scales is not None
         qkv = rotated_linear(
-            plan, normed, layer.qkv, layer.qkv_bias, extra.qkv, eps, rows, rotary, cache, index, layer.o,
+            plan, normed, layer.qkv, layer.qkv_bias, extra.qkv, eps, rows, tables, cache, index, layer.o,
             rotates=not by_heads,
         )  # fmt: skip
-        return rotate_and_store(qkv, rows, rotary, cache, index, qk_norm) if by_heads else qkv
+        return rotate_and_store(qkv, rows, tables, cache, index, qk_norm) if by_heads else qkv
 
     def run_layers(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
         if x.shape[0] == 0:

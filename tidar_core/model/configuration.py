@@ -1,6 +1,7 @@
 """The shape of a model, as its config.json or GGUF header states it."""
 
-from math import inf
+from dataclasses import replace
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,10 +10,12 @@ from transformers import AutoConfig, PreTrainedConfig, Qwen3Config
 from tidar_core.config import Architecture, ConfigError, ModelConfig
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.quantization import read_quantization
-from tidar_core.model.rope import read_scaling, scaled_positions
+from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.sampling import MAX_VOCAB
 
+_PARTLY_ROTATED = ("phi3", "glm")
+_INTERLEAVED = ("ernie4_5", "glm", "helium")
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -29,10 +32,10 @@ _LLAMA_DEFAULTS = {
 def load_config(source: ModelSource) -> ModelConfig:
     """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
 
-    That is every architecture but llama, mistral, phi3, qwen2 and qwen3, and in these: rope scaling other than linear,
-    llama3 and yarn, rope on a part of each head, a mixture of experts, activations other than silu, and
-    weights that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq,
-    bitsandbytes and MLX do it (see `read_quantization`).
+    That is every architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn
+    and longrope, a mixture of experts, activations other than silu, and weights that are quantized in another way than
+    GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, bitsandbytes and MLX do it (see
+    `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))
@@ -47,10 +50,7 @@ def load_config(source: ModelSource) -> ModelConfig:
         )
     if config.heads % config.kv_heads:
         raise ConfigError(f"{source.name}: {config.heads} query heads do not share {config.kv_heads} key/value heads")
-    if config.head_dim < 2 or config.head_dim % 2:
-        raise ConfigError(f"{source.name}: rotary positions need an even head size, not {config.head_dim}")
-    if not 1 < config.rope_theta < inf:
-        raise ConfigError(f"{source.name}: rotary positions need a rope_theta above 1, not {config.rope_theta}")
+    check_rotation(config, source.name)
     return config
 
 
@@ -70,15 +70,21 @@ def _config_from_directory(directory: Path) -> ModelConfig:
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{directory / 'config.json'} is not valid ({one_line(error)})") from error
     rope = config.rope_parameters or {}
-    if not isinstance(rope.get("rope_theta"), int | float) or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    turning = rope.get("partial_rotary_factor", 1.0)
+    partly = turning != 1 and (architecture not in _PARTLY_ROTATED or not isinstance(turning, int | float))
+    if partly or not isinstance(rope.get("rope_theta"), int | float):
         raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta for all is")
     scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
     window = _window(config, architecture, directory.name)
-    max_positions = scaled_positions(config.max_position_embeddings, scaling)
+    positions, stretching = (
+        min(length, window or length)
+        for length in (scaled_positions(config.max_position_embeddings, scaling), config.max_position_embeddings)
+    )
     if config.hidden_act not in ("silu", "swish"):
         raise ConfigError(f"{directory.name}: activation {config.hidden_act!r} is not supported, only silu")
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    return ModelConfig(
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    qkv_bias, o_bias, mlp_bias = _biases(config, architecture)
+    plain = ModelConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -86,18 +92,80 @@ def _config_from_directory(directory: Path) -> ModelConfig:
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim,
         norm_eps=config.rms_norm_eps,
         rope_theta=float(rope["rope_theta"]),
-        max_positions=min(max_positions, window or max_positions),
+        max_positions=positions,
         tied_head=config.tie_word_embeddings,
-        qkv_bias=attention_bias or architecture == "qwen2",
-        o_bias=attention_bias and architecture != "qwen2",  # whatever else its config.json says, as in transformers
-        mlp_bias=architecture == "llama" and bool(getattr(config, "mlp_bias", False)),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
         qk_norm=architecture == "qwen3",
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
         window=window,
+        stretches_to=stretching if scaling is not None and scaling.long_factor and stretching > positions else None,
+        rotary_dim=None if turning == 1 else int(head_dim * turning),
+        interleaved=architecture in _INTERLEAVED,
+        unrotated=_unrotated(config, architecture),
+    )
+    return _scaled(plain, config, directory.name) if architecture == "granite" else plain
+
+
+def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool, bool, bool]:
+    """Of the projections to q, k and v, of that behind attention, and of the MLP's: as transformers' models have them,
+    whatever else a config.json says."""
+
+    def stated(name: str) -> bool:
+        return bool(getattr(config, name, False))
+
+    attention, mlp = stated("attention_bias"), stated("mlp_bias")
+    match architecture:
+        case "mistral" | "phi3":
+            return False, False, False
+        case "qwen2":
+            return True, False, False
+        case "qwen3":
+            return attention, attention, False
+        case "glm":
+            return attention, False, False
+        case "helium":
+            return attention, False, mlp
+        case "seed_oss":
+            return attention, stated("attention_out_bias"), mlp
+        case "ernie4_5":
+            return (stated("use_bias"),) * 3
+    return attention, attention, mlp
+
+
+def _unrotated(config: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
+    """SmolLM3's layers that know no positions (arXiv 2501.18795): `no_rope_layers` has a 0 for each."""
+    if architecture != "smollm3":
+        return ()
+    return tuple(index for index, turns in enumerate(config.no_rope_layers[: config.num_hidden_layers]) if not turns)
+
+
+def _scaled(plain: ModelConfig, config: PreTrainedConfig, name: str) -> ModelConfig:
+    """Granite's four multipliers, as scales of weights and tables.
+
+    A layer's output times r before it joins the residual is the same as a residual, and so an embedding, of 1/r its
+    size, which a norm does not tell (its epsilon grows by 1/r²). Scores times another factor than 1/√head_dim are the
+    same as queries and keys, and so cos and sin, times the root of what it is more.
+    """
+    multipliers = {
+        key: getattr(config, key)
+        for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    }
+    for key, value in multipliers.items():
+        if not isinstance(value, int | float) or not 0 < value < inf:
+            raise ConfigError(f"{name}: its {key} is {value!r}, not a positive number")
+    embedding, residual, attention, logits = multipliers.values()
+    return replace(
+        plain,
+        norm_eps=plain.norm_eps / residual**2,
+        embedding_scale=embedding / residual,
+        rotary_scale=sqrt(attention * sqrt(plain.head_dim)),
+        logit_scale=1 / logits,
     )
 
 

@@ -96,11 +96,12 @@ def paged_attention(
 
     def rotated(layer: int, qkv: Tensor) -> Tensor:
         norms, own = layer_qk_norm(weights.layers[layer], config.norm_eps), own_attention(adapter, layer)
+        tables = rotary.of(layer)
         if own is None or first == len(qkv):
-            return ops.rotate_and_store(qkv, rows, rotary, cache, layer, norms)
+            return ops.rotate_and_store(qkv, rows, tables, cache, layer, norms)
         own_norms = layer_qk_norm(own, config.norm_eps)
-        said = ops.rotate_and_store(qkv[:first], verifying, rotary, cache, layer, norms)
-        return torch.cat((said, ops.rotate_and_store(qkv[first:], drafting, rotary, cache, layer, own_norms)))
+        said = ops.rotate_and_store(qkv[:first], verifying, tables, cache, layer, norms)
+        return torch.cat((said, ops.rotate_and_store(qkv[first:], drafting, tables, cache, layer, own_norms)))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         return ops.attend(rotated(layer, qkv), rows, cache, layer)

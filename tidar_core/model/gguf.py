@@ -229,6 +229,7 @@ def _rope_scaling(header: GgufHeader, architecture: str, context_length: int, he
     unscaled = kind == "none" or (kind == "linear" and factor == 1)
     for length in ("long", "short"):
         _require(header, f"rope_factors_{length}.weight" not in header.tensors, "rope scaling 'longrope'")
+    _require(header, kind != "longrope", "rope scaling 'longrope'")
     if kind == "yarn":
         for key, unused in (("yarn_ext_factor", (-1, 1)), ("yarn_log_multiplier", (0,))):
             _require(header, _number(header, prefix + key, unused[-1]) in unused, f"rope scaling 'yarn' with {key}")

@@ -21,12 +21,14 @@ from tidar_core.model.gguf import GgufCheckpoint, read_header
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
+from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.splits import split_as_named
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm")  # which have them so in their files, as the decoder does
 
 
 class Checkpoint(Protocol):
@@ -69,11 +71,15 @@ def load_weights(
         if config.tied_head and torch.equal(head, embedding):
             head = embedding
         return ModelWeights(
-            embedding=embedding,
+            embedding=_times(embedding, config.embedding_scale),
             layers=layers,
-            final_norm=final_norm,
+            final_norm=_times(final_norm, config.logit_scale),
             head=head,
         )
+
+
+def _times(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else tensor * scale
 
 
 def load_tensors(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -275,8 +281,10 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
     q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention: tuple[tuple[str, int], ...] = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
     mlp: tuple[tuple[str, int], ...] = (("gate_proj", inner), ("up_proj", inner))
-    if config.architecture == "phi3":  # which has them fused as the decoder does
-        attention, mlp = (("qkv_proj", q_size + 2 * kv_size),), (("gate_up_proj", 2 * inner),)
+    if config.architecture in _FUSED_ATTENTION:
+        attention = (("qkv_proj", q_size + 2 * kv_size),)
+    if config.architecture in _FUSED_MLP:
+        mlp = (("gate_up_proj", 2 * inner),)
     projections = (
         *((f"self_attn.{name}", rows, hidden, config.qkv_bias) for name, rows in attention),
         ("self_attn.o_proj", hidden, q_size, config.o_bias),
@@ -302,9 +310,8 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) -> LayerWeights:
     attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-    fused = config.architecture == "phi3"
-    qkv = [f"{attention}{part}_proj" for part in (("qkv",) if fused else "qkv")]
-    gate_up = [f"{mlp}{part}_proj" for part in (("gate_up",) if fused else ("gate", "up"))]
+    qkv = [f"{attention}{part}_proj" for part in (("qkv",) if config.architecture in _FUSED_ATTENTION else "qkv")]
+    gate_up = [f"{mlp}{part}_proj" for part in (("gate_up",) if config.architecture in _FUSED_MLP else ("gate", "up"))]
 
     def weight(*stems: str) -> Tensor:
         return read(*(f"{stem}.weight" for stem in stems))
@@ -312,10 +319,11 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
     def bias(present: bool, *stems: str) -> Tensor | None:
         return read(*(f"{stem}.bias" for stem in stems)) if present else None
 
+    qkv_bias = bias(config.qkv_bias, *qkv)
     return LayerWeights(
         input_norm=weight(f"model.layers.{index}.input_layernorm"),
-        qkv=weight(*qkv),
-        qkv_bias=bias(config.qkv_bias, *qkv),
+        qkv=_in_halves(weight(*qkv), config),
+        qkv_bias=None if qkv_bias is None else _in_halves(qkv_bias, config),
         q_norm=weight(f"{attention}q_norm") if config.qk_norm else None,
         k_norm=weight(f"{attention}k_norm") if config.qk_norm else None,
         o=weight(f"{attention}o_proj"),
@@ -326,3 +334,12 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         down=weight(f"{mlp}down_proj"),
         down_bias=bias(config.mlp_bias, f"{mlp}down_proj"),
     )
+
+
+def _in_halves(qkv: Tensor, config: ModelConfig) -> Tensor:
+    """The fused projection's weight or bias with the coordinates that turn together half a head apart (`rope.py`)."""
+    order = paired_as_stored(config)
+    if order is not None:
+        turning = qkv[: (config.heads + config.kv_heads) * config.head_dim].unflatten(0, (-1, config.head_dim))
+        turning.copy_(turning[:, order.to(qkv.device)])
+    return qkv
