@@ -10,7 +10,7 @@ from cluster.options import FurtherModel, ServeOptions
 from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
-from tidar_core.model.contract import read_contract
+from tidar_core.model.contract import read_contract, stated_architecture
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.settings import suggestion
 
@@ -83,7 +83,9 @@ def check_models(
     """
     from tidar_core.model.configuration import load_config
 
-    shapes = {model: load_config(source) for model, source in sources.items()}
+    seen = [served.config for served in options.served.values() if can_be_seen(served.config.adapter)]
+    stated = {config.model: taken_for for config in seen if (taken_for := stated_architecture(config.adapter))}
+    shapes = {model: load_config(source, stated.get(model)) for model, source in sources.items()}
     for name, served in options.served.items():
         config = served.config
         if config.model in shapes and config.adapter not in OWN_ADAPTERS and can_be_seen(config.adapter):

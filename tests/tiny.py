@@ -159,7 +159,7 @@ def tiny_checkpoint(
     tokenizer = tiny_tokenizer(vocab)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _randomise(model, tokenizer, torch.Generator().manual_seed(seed), likely)
+    randomise(model, tokenizer, torch.Generator().manual_seed(seed), likely)
     model.to(dtype)
     model.generation_config = GenerationConfig(eos_token_id=[2, 0], pad_token_id=0)
     model.save_pretrained(directory, max_shard_size=shard_size)
@@ -175,9 +175,10 @@ def tool_tokenizer(template: str = HERMES_TEMPLATE, vocab: int = 512) -> PreTrai
     return tokenizer
 
 
-def _randomise(
+def randomise(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator, likely: int
 ) -> None:
+    """Draw a model's weights as `tiny_checkpoint` wants them."""
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)

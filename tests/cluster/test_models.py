@@ -24,7 +24,7 @@ from cluster.preflight import absolute, check_models, check_options, check_visib
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_api import NoReplica
 from tests.servers import tiny_model
-from tests.tiny import tiny_adapter, tiny_checkpoint
+from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.cli import named
 from tidar_core.config import ConfigError
@@ -335,6 +335,14 @@ def test_each_adapter_is_checked_against_its_own_base(tmp_path: Path) -> None:
     for check in (check_all, check_visible):
         with pytest.raises(ConfigError, match="block_length is 1"):
             check(options(contract))
+    edit_json(narrow / "config.json", model_type="tidar_qwen3")
+    contract.write_text('{"mask_token_id": 3, "block_length": 4}')
+    for check in (check_all, check_visible):
+        with pytest.raises(ConfigError, match="architecture 'tidar_qwen3' is not supported"):
+            check(options(contract))
+    contract.write_text('{"architecture": "qwen3", "mask_token_id": 3, "block_length": 4}')
+    for check in (check_all, check_visible):
+        check(options(contract))
     check_visible(options(fits, tmp_path / "elsewhere"))
     with pytest.raises(ConfigError, match="elsewhere"):
         check_options(options(fits, tmp_path / "elsewhere"))

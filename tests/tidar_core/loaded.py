@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tidar_core.config import EngineConfig, ModelConfig
 from tidar_core.engine import Engine, load_engine
@@ -77,12 +77,17 @@ def assert_same_weights(weights: ModelWeights, state: dict[str, Tensor], dtype: 
 
 def said_as_transformers_says(path: Path, plain: Path, length: int = 40, **settings: Any) -> Engine:
     """The engine of one checkpoint, once it has said of each token of a text what transformers says of another."""
+    return said_as(path, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), length, **settings)
+
+
+def said_as(path: Path, model: PreTrainedModel, length: int = 40, **settings: Any) -> Engine:
+    """The engine of a checkpoint, once it has said of each token of a text what `model` says of it."""
     text = tuple(range(20, 20 + length))
-    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    model.eval()
     with torch.no_grad():
         scores = model(torch.tensor([text])).logits[0].log_softmax(-1)
     expected = scores[:-1].gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    config = EngineConfig(model=str(path), adapter="none", dtype="float32", device="cpu", threads=1)
+    config = EngineConfig(str(path), "none", "float32", "cpu", threads=1)
     engine = load_engine(replace(config, **settings))
     engine.submit(Request("a", text, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)))
     told = [entry.logprob for _ in range(9) for output in engine.step() for entry in output.prompt_logprobs]

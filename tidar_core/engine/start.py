@@ -25,7 +25,7 @@ from tidar_core.layout import BlockForm
 from tidar_core.model.adapter import Adapter, default_adapter_for, identify_base, load_adapter
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
-from tidar_core.model.contract import read_contract, read_own_drafter
+from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
 from tidar_core.model.loading import load_tokenizer, load_weights
@@ -58,7 +58,7 @@ def load_engine(
     device = choose_device(config.device)
     dtype = arithmetic_dtype(config.dtype)
     source = find_model(config.model)
-    model = stretched(load_config(source), config.max_model_len)
+    model = stretched(load_config(source, stated_architecture(config.adapter)), config.max_model_len)
     report(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()

@@ -8,6 +8,7 @@
     quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, modelopt, MLX
     splits.py    how a GGUF file's vocabulary cuts text into words
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
+    text_part.py what its config.json states of the model of text
     configuration.py its shape, as the checkpoint states it
     sampling_defaults.py how its makers want it sampled
     loading.py   its weights, fused for the decoder, and its tokenizer

@@ -3,15 +3,16 @@
 from dataclasses import replace
 from math import inf, sqrt
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, PreTrainedConfig, Qwen3Config
 
 from tidar_core.config import Architecture, ConfigError, ModelConfig
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.text_part import read_text_part
 from tidar_core.sampling import MAX_VOCAB
 
 _PARTLY_ROTATED = ("phi3", "glm")
@@ -29,18 +30,18 @@ _LLAMA_DEFAULTS = {
 }  # LlamaConfig's, where they are not Qwen3Config's as well
 
 
-def load_config(source: ModelSource) -> ModelConfig:
+def load_config(source: ModelSource, taken_for: Architecture | None = None) -> ModelConfig:
     """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
 
-    That is every architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn
-    and longrope, a mixture of experts, activations other than silu, and weights that are quantized in another way than
-    GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, bitsandbytes and MLX do it (see
-    `read_quantization`).
+    A model of a type that is not known may be `taken_for` one that is (see `text_part`). What cannot be run is every
+    architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn and longrope, a
+    mixture of experts, activations other than silu, and weights that are quantized in another way than GGUF, fp8,
+    fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, bitsandbytes and MLX do it (see `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))
     else:
-        config = _config_from_directory(source.directory)
+        config = _config_from_directory(source.directory, taken_for)
     sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.layers, config.heads)
     if min(*sizes, config.kv_heads, config.max_positions) < 1:
         raise ConfigError(f"{source.name}: a size in its configuration is zero or negative")
@@ -54,19 +55,11 @@ def load_config(source: ModelSource) -> ModelConfig:
     return config
 
 
-def _config_from_directory(directory: Path) -> ModelConfig:
-    stated = read_json(directory / "config.json")
-    known: tuple[Architecture, ...] = get_args(Architecture)
-    architecture = next((each for each in known if each == stated.get("model_type")), None)
-    if architecture is None:
-        named = stated.get("model_type")
-        raise ConfigError(f"{directory.name}: architecture {named!r} is not supported, only {', '.join(known)}")
+def _config_from_directory(directory: Path, taken_for: Architecture | None) -> ModelConfig:
+    architecture, stated = read_text_part(directory, taken_for)
     read_quantization(directory)  # which refuses what the weights could not be read of
     try:
-        if architecture == "llama":
-            config = _llama_config(stated)
-        else:
-            config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        config = _llama_config(stated) if architecture == "llama" else CONFIG_MAPPING[architecture].from_dict(stated)
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{directory / 'config.json'} is not valid ({one_line(error)})") from error
     rope = config.rope_parameters or {}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tidar_core.config import ConfigError
+from tidar_core.config import Architecture, ConfigError
 from tidar_core.layout import BlockForm, WithinBlock
 from tidar_core.settings import first_mistake
 
@@ -22,12 +22,14 @@ class OwnDrafter(BaseModel):
 
     mask_token_id: the token that stands in all slots of a proposal; its row of the embedding is their input.
     block_length: slots a proposal was trained with. within_block, slot_0, labels, holds: as in `AdapterConfig`.
-    training: how the weights came about, free of form.
+    architecture: what the model is, where its config.json has a model_type of its own. training: how the weights came
+    about, free of form.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     format: Literal[1] = 1
+    architecture: Architecture | None = None
     mask_token_id: int = Field(ge=0)
     block_length: int = Field(ge=2)
     within_block: WithinBlock = "bidirectional"
@@ -56,3 +58,10 @@ def read_contract(path: Path) -> OwnDrafter:
         raise ConfigError(f"{path} is not valid: {first_mistake(error, OwnDrafter)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def stated_architecture(adapter: str) -> Architecture | None:
+    """What the contract that is named as `adapter` says that the model is; None where another thing is named, or
+    nothing said. Raises ConfigError as `read_contract`."""
+    place = Path(adapter)
+    return read_contract(place).architecture if place.is_file() else None

@@ -4,18 +4,19 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tensors
 from tidar_core.model.quantization import STATED_UNDER, read_quantization
-from tidar_core.model.sources import ModelSource
+from tidar_core.model.sources import ModelSource, read_json
+from tidar_core.model.text_part import KNOWN, read_text_part
 
 
 def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
     """The model in one dtype; quantized weights are unpacked. choices: more for `from_pretrained`."""
-    if source.gguf_file is None and read_quantization(source.directory) is not None:
-        return _dequantized_model(source, dtype, **choices)
+    if source.gguf_file is None and not _is_plain(source):
+        return _rebuilt_model(source, dtype, **choices)
     if source.gguf_file is not None:
         choices["gguf_file"] = source.gguf_file
         if hasattr(transformers, "GgufConfig"):  # where it would leave them packed if it could
@@ -27,9 +28,17 @@ def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
     return model
 
 
-def _dequantized_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
-    """As the engine reads it: transformers would need a package for each method, and a GPU for some."""
-    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+def _is_plain(source: ModelSource) -> bool:
+    """Whether transformers can load it as a model of text: not quantized, which would need a package for each method
+    and a GPU for some, nor a part of a larger one, nor of a type of its own."""
+    named = read_json(source.directory / "config.json").get("model_type")
+    return named in KNOWN and read_quantization(source.directory) is None
+
+
+def _rebuilt_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
+    """As the engine reads it."""
+    architecture, stated = read_text_part(source.directory)
+    config = CONFIG_MAPPING[architecture].from_dict(stated)
     for key in STATED_UNDER:
         vars(config).pop(key, None)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.gguf import GgufCheckpoint, read_header
@@ -27,6 +27,7 @@ from tidar_core.model.splits import split_as_named
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
+_BARE = "model."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm")  # which have them so in their files, as the decoder does
 
@@ -176,17 +177,20 @@ def _named_tensors(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
 
 def _tokenizer_of_directory(directory: Path) -> Any:
     """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
-    configuration.py. How positions rotate is nothing to it, and only that class could read it."""
+    configuration.py. How positions rotate is nothing to it, and only that class could read it; a type that is not known
+    has none."""
     path = directory / "config.json"
     stated = read_json(path) if path.is_file() else {}
     named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
-    given = {"config": PreTrainedConfig.from_dict(named)} if stated.get("model_type") == "llama" else {}
+    has_a_class = stated.get("model_type") != "llama" and stated.get("model_type") in CONFIG_MAPPING
+    given = {} if has_a_class else {"config": PreTrainedConfig.from_dict(named)}
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
 
 
 class _SafetensorsCheckpoint:
     """Tensors of one safetensors file or of several shards, closed with `stack`. Of a `tied` head and embedding the
-    file may have either; that of a bare model, without its head, names all others without their first word.
+    file may have either; that of a bare model, without its head, names all others without their first word, and a
+    model of more than text has them behind words of its own.
     A quantized matrix has the name and the shape that it would have as an ordinary tensor."""
 
     def __init__(self, directory: Path, stack: ExitStack, tied: bool):
@@ -200,6 +204,8 @@ class _SafetensorsCheckpoint:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} is not a readable safetensors file ({one_line(error)})") from None
             self.files.update(dict.fromkeys(file.keys(), file))
+        self.wholes = _stems(self.files, _HEAD)
+        self.parts = _stems(self.files, _EMBEDDING.removeprefix(_BARE))
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the tensor `name`, None where there is none. Raises ConfigError for what it is quantized to."""
@@ -234,7 +240,9 @@ class _SafetensorsCheckpoint:
 
     def _stored(self, name: str) -> str | None:
         """The name that the file has for a tensor, or would have if it were not quantized."""
-        names = [name, name.removeprefix("model.")]
+        names = [name, name.removeprefix(_BARE), *(stem + name for stem in self.wholes)]
+        if name.startswith(_BARE):
+            names += [stem + name.removeprefix(_BARE) for stem in self.parts]
         if self.tied and name == _EMBEDDING:
             names.append(_HEAD)
         return next((each for each in names if each in self.files or self._packed(each)), None)
@@ -246,6 +254,11 @@ class _SafetensorsCheckpoint:
             and kind == "weight"
             and any(f"{layer}.{part}" in self.files for part in PACKED)
         )
+
+
+def _stems(names: Iterable[str], ending: str) -> list[str]:
+    """What stands before `ending` in the names that have it, but for nothing at all."""
+    return sorted({name.removesuffix(ending) for name in names if name.endswith(f".{ending}")})
 
 
 def _weight_files(directory: Path) -> list[Path]:
