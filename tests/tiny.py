@@ -78,6 +78,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "granite": {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0
     },
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
 }  # fmt: skip
 
@@ -149,7 +150,7 @@ def tiny_checkpoint(
             "attention_bias": bias,
             "head_dim": 2 * hidden // heads if architecture == "qwen3" else hidden // heads,
         }
-    if architecture not in ("mistral", "phi3", "qwen2", "qwen3", "glm"):
+    if architecture not in ("exaone4", "glm", "glm4", "mistral", "olmo2", "phi3", "qwen2", "qwen3"):
         shape |= {"mlp_bias": bias, "use_bias": bias, "attention_out_bias": bias}
     if head_dim:
         shape |= {"head_dim": head_dim}

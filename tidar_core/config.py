@@ -6,11 +6,25 @@ from typing import Literal
 from tidar_core.request import DraftMode
 
 Architecture = Literal[
-    "ernie4_5", "glm", "granite", "helium", "llama", "mistral", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"
+    "ernie4_5",
+    "exaone4",
+    "glm",
+    "glm4",
+    "granite",
+    "helium",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
 ]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
+Norms = Literal["before", "behind", "both"]
 KVDType = Literal["model", "float8"]
 GenerationConfig = Literal["auto", "none"]
 
@@ -56,8 +70,10 @@ class ModelConfig:
     other rotary frequencies, thus other keys, for every position (`rope.stretched`). `eos_ids` end an answer.
 
     Of a head's coordinates the first `rotary_dim` rotate (None: all), in pairs that the checkpoint has side by side
-    where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. What is scaled by a number
-    is scaled with the weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin.
+    where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. `norms` stand before
+    attention and MLP, behind them (before the sum), or both; `qk_norm` is one a head, `wide_qk_norm` one over all of
+    them. What is scaled by a number is scaled with the weights or tables: the embedding, the final norm (by
+    `logit_scale`), cos and sin.
     """
 
     architecture: Architecture
@@ -83,6 +99,8 @@ class ModelConfig:
     rotary_dim: int | None = None
     interleaved: bool = False
     unrotated: tuple[int, ...] = ()
+    norms: Norms = "before"
+    wide_qk_norm: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     rotary_scale: float = 1.0

@@ -80,7 +80,7 @@ def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, wit
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "olmo2"])
 def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architecture, within_block):
     tiny = tiny_base(tmp_path, architecture)
     pack = pack_documents(random_documents(3), CPU)

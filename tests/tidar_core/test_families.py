@@ -38,6 +38,14 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     ),
     "seed_oss": ("seed_oss", {"tied": False, "bias": True, "head_dim": 32}),
     "glm": ("glm", {"tied": False, "bias": True, "head_dim": 32}),
+    "glm4": ("glm4", {"tied": False, "bias": True, "head_dim": 32}),
+    "olmo2": ("olmo2", {"tied": False, "bias": True}),
+    "olmo2, as many keys as queries": ("olmo2", {"heads": 4, "kv_heads": 4}),
+    "exaone4": ("exaone4", {}),
+    "exaone4, hybrid": (
+        "exaone4",
+        {"layers": 4, "stated": {"sliding_window": 50, "sliding_window_pattern": 4, "layer_types": None}},
+    ),
     "ernie4_5": ("ernie4_5", {"bias": True}),
     "helium": ("helium", {"tied": False, "bias": True}),
     "phi3, a part of each head": (

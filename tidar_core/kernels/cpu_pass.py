@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int32
 
@@ -42,12 +42,12 @@ class _Pass(ctypes.Structure):
 def bind_layers(
     run: Any, config: ModelConfig, weights: ModelWeights, adapter: AdapterWeights | None, rotary: Rotary
 ) -> Layers | None:
-    """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed, and where
-    mask rows have attention of their own."""
+    """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed, where mask
+    rows have attention of their own, and where norms stand elsewhere than in Llama."""
     run.argtypes, run.restype = [ctypes.POINTER(_Pass), pointer], None
     extras = [None] * config.layers if adapter is None else adapter.layers
     own_attention = adapter is not None and adapter.attention is not None
-    if own_attention or not all(_packed(extra) for extra in extras):
+    if own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
         return None
     pairs = zip(weights.layers, extras, strict=True)
     layers = (_Layer * config.layers)(

@@ -34,7 +34,7 @@ from tidar_core.kernels.triton_gemm import (
 from tidar_core.kernels.triton_launch import read_ahead
 from tidar_core.kernels.triton_rows import add_norm, rotate_and_store
 from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm, own_attention
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights
+from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
 
 
 @triton.jit
@@ -293,14 +293,16 @@ def bind_layers(
     adapter: AdapterWeights | None,
     rotary: Rotary,
 ) -> Layers | None:
-    """`Ops.bind_layers`; None in float16, and with an adapter that is too wide to be computed beside a product."""
+    """`Ops.bind_layers`; None in float16, with an adapter that is too wide to be computed beside a product, and where
+    norms stand elsewhere than in Llama."""
     extras = (BASE_ALONE,) * len(weights.layers) if adapter is None else adapter.layers
     pairs = [pair for extra in extras for pair in (extra.qkv, extra.o, extra.gate_up, extra.down) if pair is not None]
     half_precision = weights.embedding.dtype == torch.float16
-    if half_precision or any(pair.a.shape[0] > WIDEST_RANK for pair in pairs):
+    norms = norms_before(weights)
+    if norms is None or half_precision or any(pair.a.shape[0] > WIDEST_RANK for pair in pairs):
         return None
     eps = config.norm_eps
-    next_norms = (*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm)
+    next_norms = (*(before for before, _ in norms[1:]), weights.final_norm)
     next_weights = (*(layer.qkv for layer in weights.layers[1:]), weights.head)
 
     def rotated(
@@ -318,7 +320,7 @@ def bind_layers(
         if x.shape[0] == 0:
             return x
         residual, verify = x.contiguous(), rows.verify
-        first = add_norm(residual, None, weights.layers[0].input_norm, eps)[0]
+        first = add_norm(residual, None, norms[0][0], eps)[0]
         normed = Normed(first, residual.new_empty(len(residual), 0, dtype=torch.float32))
         for index, layer in enumerate(weights.layers):
             extra, own = extras[index], own_attention(adapter, index) if verify < len(x) else None
@@ -326,7 +328,7 @@ def bind_layers(
                 qkv = rotated(normed, layer, extra, rows, cache, index)
                 x = attend(qkv, rows, cache, index)
                 normed = added_linear(
-                    plan, x, layer.o, layer.o_bias, extra.o, verify, residual, layer.post_norm, layer.gate_up
+                    plan, x, layer.o, layer.o_bias, extra.o, verify, residual, norms[index][1], layer.gate_up
                 )
             else:  # rows of each kind by their own projections
                 verifying, masks = rows.apart()
@@ -336,7 +338,7 @@ def bind_layers(
                 x = attend(torch.cat((said, drafted)), rows, cache, index)
                 parts = (
                     added_linear(
-                        plan, x[some], weight, None, None, verify, residual[some], layer.post_norm, layer.gate_up
+                        plan, x[some], weight, None, None, verify, residual[some], norms[index][1], layer.gate_up
                     )
                     for some, weight in ((slice(verify), layer.o), (slice(verify, None), own.o))
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, Qwen3Config
 
-from tidar_core.config import Architecture, ConfigError, ModelConfig
+from tidar_core.config import Architecture, ConfigError, ModelConfig, Norms
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
@@ -15,8 +15,9 @@ from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.text_part import read_text_part
 from tidar_core.sampling import MAX_VOCAB
 
-_PARTLY_ROTATED = ("phi3", "glm")
-_INTERLEAVED = ("ernie4_5", "glm", "helium")
+_PARTLY_ROTATED = ("phi3", "glm", "glm4")
+_INTERLEAVED = ("ernie4_5", "glm", "glm4", "helium")
+_NORMS: dict[Architecture, Norms] = {"exaone4": "behind", "glm4": "both", "olmo2": "behind"}  # others: before
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -93,7 +94,7 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "exaone4"),
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
         window=window,
@@ -101,6 +102,8 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         rotary_dim=None if turning == 1 else int(head_dim * turning),
         interleaved=architecture in _INTERLEAVED,
         unrotated=_unrotated(config, architecture),
+        norms=_NORMS.get(architecture, "before"),
+        wide_qk_norm=architecture == "olmo2",
     )
     return _scaled(plain, config, directory.name) if architecture == "granite" else plain
 
@@ -114,13 +117,13 @@ def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool,
 
     attention, mlp = stated("attention_bias"), stated("mlp_bias")
     match architecture:
-        case "mistral" | "phi3":
+        case "mistral" | "phi3" | "exaone4":
             return False, False, False
         case "qwen2":
             return True, False, False
-        case "qwen3":
+        case "qwen3" | "olmo2":
             return attention, attention, False
-        case "glm":
+        case "glm" | "glm4":
             return attention, False, False
         case "helium":
             return attention, False, mlp
@@ -132,10 +135,15 @@ def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool,
 
 
 def _unrotated(config: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
-    """SmolLM3's layers that know no positions (arXiv 2501.18795): `no_rope_layers` has a 0 for each."""
-    if architecture != "smollm3":
+    """The layers that know no positions (arXiv 2501.18795): SmolLM3 names them, in EXAONE 4 they are those that see all
+    where others see a window."""
+    if architecture == "smollm3":
+        turning = config.no_rope_layers
+    elif architecture == "exaone4" and config.sliding_window is not None:
+        turning = [kind == "sliding_attention" for kind in config.layer_types]
+    else:
         return ()
-    return tuple(index for index, turns in enumerate(config.no_rope_layers[: config.num_hidden_layers]) if not turns)
+    return tuple(index for index, turns in enumerate(turning[: config.num_hidden_layers]) if not turns)
 
 
 def _scaled(plain: ModelConfig, config: PreTrainedConfig, name: str) -> ModelConfig:

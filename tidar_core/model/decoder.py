@@ -24,21 +24,48 @@ def run_layers(
     """All layers and the final norm: x [rows, hidden] -> [rows, hidden], ready for the head.
 
     Rows from first_mask_row on also pass through the adapter. attention(layer, qkv) is given the fused projection
-    [rows, (heads + 2 kv_heads) * head_dim], before QK-norm and rotation, and gives [rows, heads * head_dim].
+    [rows, (heads + 2 kv_heads) * head_dim], before each head's QK-norm and rotation, and gives
+    [rows, heads * head_dim].
     """
-    residual = None
+    residual, eps = None, config.norm_eps
     for index, layer in enumerate(weights.layers):
         extra = BASE_ALONE if adapter is None else adapter.layers[index]
         own = own_attention(adapter, index)
         own_qkv, own_o = (own.qkv, own.o) if own is not None else (None, None)
-        x, residual = ops.add_norm(x, residual, layer.input_norm, config.norm_eps)
+        x, residual = _added(ops, x, residual, layer.input_norm, eps)
         qkv = _linear(ops, x, layer.qkv, layer.qkv_bias, extra.qkv, first_mask_row, own_qkv)
-        mixed = attention(index, qkv)
+        mixed = attention(index, _norm_all_heads(ops, config, layer, qkv))
         x = _linear(ops, mixed, layer.o, layer.o_bias, extra.o, first_mask_row, own_o)
-        x, residual = ops.add_norm(x, residual, layer.post_norm, config.norm_eps)
+        x, residual = _added(ops, _normed(ops, x, layer.attention_norm, eps), residual, layer.post_norm, eps)
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
         x = ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, extra.down, first_mask_row)
-    return ops.add_norm(x, residual, weights.final_norm, config.norm_eps)[0]
+        x = _normed(ops, x, layer.mlp_norm, eps)
+    return ops.add_norm(x, residual, weights.final_norm, eps)[0]
+
+
+def _added(ops: Ops, x: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """What the next product reads, the sum or its norm, and the sum."""
+    if norm is not None:
+        return ops.add_norm(x, residual, norm, eps)
+    total = x if residual is None else residual + x
+    return total, total
+
+
+def _normed(ops: Ops, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else ops.add_norm(x, None, norm, eps)[0]
+
+
+def _norm_all_heads(ops: Ops, config: ModelConfig, layer: LayerWeights, qkv: Tensor) -> Tensor:
+    """q and k normed over all their heads together, where the model has that."""
+    if layer.all_q_norm is None or layer.all_k_norm is None:
+        return qkv
+    sizes = (config.heads * config.head_dim, config.kv_heads * config.head_dim, config.kv_heads * config.head_dim)
+    q, k, v = qkv.split(sizes, dim=1)
+    q, k = (
+        _normed(ops, each.contiguous(), norm, config.norm_eps)
+        for each, norm in ((q, layer.all_q_norm), (k, layer.all_k_norm))
+    )
+    return torch.cat((q, k, v), dim=1)
 
 
 def all_layers(

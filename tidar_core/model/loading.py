@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.config import ConfigError, ModelConfig, Norms
 from tidar_core.model.gguf import GgufCheckpoint, read_header
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
@@ -28,8 +28,18 @@ from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
 _BARE = "model."
+_NORMS: dict[Norms, dict[str, str]] = {  # what the decoder calls them, and what transformers does
+    "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
+    "behind": {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "both": {
+        "input_norm": "input_layernorm",
+        "attention_norm": "post_self_attn_layernorm",
+        "post_norm": "post_attention_layernorm",
+        "mlp_norm": "post_mlp_layernorm",
+    },
+}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm")  # which have them so in their files, as the decoder does
+_FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their files already
 
 
 class Checkpoint(Protocol):
@@ -311,11 +321,11 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{prefix}{projection}.weight", (rows, columns)
             if bias:
                 yield f"{prefix}{projection}.bias", (rows,)
-        yield f"{prefix}input_layernorm.weight", (hidden,)
-        yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-        if config.qk_norm:
-            yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
-            yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
+        for norm in _NORMS[config.norms].values():
+            yield f"{prefix}{norm}.weight", (hidden,)
+        if config.qk_norm or config.wide_qk_norm:
+            yield f"{prefix}self_attn.q_norm.weight", (q_size if config.wide_qk_norm else config.head_dim,)
+            yield f"{prefix}self_attn.k_norm.weight", (kv_size if config.wide_qk_norm else config.head_dim,)
     yield "model.norm.weight", (hidden,)
     if not config.tied_head:
         yield _HEAD, (config.vocab_size, hidden)
@@ -333,15 +343,17 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         return read(*(f"{stem}.bias" for stem in stems)) if present else None
 
     qkv_bias = bias(config.qkv_bias, *qkv)
+    norms: dict[str, Tensor | None] = {"input_norm": None, "post_norm": None}
+    for norm, name in _NORMS[config.norms].items():
+        norms[norm] = weight(f"model.layers.{index}.{name}")
+    for part in "qk" if config.qk_norm or config.wide_qk_norm else "":
+        norms[f"{'all_' * config.wide_qk_norm}{part}_norm"] = weight(f"{attention}{part}_norm")
     return LayerWeights(
-        input_norm=weight(f"model.layers.{index}.input_layernorm"),
+        **norms,
         qkv=_in_halves(weight(*qkv), config),
         qkv_bias=None if qkv_bias is None else _in_halves(qkv_bias, config),
-        q_norm=weight(f"{attention}q_norm") if config.qk_norm else None,
-        k_norm=weight(f"{attention}k_norm") if config.qk_norm else None,
         o=weight(f"{attention}o_proj"),
         o_bias=bias(config.o_bias, f"{attention}o_proj"),
-        post_norm=weight(f"model.layers.{index}.post_attention_layernorm"),
         gate_up=weight(*gate_up),
         gate_up_bias=bias(config.mlp_bias, *gate_up),
         down=weight(f"{mlp}down_proj"),

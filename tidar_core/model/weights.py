@@ -11,21 +11,27 @@ class LayerWeights:
     """One transformer layer. Matrices are [out, in] as in `torch.nn.Linear`.
 
     qkv is q ([heads * head_dim]), then k, then v ([kv_heads * head_dim] each); gate_up is gate, then up.
-    q_norm and k_norm ([head_dim]) are Qwen3's; q and k rows are in transformers' rotary layout (halves).
+    input_norm and post_norm stand before attention and MLP, attention_norm and mlp_norm behind them, None where there
+    is none. q_norm and k_norm ([head_dim]) are of each head, as Qwen3 has them, all_q_norm and all_k_norm of all heads
+    together; q and k rows are in transformers' rotary layout (halves).
     """
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
-    post_norm: Tensor
+    post_norm: Tensor | None
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    all_q_norm: Tensor | None = None
+    all_k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,17 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Tensor
+
+
+def norms_before(weights: ModelWeights) -> list[tuple[Tensor, Tensor]] | None:
+    """Each layer's norms before attention and before the MLP; None where these are not all the norms over a row."""
+    found = []
+    for layer in weights.layers:
+        others = (layer.attention_norm, layer.mlp_norm, layer.all_q_norm, layer.all_k_norm)
+        if layer.input_norm is None or layer.post_norm is None or any(norm is not None for norm in others):
+            return None
+        found.append((layer.input_norm, layer.post_norm))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
