@@ -87,10 +87,13 @@ for line in sys.stdin:
 
 def test_what_an_engine_compiles_for_a_batch_is_not_measured():
     slow = Engine("slow", (sys.executable, "-c", COMPILES))
+    kept: list[list[int]] = []
     results = compare_engines(
-        [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True
+        [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True,
+        keep=lambda found: kept.append([len(r.rounds) for r in found]),
     )  # fmt: skip
     assert [(r.device, r.batch, r.rounds) for r in results] == [("abacus", 1, (1.0, 1.0)), ("abacus", 4, (4.0, 4.0))]
+    assert kept == [[1], [2], [2, 1], [2, 2]], "what was measured is known after every round"
 
 
 def test_a_prompt_of_another_length_finds_transformers_steps_compiled(tmp_path):

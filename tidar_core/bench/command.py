@@ -343,6 +343,7 @@ def peers(
     with user_errors():
         from tidar_core.bench.peers.compare import (
             DRAFTS,
+            PeerResult,
             Room,
             compare_engines,
             model_for,
@@ -373,16 +374,19 @@ def peers(
             [choice.value for choice in drafts or ()] or DRAFTS,
         )  # fmt: skip
         engines += [peer_engine(name, directory, model_for(name, source, folder), room) for name in names]
+
+        def keep(found: list[PeerResult]) -> None:
+            peers = [result.as_record() for result in found]
+            write_record(json_file, {"model": source.name, "prompts": sets, "peers": peers})
+
         results = compare_engines(
             engines, texts, batches=batches, rounds=rounds, at_least=prompts, max_tokens=max_tokens,
-            honour_end=honour_end, say=Console(stderr=True).print,
+            honour_end=honour_end, say=Console(stderr=True).print, keep=keep,
         )  # fmt: skip
         table = Table("batch", "engine", "device", "tokens/s", "against the first", title=source.name)
         for r in results:
             table.add_row(str(r.batch), r.engine, r.device, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
         Console().print(table)
-        found = [result.as_record() for result in results]
-        write_record(json_file, {"model": source.name, "prompts": sets, "peers": found})
 
 
 for device_command in (gpu, kernels, steps, training):

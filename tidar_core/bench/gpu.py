@@ -43,7 +43,10 @@ def phases(model: str) -> list[Phase]:
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]
     found += [Phase(f"steps {name}", ("steps", "--shape", name), 110) for name in reversed(large)]
+    # With drafts off too ours is to have twice transformers' tokens per second: its ratio is to be a half at most.
+    beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
     found += [
+        Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 150),
         Phase(
             "decode, sampled", (*decode, "--batch", "1", "--batch", "32", "--temperature", "0.7", "--top-p", "0.9"), 60
         ),
@@ -61,9 +64,6 @@ def phases(model: str) -> list[Phase]:
         ),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
-    # With drafts off too ours is to have twice transformers' tokens per second: its ratio is to be a half at most.
-    beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
-    found += [Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 180)]
     found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
     return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
 

@@ -123,17 +123,20 @@ def compare_engines(
     max_tokens: int,
     honour_end: bool,
     say: Callable[[str], None] = lambda line: None,
+    keep: Callable[[list[PeerResult]], None] = lambda found: None,
 ) -> list[PeerResult]:
     """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn; before the first of each
-    batch every engine has one that does not count, in which it compiles what it compiles for so many.
+    batch every engine has one that does not count, in which it compiles what it compiles for so many. keep gets after
+    each round what is known so far.
 
     Raises ConfigError where an engine does not start or dies.
     """
-    results = []
+    results: list[PeerResult] = []
     with ExitStack() as stack:
         running = [stack.enter_context(_running(engine, say)) for engine in engines]
         for batch in batches:
             speeds: list[list[float]] = [[] for _ in engines]
+            so_far = results
             parts = -(-at_least // batch)
             say(f"batch {batch}: warming up")
             for _, ask in running:
@@ -149,11 +152,18 @@ def compare_engines(
                     speeds[index].append(tokens / sum(reply["seconds"] for reply in replies))
                 said = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
                 say(f"batch {batch}, round {number + 1} of {rounds}: {said} tokens/s")
-            for engine, (device, _), mine in zip(engines, running, speeds, strict=True):
-                ratios = [speed / base for speed, base in zip(mine, speeds[0], strict=True)]
-                told = tuple(round(speed, 1) for speed in mine)
-                results.append(PeerResult(engine.name, device, batch, median(mine), median(ratios), told))
+                results = so_far + [
+                    _result(engine, device, batch, mine, speeds[0])
+                    for engine, (device, _), mine in zip(engines, running, speeds, strict=True)
+                ]
+                keep(results)
     return results
+
+
+def _result(engine: Engine, device: str, batch: int, speeds: list[float], first: list[float]) -> PeerResult:
+    ratios = [speed / base for speed, base in zip(speeds, first, strict=True)]
+    told = tuple(round(speed, 1) for speed in speeds)
+    return PeerResult(engine.name, device, batch, median(speeds), median(ratios), told)
 
 
 def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, honour_end: bool) -> dict[str, Any]:
