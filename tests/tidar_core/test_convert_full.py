@@ -30,7 +30,7 @@ from tidar_core.bench.exact import (
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import full
 from tidar_core.convert.full import doubled, joint_loss
-from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, prepare_folder, replace_folder
+from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of, replace_folder, take_back
 from tidar_core.engine import load_engine
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
@@ -216,11 +216,11 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch, where
 def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
     out = full_weights(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"out will be replaced, and with it .*text: choose a new folder"):
-        prepare_folder(out, [out / "text"])
-    prepare_folder(out, [tmp_path / "text"])
+        check_replaceable(out, [out / "text"])
+    check_replaceable(out, [tmp_path / "text"])
     (tmp_path / "empty").mkdir()
-    prepare_folder(tmp_path / "empty", [])
-    prepare_folder(tmp_path / "new", [])
+    check_replaceable(tmp_path / "empty", [])
+    check_replaceable(tmp_path / "new", [])
 
 
 def test_the_new_folder_is_on_the_disk_before_the_one_before_is_moved(tmp_path, monkeypatch):
@@ -255,6 +255,7 @@ def test_a_kill_while_the_folder_is_replaced_loses_neither_model(tmp_path, monke
                 replace_folder(out)
         else:
             replace_folder(out)
-    prepare_folder(out, [])
+    check_replaceable(out, [])
+    take_back(out)
     assert kept_tokens_per_step(out) == (3.0 if moves == 2 else 2.0)
     assert kept_tokens_per_step(tmp_path / "out.replaced") == 0.0

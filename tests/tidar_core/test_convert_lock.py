@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tidar_core.test_convert_command import KILLED, SMALL
+from tests.tidar_core.test_convert_full import full_weights
 from tests.tidar_core.trained import SIMPLE, run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.convert import run
@@ -65,6 +66,19 @@ def test_a_second_run_does_not_go_on_with_the_same_folder(model, tmp_path):
             "--out\n"
         )  # fmt: skip
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".running", "out.work"]
+
+
+def test_a_second_run_leaves_alone_what_the_first_is_replacing(model, tmp_path):
+    """Full weights take their folder's name in two renames. Between them nothing has that name, and what had it lies
+    aside, as where a run was killed."""
+    out, text = tmp_path / "out", tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    aside = full_weights(tmp_path / "out.replaced")
+    with alone_in(tmp_path / "out.work", "running", "--out"):
+        status, output = run_command(model, "--mode", "full", "--out", out, "--text", text, "--steps", 1)
+    assert status == 1
+    assert f"another tidar convert is running in {out}.work" in output
+    assert (out.exists(), aside.exists()) == (False, True)
 
 
 def test_data_that_are_gathered_may_be_trained_on_by_several_at_once(model, tmp_path, monkeypatch):

@@ -13,25 +13,31 @@ from tidar_core.config import ConfigError
 from tidar_core.model.contract import OwnDrafter, read_own_drafter
 
 
-def prepare_folder(out: Path, needed: Iterable[Path]) -> None:
-    """Makes sure that `out` may be replaced, and takes back what a killed run had put aside.
-
-    Raises ConfigError where one of `needed`, or the current directory, is the folder or lies in it, and where it holds
-    anything but full weights that were made here.
-    """
+def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
+    """Raises ConfigError where `out` must not be replaced: one of `needed`, or the current directory, is the folder or
+    lies in it, or it holds anything but full weights that were made here. Changes nothing."""
     folder = out.resolve()
     for path in (Path.cwd(), *needed):
         if path.resolve().is_relative_to(folder):
             raise ConfigError(f"{out} will be replaced, and with it {path}: choose a new folder for --out")
+    try:
+        foreign = folder.exists() and any(folder.iterdir()) and not _made_here(folder)
+    except OSError as error:
+        raise _cannot_use(out, error) from None
+    if foreign:
+        raise ConfigError(f"{out} holds no full weights that were made here: choose a new or empty folder for --out")
+
+
+def take_back(out: Path) -> None:
+    """Gives `out` again what a killed run had put aside. Only while no other run may replace it: between the two
+    renames of one that lives it looks as if that had been killed. Raises ConfigError."""
+    folder = out.resolve()
     aside = _aside(folder)
     try:
         if not folder.exists() and _made_here(aside):
             os.replace(aside, folder)
-        foreign = folder.exists() and any(folder.iterdir()) and not _made_here(folder)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out") from None
-    if foreign:
-        raise ConfigError(f"{out} holds no full weights that were made here: choose a new or empty folder for --out")
+        raise _cannot_use(out, error) from None
     if folder.exists():
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -61,6 +67,10 @@ def kept_tokens_per_step(out: Path) -> float:
     """What was measured of the weights in `out`; 0 where there are none."""
     found = None if (contract := _contract(out)) is None else contract.training.get("tokens_per_step")
     return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _cannot_use(out: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out")
 
 
 def _aside(folder: Path) -> Path:

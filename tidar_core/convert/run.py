@@ -26,7 +26,7 @@ from tidar_core.convert.drafter import (
 )
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
-from tidar_core.convert.full_folder import prepare_folder
+from tidar_core.convert.full_folder import check_replaceable, take_back
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.given import check_text, read_prompts
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
@@ -94,7 +94,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     source = find_model(options.model)
     if options.mode == "full":
         read = (source.directory, options.data, options.prompts, options.text)
-        prepare_folder(options.out, [path for path in read if path is not None])
+        check_replaceable(options.out, [path for path in read if path is not None])
     else:
         check_folder(options.out)
     tokenizer = load_tokenizer(source)
@@ -103,6 +103,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     if options.text is not None:
         check_text(options.text)
     with alone_in(options.work, "running", "--out"):  # before all that takes long
+        if options.mode == "full":
+            take_back(options.out)
         with alone_in(options.shards, "gathering", "--data"):
             stored, spent = _gather(options, device, source, tokenizer, screen)
         gc.collect()
