@@ -51,6 +51,9 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
         f"{data['own_tokens']:,} tokens to learn from. {sum(held['documents'].values())} more documents, with" in card
     )
 
+    learnt = f"{sum(data['documents'].values())} documents, {data['own_tokens']:,} tokens to learn from"
+    assert f"{learnt}; {sum(held['documents'].values())} more, with {held['own_tokens']:,} such tokens, are" in output
+
     # The base's answers with the adapter are bit for bit those without.
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
     prompts = [tuple(tokens.tolist()) for tokens, _ in random_documents(12)]

@@ -40,6 +40,10 @@ class Counts:
     documents: dict[Kind, int]
     own_tokens: int
 
+    @property
+    def of_all_kinds(self) -> int:
+        return sum(self.documents.values())
+
 
 @dataclass(frozen=True, slots=True)
 class Made:
@@ -56,14 +60,20 @@ class Made:
 
 def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
     """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
-    learnt, held = (_counts(corpus, indices) for indices in corpus.split())
+    learnt, held = counts_of(corpus)
     return Made(base, model, learnt, held, config, device, start)
 
 
-def _counts(corpus: Corpus, indices: np.ndarray) -> Counts:
-    kinds = corpus.kinds[indices]
+def counts_of(corpus: Corpus) -> tuple[Counts, Counts]:
+    """What there is to train on, and what is held out."""
     own = np.diff(np.cumsum(corpus.own, dtype=np.int64)[corpus.ends - 1], prepend=0)
-    return Counts({kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum()))
+
+    def counted(indices: np.ndarray) -> Counts:
+        kinds = corpus.kinds[indices]
+        return Counts({kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum()))
+
+    learnt, held = corpus.split()
+    return counted(learnt), counted(held)
 
 
 def check_folder(out: Path) -> None:
@@ -136,9 +146,8 @@ def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> d
 
 def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress, result: HeldOutResult) -> str:
     """The README of a published adapter: a front matter that model hubs read, and what was measured."""
-    config, base = made.config, made.base
+    config, base, held = made.config, made.base, made.held_out
     data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.trained.documents.items() if count]
-    held_out = sum(made.held_out.documents.values())
     kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
     slots = " ".join(f"{share:.3f}" for share in result.all_right)
     known = {"none": "", "--out": ", begun from what was here before"}
@@ -176,7 +185,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 {chr(10).join(data)}
 
-{made.trained.own_tokens:,} tokens to learn from. {held_out:,} more documents, with {made.held_out.own_tokens:,} such
+{made.trained.own_tokens:,} tokens to learn from. {held.of_all_kinds:,} more documents, with {held.own_tokens:,} such
 tokens, were held out.
 
 {_whose(made)}

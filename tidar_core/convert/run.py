@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
-from tidar_core.convert.card import check_folder, kept_tokens_per_step, made_from, write_folder
+from tidar_core.convert.card import check_folder, counts_of, kept_tokens_per_step, made_from, write_folder
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
@@ -108,10 +108,18 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         with alone_in(options.shards, "gathering", "--data"):
             stored, spent = _gather(options, device, source, tokenizer, screen)
         gc.collect()
-        screen.line(f"{len(stored):,} documents, {stored.own_tokens():,} tokens to learn from")
+        screen.line(_told_of(stored))
         if options.mode == "full":
             return _train_full(options, device, source, tokenizer, stored, spent, screen)
         return train(options, spent, screen)
+
+
+def _told_of(stored: Corpus) -> str:
+    learnt, held = counts_of(stored)
+    return (
+        f"{learnt.of_all_kinds:,} documents, {learnt.own_tokens:,} tokens to learn from; "
+        f"{held.of_all_kinds:,} more, with {held.own_tokens:,} such tokens, are held out"
+    )
 
 
 def _gather(
