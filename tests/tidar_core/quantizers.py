@@ -311,6 +311,29 @@ FORMATS: dict[str, Format] = {
     "awq, said beside": Format(
         {}, partial(pack_awq, group=16), {"quant_config.json": {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}}
     ),
+    "auto-round": Format(
+        stated("auto-round", bits=4, group_size=32, sym=True, data_type="int", packing_format="auto_round:auto_gptq"),
+        partial(pack_gptq, bits=4, group=32, order=""),
+    ),
+    "auto-round, 3 bits, zero points as they are": Format(
+        stated("auto-round", bits=3, group_size=16, sym=False, data_type="int", packing_format="auto_round"),
+        partial(pack_gptq, bits=3, group=16, missing=0, order=""),
+    ),
+    "auto-round, 5 bits, one group": Format(
+        stated("auto-round", bits=5, group_size=-1, sym=True), partial(pack_gptq, bits=5, group=-1, order="")
+    ),
+    "auto-round, as awq": Format(
+        stated("auto-round", bits=4, group_size=32, sym=False, packing_format="auto_round:auto_awq"),
+        partial(pack_awq, group=32),
+    ),
+    "auto-round, of its first years": Format(
+        stated("intel/auto-round", bits=2, group_size=32, sym=False, backend="auto_round:exllamav2"),
+        partial(pack_gptq, bits=2, group=32, missing=0, order=""),
+    ),
+    "auto-round, of its first years, as gptq": Format(
+        stated("intel/auto-round", bits=8, group_size=32, sym=True, backend="auto_round:gptq:exllamav2"),
+        partial(pack_gptq, bits=8, group=32),
+    ),
     "bitsandbytes, nf4": Format(
         stated("bitsandbytes", load_in_4bit=True, bnb_4bit_use_double_quant=True),
         partial(pack_4bit, kind="nf4", nested=True),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, said_as_transformers_says
-from tests.tidar_core.quantizers import FORMATS, pack_mlx, quantize, stated, words
+from tests.tidar_core.quantizers import FORMATS, pack_gptq, pack_mlx, quantize, stated, words
 from tests.tiny import edit_json, tiny_checkpoint
 from tidar_core.config import Architecture, ConfigError
 from tidar_core.model import quantized as quantized_module
@@ -123,6 +123,30 @@ def test_single_modules_of_mlx_have_their_own_bits(tmp_path: Path) -> None:
     assert_same_weights(load(path)[1], expected | {f"{layer}.weight": torch.from_numpy(matrix).float()})
 
 
+def test_single_modules_of_auto_round_have_their_own_bits(tmp_path: Path) -> None:
+    """As it writes them: by name, and by patterns over many; some are left as they were, the head may be packed."""
+    path = tiny_checkpoint(tmp_path / "model", "qwen2", tied=False)
+    expected = quantize(path, FORMATS["auto-round"])
+    rng = np.random.default_rng(1)
+    stored = load_file(path / "model.safetensors")
+    own = {"model.layers.0.self_attn.o_proj": (8, 48, 96, 96), "lm_head": (6, 96, 512, 96)}
+    for layer, (bits, group, rows, columns) in own.items():
+        parts, matrix = pack_gptq(rng, rows, columns, bits=bits, group=group, order="")
+        for part in [name for name in stored if name.startswith(f"{layer}.")]:
+            del stored[part]
+        stored |= {f"{layer}.{part}": each.contiguous() for part, each in parts.items()}
+        expected[f"{layer}.weight"] = torch.from_numpy(np.ascontiguousarray(matrix)).float()
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+    extra = {
+        r".*self_attn\.o_proj.*": {"bits": 8, "group_size": 48},
+        "lm_head": {"bits": 6, "group_size": -1, "sym": True, "data_type": "int", "act_bits": 16},
+        "model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"},
+    }
+    kept = FORMATS["auto-round"].config["quantization_config"]
+    edit_json(path / "config.json", quantization_config={**kept, "extra_config": extra})
+    assert_same_weights(load(path)[1], expected)
+
+
 @pytest.mark.usefixtures("chunked")
 def test_rows_of_bitsandbytes_may_begin_anywhere_in_a_byte(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "model", intermediate=161)
@@ -216,6 +240,23 @@ def test_numbers_of_any_bits_come_out_of_words(bits: int, count: int, seed: int)
         (stated("gptq", bits=4, checkpoint_format="marlin"), "gptq's marlin"),
         (stated("gptq", bits=4, is_marlin_format=True), "gptq's marlin"),
         (stated("awq", bits=4, version="gemv"), "awq's gemv with 4 bits"),
+        (stated("auto-round", bits=4, data_type="mx_fp"), "auto-round's auto_round:auto_gptq of mx_fp with 4 bits"),
+        (
+            stated("auto-round", bits=8, data_type="fp", packing_format="auto_round:fp8_static", act_bits=8),
+            "not read, auto-round's auto_round:fp8_static of fp: give",
+        ),
+        (
+            stated("auto-round", bits=5, packing_format="auto_round:auto_awq"),
+            "auto-round's auto_round:auto_awq of int with 5 bits",
+        ),
+        (
+            stated("auto-round", bits=4, extra_config={"lm_head": {"bits": 8, "data_type": "mx_fp"}}),
+            "of mx_fp with 8 bits",
+        ),
+        (stated("auto-round", bits=4, packing_format="auto_round:fake"), "auto-round's auto_round:fake of int: give"),
+        (stated("auto-round", bits=4, act_bits=8), "of int with 4 bits, activations with 8"),
+        (stated("auto-round", bits=4, rotation_config={"block_size": 32}), "auto-round with rotations"),
+        (stated("auto-round", group_size=32), "no valid one of auto-round"),
         (stated("compressed-tensors", format="marlin-24"), "compressed-tensors' marlin-24"),
         (
             stated("compressed-tensors", config_groups={"a": {"format": "mxfp4-pack-quantized"}}),
@@ -292,6 +333,15 @@ def test_blocks_of_another_size_than_stated_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"weight_scale_inv is \[2, 1\], which fits no block of a matrix of \[96, 96\]"
     ):
+        load(path)
+
+
+def test_blocks_of_two_sizes_that_both_fit_are_told(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path / "model")
+    quantize(path, FORMATS["auto-round"])
+    stated_twice = stated("auto-round", bits=4, group_size=32, extra_config={"lm_head": {"group_size": 40}})
+    edit_json(path / "config.json", **stated_twice)
+    with pytest.raises(ConfigError, match=r"scales is \[96, 3\], which fits blocks of 1x32 and 1x40 in a matrix"):
         load(path)
 
 

@@ -37,7 +37,8 @@ def load_config(source: ModelSource, taken_for: Architecture | None = None) -> M
     A model of a type that is not known may be `taken_for` one that is (see `text_part`). What cannot be run is every
     architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn and longrope, a
     mixture of experts, activations other than silu, and weights that are quantized in another way than GGUF, fp8,
-    fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, bitsandbytes and MLX do it (see `read_quantization`).
+    fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round, bitsandbytes and MLX do it (see
+    `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))

@@ -1,5 +1,6 @@
 """What a quantized checkpoint says of how its matrices are stored. Nothing here needs torch."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,17 @@ _COMPRESSED_FORMATS = (
     "mixed-precision",
     "dense",
 )
+# AutoRound's packings, by name without the kernel that was meant to read them: whose layout, what its zero points lack,
+# the bits that a number may have.
+_AUTO_ROUND_PACKINGS = {
+    "auto_round:auto_gptq": ("gptq", 1, (2, 3, 4, 5, 6, 7, 8)),
+    "auto_round:gptq": ("gptq", 1, (2, 3, 4, 5, 6, 7, 8)),
+    "auto_round:gptqmodel": ("gptq", 0, (2, 3, 4, 5, 6, 7, 8)),
+    "auto_round": ("gptq", 0, (2, 3, 4, 5, 6, 7, 8)),
+    "auto_round:auto_awq": ("awq", 0, (4,)),
+    "auto_round:awq": ("awq", 0, (4,)),
+}
+_AUTO_ROUND_KERNELS = re.compile(":(exllamav2|tritonv2)$")
 _MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 
 Details = Mapping[str, Any]
@@ -152,6 +164,25 @@ def _awq(details: Details) -> Quantization:
     return Quantization("awq", _groups(details) or _groups(details, "q_group_size"), (bits,))
 
 
+def _auto_round(details: Details) -> Quantization:
+    """AutoRound's own checkpoints, whose integers are packed as GPTQ or AWQ has them. Its early versions named the
+    packing `backend`."""
+    named = str(details.get("packing_format") or details.get("backend") or "auto_round:auto_gptq")
+    packing = _AUTO_ROUND_PACKINGS.get(_AUTO_ROUND_KERNELS.sub("", named))
+    if packing is None:
+        raise _Unread(f"auto-round's {named} of {details.get('data_type', 'int')}")
+    if details.get("rotation_config") or details.get("spinquant_config"):
+        raise _Unread("auto-round with rotations")  # activations would have to be turned too
+    method, zero_offset, possible = packing
+    modules = [details, *({**details, **own} for own in (details.get("extra_config") or {}).values())]
+    packed = [module for module in modules if int(module["bits"]) < 16]
+    for module in packed:
+        kind, bits, activations = module.get("data_type", "int"), int(module["bits"]), module.get("act_bits") or 16
+        if kind != "int" or bits not in possible or int(activations) < 16:
+            raise _Unread(f"auto-round's {named} of {kind} with {bits} bits, activations with {activations}")
+    return Quantization(method, tuple(block for module in packed for block in _groups(module)), possible, zero_offset)
+
+
 def _mlx(details: Details) -> Quantization:
     def read(stated: Details) -> Quantization:
         if stated.get("mode", "affine") != "affine":
@@ -170,6 +201,8 @@ _METHODS: dict[str, Callable[[Details], Quantization]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "bitsandbytes": lambda details: Quantization("bitsandbytes"),
     "mlx": _mlx,
 }

@@ -104,11 +104,18 @@ class Shared:
 def shared(
     linear: StoredLinear, part: str, numbers: Tensor, shape: tuple[int, int], blocks: tuple[Block, ...]
 ) -> Shared:
-    """`numbers`, by their shape those of the whole matrix, of its rows or of one of `blocks`. Raises ConfigError."""
+    """`numbers`, by their shape those of the whole matrix, of its rows or of one of `blocks`. Raises ConfigError, also
+    where several of these fit that share in different ways."""
     numbers = as_column(numbers)
-    for block in (shape, (1, shape[1]), *blocks):
-        if tuple(numbers.shape) == (-(-shape[0] // block[0]), -(-shape[1] // block[1])):
-            return Shared(numbers, block)
+    within = ((min(block[0], shape[0]), min(block[1], shape[1])) for block in (shape, (1, shape[1]), *blocks))
+    fitting = {
+        block for block in within if tuple(numbers.shape) == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    }
+    if len(fitting) == 1:
+        return Shared(numbers, fitting.pop())
+    if fitting:
+        told = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(fitting))
+        raise linear.error(f"{part} is {list(numbers.shape)}, which fits blocks of {told} in a matrix of {list(shape)}")
     raise linear.error(f"{part} is {list(numbers.shape)}, which fits no block of a matrix of {list(shape)}")
 
 
