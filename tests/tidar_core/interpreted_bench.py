@@ -10,7 +10,8 @@ from rich.console import Console
 
 from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row, float8_to_nearest  # noqa: F401  (fixtures)
 from tidar_core.bench import kernel_checks
-from tidar_core.bench.kernel_checks import Check, Sizes, check_kernels
+from tidar_core.bench.checking import Check, Sizes
+from tidar_core.bench.kernel_checks import check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
 from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
 from tidar_core.bench.shapes import QWEN3_8B, projections
@@ -44,6 +45,7 @@ KERNELS = {
     "pick",
     "pick_listed",
     "succession",
+    "second view",
 }
 BESIDES = {
     torch.float32: {"rotated", "added o", "gated", "added down"},  # as in bf16, which is not right when interpreted
@@ -73,6 +75,13 @@ def test_a_wrong_kernel_is_found():
     checks = list(check_kernels(wrong, TOY, torch.float32, CPU, SIZES))
     assert [check.kernel for check in checks if check.allowed and not check.passed] == ["silu_mul"]
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
+
+
+def test_mask_rows_by_the_bases_projections_are_found(dots_row_by_row):  # noqa: F811
+    right = triton_ops(TOY, torch.float32, CPU)
+    wrong = replace(right, bind_layers=lambda weights, adapter, rotary: right.bind_layers(weights, None, rotary))
+    checks = list(kernel_checks._check_second_view(wrong, TOY, torch.float32, CPU, SIZES))
+    assert [(check.kernel, check.case) for check in checks if not check.passed] == [("second view", "27 mask rows")]
 
 
 def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):  # noqa: F811

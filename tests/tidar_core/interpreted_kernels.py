@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import FORMS, carried_rows_match, decisions_match
-from tidar_core.bench.kernel_checks import in_8_bits, numbers_of
+from tidar_core.bench.checking import in_8_bits, numbers_of
 from tidar_core.kernels import triton_attention, triton_gemm
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS

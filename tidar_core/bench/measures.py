@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from tidar_core.bench.kernel_checks import random_cache, step_rows
+from tidar_core.bench.checking import random_cache, step_rows
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig

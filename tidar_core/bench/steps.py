@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.bench.kernel_checks import in_8_bits, random_cache, step_rows
+from tidar_core.bench.checking import in_8_bits, random_cache, step_rows
 from tidar_core.bench.measures import RANK, Subject, again, seconds_a_call
 from tidar_core.bench.shapes import random_adapter, random_weights
 from tidar_core.config import ConfigError, ModelConfig

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 
@@ -145,17 +146,17 @@ def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> 
     )
 
 
-def widened(weights: ModelWeights) -> ModelWeights:
-    """The same model in fp32."""
+def widened(weights: ModelWeights, dtype: torch.dtype = torch.float32) -> ModelWeights:
+    """The same model in a dtype that holds each of its numbers."""
 
     def wide(layer: LayerWeights) -> LayerWeights:
         held = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        return replace(layer, **{name: tensor.float() for name, tensor in held.items() if tensor is not None})
+        return replace(layer, **{name: tensor.to(dtype) for name, tensor in held.items() if tensor is not None})
 
     layers = tuple(wide(layer) for layer in weights.layers)
-    embedding = weights.embedding.float()
-    head = embedding if weights.head is weights.embedding else weights.head.float()
-    return ModelWeights(embedding, layers, weights.final_norm.float(), head)
+    embedding = weights.embedding.to(dtype)
+    head = embedding if weights.head is weights.embedding else weights.head.to(dtype)
+    return ModelWeights(embedding, layers, weights.final_norm.to(dtype), head)
 
 
 def pack_model(
