@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
+from tests.tidar_core.trained import TinyBase, corpus_of, random_documents
 from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import Progress
@@ -56,11 +56,6 @@ def crew_of_threads(size: int) -> list[Crew]:
 def together(crew: list[Crew], job: Callable[[Crew], object]) -> list:
     with ThreadPoolExecutor(len(crew)) as pool:
         return list(pool.map(job, crew))
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyBase:
-    return tiny_base(tmp_path_factory.mktemp("tiny"), layers=1, hidden=48)
 
 
 @pytest.fixture(scope="module")

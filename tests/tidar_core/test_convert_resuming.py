@@ -13,36 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.tidar_core.trained import (
-    CONFIG,
-    SIMPLE,
-    TinyBase,
-    corpus_of,
-    own_words_of,
-    random_documents,
-    tiny_base,
-    train,
-)
+from tests.tidar_core.trained import CONFIG, corpus_of, random_documents, train
 from tidar_core.config import ConfigError
 from tidar_core.convert import trainer
 from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
-from tidar_core.convert.shards import Corpus
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only get in each other's way on tensors this small."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyBase:
-    return tiny_base(tmp_path_factory.mktemp("tiny"), **SIMPLE)
-
-
-@pytest.fixture(scope="module")
-def corpus(tiny) -> Corpus:
-    return own_words_of(tiny, 160)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def recorded(directory: Path, more: Mapping[str, object] = MappingProxyType({}), **progress: object) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tidar_core.trained import CONFIG, SIMPLE, TinyBase, own_words_of, tiny_base, train
+from tests.tidar_core.trained import CONFIG, train
 from tidar_core.config import ConfigError
 from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
@@ -20,25 +20,10 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import PROJECTIONS, new_drafter
 from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
-from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
 from tidar_core.model.weights import named_tensors
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only get in each other's way on tensors this small."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> TinyBase:
-    return tiny_base(tmp_path_factory.mktemp("tiny"), **SIMPLE)
-
-
-@pytest.fixture(scope="module")
-def corpus(tiny) -> Corpus:
-    return own_words_of(tiny, 160)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])

@@ -1,6 +1,6 @@
 """The token rule: exact for every row by itself, the same S as transformers, and samples of the right distribution."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,14 +31,7 @@ KINDS = [
     replace(SAMPLED, temperature=1e-6, top_p=0.5),
 ]
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """One thread, where a test does not say otherwise, so that a busy machine does not slow small tensors down."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gaussian(rows: int, vocab: int, spread: float = 4.0, seed: int = 0) -> Tensor:
