@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
 from cluster.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from cluster.streams import Answer, Choice, Piece, spell
+from cluster.spelling import spell
+from cluster.streams import Answer, Choice, Piece
 from cluster.tool_calls import CallDelta
 from tidar_core.request import Finish, FinishReason, TokenLogprobs
 from tidar_core.text import token_bytes

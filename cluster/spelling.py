@@ -1,0 +1,51 @@
+"""The texts of single tokens, which together need not be those of their bytes alone."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.request import StepOutput, StepTrace
+from tidar_core.text import TextStream
+
+
+def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
+    """The text of one token by itself; U+FFFD where it is a part of a character."""
+    return str(tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+
+
+class Spelling:
+    """The texts of single tokens for the trace. Those of emitted tokens together are the answer's text: a token that
+    only begins a character is spelled empty, the one that completes it has it whole."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer = tokenizer
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special = {token: entry.content for token, entry in added.items() if entry.special}
+        self._emitted = TextStream(tokenizer)
+        self._alone: dict[int, str] = {}
+
+    def emitted(self, token: int) -> dict[str, Any]:
+        text = self._emitted.push((token,)).text
+        return {"id": token, "text": self._special.get(token, text)}
+
+    def rejected(self, token: int) -> dict[str, Any]:
+        if token not in self._alone:
+            alone = TextStream(self._tokenizer)
+            self._alone[token] = self._special.get(token) or alone.push((token,)).text + alone.finish()
+        return {"id": token, "text": self._alone[token]}
+
+    def describe(self, output: StepOutput, trace: StepTrace, replica: str) -> dict[str, Any]:
+        """The `tidar` object of a streamed chunk: what was guessed, what held, what the model said itself."""
+        held = [self.emitted(token) for token in trace.drafted[: trace.accepted]]
+        return {
+            "step": trace.step,
+            "t_ms": round(trace.seconds * 1000, 3),
+            "drafted": held + [self.rejected(token) for token in trace.drafted[trace.accepted :]],
+            "accepted": trace.accepted,
+            "anchor": None if trace.anchor is None else self.emitted(trace.anchor),
+            "block": trace.block,
+            "proposals": [{"a": outcome} for outcome in trace.proposals],
+            "used": trace.used,
+            "rows": {"verify": trace.verify_rows, "mask": trace.mask_rows},
+            "replica": replica,
+        }
