@@ -16,7 +16,7 @@ from cluster.handover import Carrier, News, Patience
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way, fitting
-from tests.cluster.test_carrier import KIND, token_after
+from tests.cluster.scripted import KIND, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
 LENGTH = 150

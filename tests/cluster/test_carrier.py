@@ -1,189 +1,26 @@
 """The hand-over by itself, with replicas that do as a script says: what is passed on never shows it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc.aio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.trace import NoOpTracer, Tracer
+from opentelemetry.trace import NoOpTracer
 from ray.exceptions import ActorUnavailableError
-from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import BackPressureError
 
 from cluster import handover
-from cluster.engine_thread import Event, Failure, Refusal
+from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics, render
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way, fitting
-from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
-
-KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
-OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
-LENGTH = 12
-REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
-End = Literal[
-    "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled",
-    "deleted", "fits nobody",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Act:
-    """What one replica does: so many steps of so many tokens, and then this."""
-
-    steps: int = 100
-    run: int = 1
-    end: End = "dies"
-
-
-def token_after(known: Sequence[int]) -> int:
-    """A token that depends on all before it."""
-    value = 7
-    for token in known:
-        value = (value * 31 + token) % 509
-    return value
-
-
-def undisturbed() -> list[int]:
-    known = list(REQUEST.prompt)
-    while len(known) < len(REQUEST.prompt) + LENGTH:
-        known.append(token_after(known))
-    return known[len(REQUEST.prompt) :]
-
-
-@dataclass
-class Scripted:
-    """A replica that has one request, and acts: its call for the request, and its call for what happens to it."""
-
-    name: str
-    act: Act
-    request: Request
-    kind: EngineKind | None
-    cancelled: bool = False
-    said: asyncio.Queue[Batch | BaseException | None] = field(default_factory=asyncio.Queue)
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
-        if self.act.end == "never accepts":
-            await asyncio.sleep(60)
-        if self.act.end == "fits nobody":
-            raise LookupError("no replica fits the call")
-        if self.act.end == "deleted":
-            raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
-        mine = OTHER if self.act.end == "other kind" else KIND
-        yield Accepted(self.name, mine)
-        if self.kind not in (None, mine):
-            return
-        if self.act.end == "refuses":
-            self.say(Refusal(self.request.request_id, "too long here", None))
-            return
-        known = [*self.request.prompt, *self.request.emitted]
-        step = bool(self.request.emitted)
-        for _ in range(self.act.steps):
-            await asyncio.sleep(0)
-            self.say()
-            said: list[int] = []
-            while len(said) < self.act.run and len(known) < len(REQUEST.prompt) + LENGTH:
-                said.append(token_after(known))
-                known.append(said[-1])
-            finish = Finish(FinishReason.LENGTH) if len(known) == len(REQUEST.prompt) + LENGTH else None
-            trace = StepTrace(int(step), 0.001, tuple(said[:-1]), len(said) - 1, said[-1], 4, (), None, len(said), 0)
-            late = StepOutput("answer-0.-1", (99, 99, 99))
-            self.say(late, StepOutput(self.request.request_id, tuple(said), trace, finish))
-            step += 1
-            if finish:
-                return
-        match self.act.end:
-            case "silent":
-                await asyncio.sleep(60)
-            case "ends early":
-                await asyncio.sleep(0)
-            case "breaks":
-                self.say(Failure("the engine failed"))
-            case "aborts":
-                self.say(StepOutput(self.request.request_id, (), finish=Finish(FinishReason.ABORT)))
-            case "cancelled":
-                self.said.put_nowait(asyncio.CancelledError())
-                raise asyncio.CancelledError
-            case "dies" | "other kind":
-                gone = ActorUnavailableError("gone", b"0" * 16)
-                self.said.put_nowait(gone)
-                raise gone
-
-    def say(self, *events: Event) -> None:
-        self.said.put_nowait(Batch(self.name, events))
-
-
-@dataclass
-class Listening:
-    """A replica's call for what happens: it comes for as long as the replica lives."""
-
-    replica: Scripted
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
-        while True:
-            said = await self.replica.said.get()
-            if said is None:
-                return
-            if isinstance(said, BaseException):
-                raise said
-            yield said
-
-
-@dataclass
-class Cast:
-    """Replicas r0, r1, … that are called one after the other, each with an act; the last act is repeated."""
-
-    acts: Sequence[Act]
-    silent: frozenset[str] = frozenset()
-    replicas: tuple[str, ...] = ()
-    calls: list[Scripted] = field(default_factory=list)
-    ways: list[Way] = field(default_factory=list)
-
-    def silence(self, name: str) -> None:
-        self.silent |= {name}
-
-    def marks(self, request: Request) -> bytes:
-        return b"marks of " + bytes(request.prompt)
-
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-        act = self.acts[min(len(self.calls), len(self.acts) - 1)]
-        self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
-        self.ways.append(way)
-        return self.calls[-1]
-
-    def listen(self, replica: str, mailbox: str) -> Listening:
-        return Listening(next(call for call in self.calls if call.name == replica))
-
-
-def carry(
-    cast: Cast, patience: Patience | None = None, tracer: Tracer | None = None
-) -> tuple[list[StepOutput], IngressMetrics]:
-    metrics = IngressMetrics("here")
-    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), metrics, tracer or NoOpTracer())
-
-    async def run() -> list[StepOutput]:
-        outputs: list[StepOutput] = []
-        async for news in carrier.run(REQUEST):
-            for event in news.events:
-                assert isinstance(event, StepOutput)
-                outputs.append(event)
-        return outputs
-
-    return asyncio.run(run()), metrics
-
+from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tidar_core.request import Finish, FinishReason, Request, StepOutput
 
 ACTS = st.builds(Act, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["dies", "breaks", "aborts", "cancelled"]))
 QUIET = st.builds(Act, st.integers(0, 3), st.integers(1, 3), st.sampled_from(["silent", "refuses", "ends early"]))

@@ -12,7 +12,8 @@ from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way
-from tests.cluster.test_carrier import REQUEST, Act, Cast, Scripted, carry, goes_on_behind, undisturbed
+from tests.cluster.scripted import REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tests.cluster.test_carrier import goes_on_behind
 from tidar_core.request import Request
 
 

@@ -13,7 +13,7 @@ from cluster.errors import ApiError
 from cluster.handover import Patience
 from cluster.metrics import render
 from tests.cluster.rivals import PATIENCE, Engine, Reader, Said, Stage, asking, play
-from tests.cluster.test_carrier import OTHER
+from tests.cluster.scripted import OTHER
 from tidar_core.request import Finish, FinishReason, StepOutput
 
 

@@ -20,7 +20,7 @@ from cluster.options import ServeOptions
 from cluster.tracing import check_traces, flush, tracer_provider
 from tests.cluster.collector import Collector
 from tests.cluster.guarded import Guarded
-from tests.cluster.test_carrier import LENGTH, Act, Cast, carry
+from tests.cluster.scripted import LENGTH, Act, Cast, carry
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 

@@ -273,15 +273,6 @@ def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path):
         assert poisoned.stats().pages_used == 0
 
 
-def test_no_row_passes_the_models_limit(tmp_path):
-    small = tiny_engine(tmp_path, max_model_len=40)
-    prompt = prompts(1, longest=20)[0]
-    for mode in ("off", "full"):
-        (answer,) = answer_all(small, [prompt], [replace(GREEDY, max_tokens=40 - len(prompt), drafts=mode)])
-        assert len(answer.tokens) == 40 - len(prompt)
-        assert answer.finish.reason is FinishReason.LENGTH
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
@@ -309,40 +300,6 @@ def test_abort_is_idempotent_and_ends_with_one_output(engine):
     assert engine.stats().pages_used == 0
 
 
-def test_a_known_prefix_is_not_computed_again(tmp_path):
-    engine = tiny_engine(tmp_path)
-    prefix = tuple(range(100, 200)) * 2
-    params = sampled_params(8, "full")
-
-    def answer(tail: int, salt: str = "") -> tuple[list[int], int, int]:
-        engine.submit(Request("r", (*prefix, tail), params, cache_salt=salt))
-        tokens, rows, cached = [], 0, 0
-        while engine.has_work:
-            for output in engine.step():
-                tokens += output.tokens
-                cached += output.trace.cached
-                if output.trace.step == 0:
-                    rows = output.trace.verify_rows
-            assert pages_are_accounted_for(engine)
-        return tokens, rows, cached
-
-    first = answer(5)
-    assert first[1:] == (201, 0)
-    again = answer(5)
-    assert again == (first[0], 201 - 192, 192)
-    assert answer(6)[1:] == (201 - 192, 192)
-    assert answer(5, salt="another tenant") == first
-    whole_pages = tuple(range(300, 300 + 32))
-    engine.submit(Request("a", whole_pages, params))
-    while engine.has_work:
-        engine.step()
-    engine.submit(Request("b", whole_pages, params))
-    outputs = engine.step()
-    assert outputs[0].trace.cached == 16  # one token at least is computed, so the last page is not taken
-    while engine.has_work:
-        engine.step()
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_penalties_look_at_drafts_ahead_and_change_no_token_by_drafting(engine, temperature):
     params = replace(
@@ -354,16 +311,6 @@ def test_penalties_look_at_drafts_ahead_and_change_no_token_by_drafting(engine, 
     plain = replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0)
     without = [answer.tokens for answer in answer_all(engine, prompts(4, seed=9), [plain] * 4)]
     assert without != ways["off, alone"]
-
-
-@pytest.mark.parametrize("tokens", [16, 32, 80])
-def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tokens):
-    small = tiny_engine(tmp_path, cache_tokens=tokens)
-    assert small.info.exact
-    assert small.info.max_model_len == tokens
-    assert small._runner.cache.keys.eq(0).all()
-    (answer,) = answer_all(small, [(5, 6, 7)], [replace(GREEDY, max_tokens=tokens - 3, drafts="full")])
-    assert len(answer.tokens) == tokens - 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

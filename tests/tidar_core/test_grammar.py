@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import sys
 import time
 from dataclasses import replace
@@ -23,7 +22,7 @@ from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
 from tidar_core.engine import Engine, constraint, grammars
 from tidar_core.engine.constraint import GrammarState, allows_beside, only_token
 from tidar_core.engine.grammars import Grammars
-from tidar_core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarError, choice_grammar, schema_grammar
+from tidar_core.grammar import Grammar, choice_grammar, schema_grammar
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
 SCHEMAS = 200
@@ -368,55 +367,6 @@ def test_what_is_kept_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch
         kept.compiled(Grammar("regex", f"[a-z]{{{count + 1}}}")).result()
     assert len(kept._known) == 3
     assert Grammar("regex", "[a-z]{6}") in kept._known
-
-
-REFUSED_SCHEMAS: list[tuple[Any, str]] = [
-    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-    ({"not": {"type": "string"}}, "not"),
-    ({"type": "object", "if": {}, "then": {}}, "`if`"),
-    ({"type": "array", "items": {"type": "string", "pattern": "a", "maxLength": 3}}, "pattern"),
-    ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "allOf"),
-    ({"$ref": "#/$defs/a", "minimum": 3, "$defs": {"a": {"type": "integer"}}}, "beside `$ref`"),
-    ({"type": "integer", "anyOf": [{"minimum": 3}]}, "beside `anyOf`"),
-    ({"type": "integer", "enum": [1, "a"]}, "type"),
-    ({"type": "integer", "enum": [1, True]}, "type"),
-    ({"const": 3, "minimum": 5}, "beside `const`"),
-    ({"properties": {"a": {"properties": {}, "required": ["b"]}}}, "'b'"),
-    ({"properties": []}, "properties"),
-    ({"anyOf": {"type": "integer"}}, "anyOf"),
-    ([], "object"),
-]
-
-
-@pytest.mark.parametrize(("schema", "said"), REFUSED_SCHEMAS)
-def test_schemas_that_could_not_be_kept_are_refused(schema: Any, said: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(said)):
-        Grammar("json_schema", json.dumps(schema))
-
-
-def test_what_only_looks_like_a_keyword_is_none() -> None:
-    schema_grammar({"type": "object", "properties": {"not": {"enum": [{"if": 1}]}, "if": True}, "required": ["not"]})
-    schema_grammar({"$ref": "#/$defs/a", "title": "A", "$defs": {"a": {"type": ["integer", "null"], "enum": [1.0]}}})
-
-
-def test_grammars_are_bounded_before_any_work() -> None:
-    deep: Any = {"type": "integer"}
-    for _ in range(70):
-        deep = {"type": "array", "items": deep}
-    deeper = "[" * 100_000
-    for grammar in (
-        lambda: schema_grammar({"type": "array", "items": {"type": "object", "properties": {"a": deep, "b": deep}}}),
-        lambda: Grammar("regex", "a" * (MAX_GRAMMAR_BYTES + 1)),
-        lambda: Grammar("json_schema", deeper[:MAX_GRAMMAR_BYTES]),
-        lambda: Grammar("json_schema", "{"),
-        lambda: Grammar("regex"),
-        lambda: Grammar("ebnf"),
-        lambda: choice_grammar([]),
-        lambda: choice_grammar(["a", ""]),
-    ):
-        with pytest.raises(GrammarError) as caught:
-            grammar()
-        assert "\n" not in str(caught.value)
 
 
 @given(text=st.text(min_size=1, max_size=8))

@@ -1,0 +1,65 @@
+"""The room that an engine has: positions of its model, pages for K/V, and prefixes that are kept in them."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
+from tidar_core.bench.drive import answer_all
+from tidar_core.bench.exact import sampled_params
+from tidar_core.request import FinishReason, Request, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def test_no_row_passes_the_models_limit(tmp_path):
+    small = tiny_engine(tmp_path, max_model_len=40)
+    prompt = prompts(1, longest=20)[0]
+    for mode in ("off", "full"):
+        (answer,) = answer_all(small, [prompt], [replace(GREEDY, max_tokens=40 - len(prompt), drafts=mode)])
+        assert len(answer.tokens) == 40 - len(prompt)
+        assert answer.finish.reason is FinishReason.LENGTH
+
+
+def test_a_known_prefix_is_not_computed_again(tmp_path):
+    engine = tiny_engine(tmp_path)
+    prefix = tuple(range(100, 200)) * 2
+    params = sampled_params(8, "full")
+
+    def answer(tail: int, salt: str = "") -> tuple[list[int], int, int]:
+        engine.submit(Request("r", (*prefix, tail), params, cache_salt=salt))
+        tokens, rows, cached = [], 0, 0
+        while engine.has_work:
+            for output in engine.step():
+                tokens += output.tokens
+                cached += output.trace.cached
+                if output.trace.step == 0:
+                    rows = output.trace.verify_rows
+            assert pages_are_accounted_for(engine)
+        return tokens, rows, cached
+
+    first = answer(5)
+    assert first[1:] == (201, 0)
+    again = answer(5)
+    assert again == (first[0], 201 - 192, 192)
+    assert answer(6)[1:] == (201 - 192, 192)
+    assert answer(5, salt="another tenant") == first
+    whole_pages = tuple(range(300, 300 + 32))
+    engine.submit(Request("a", whole_pages, params))
+    while engine.has_work:
+        engine.step()
+    engine.submit(Request("b", whole_pages, params))
+    outputs = engine.step()
+    assert outputs[0].trace.cached == 16  # one token at least is computed, so the last page is not taken
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 80])
+def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tokens):
+    small = tiny_engine(tmp_path, cache_tokens=tokens)
+    assert small.info.exact
+    assert small.info.max_model_len == tokens
+    assert small._runner.cache.keys.eq(0).all()
+    (answer,) = answer_all(small, [(5, 6, 7)], [replace(GREEDY, max_tokens=tokens - 3, drafts="full")])
+    assert len(answer.tokens) == tokens - 3
