@@ -36,7 +36,7 @@ WithinBlock = Literal["bidirectional", "causal"]
 
 class Shape(NamedTuple):
     """What one sequence does in one step: verify n `drafts`, draft for the outcomes `proposals` (P) with
-    `block` (b) slots each. `Shape()` is plain autoregression."""
+    `block` (b) slots each."""
 
     drafts: int = 0
     proposals: tuple[int, ...] = ()
@@ -49,6 +49,10 @@ class Shape(NamedTuple):
     @property
     def mask_rows(self) -> int:
         return len(self.proposals) * self.block
+
+
+PLAIN = Shape()
+"""Autoregression: one row, nothing drafted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def mask_rows(proposals: tuple[int, ...], block: int, form: BlockForm) -> tuple[
     return tuple(rows)
 
 
+@lru_cache(maxsize=256)
 def full_shape(block_length: int, drafts_in_hand: int) -> Shape:
     """Full pre-drafting, as in the paper: verify all drafts, draft for every outcome with all slots."""
     drafts = min(drafts_in_hand, block_length - 1)
@@ -109,14 +114,13 @@ def fit_shape(wanted: Shape, *, drafts_in_hand: int, remaining: int, position: i
     remaining: tokens that may still be emitted (>= 1). position: p. No row may reach `max_positions`; no draft
     is verified that could not be emitted; no outcome is drafted for that leaves nothing to verify.
     """
+    if not wanted.drafts and not wanted.proposals:
+        return PLAIN
     drafts = max(0, min(wanted.drafts, drafts_in_hand, remaining - 1, max_positions - 1 - position))
     if wanted.block < 2:
         return Shape(drafts)
-    proposals = tuple(
-        outcome
-        for outcome in wanted.proposals
-        if outcome <= drafts + 1 and remaining - outcome >= 2 and position + outcome + wanted.block <= max_positions
-    )
+    furthest = min(drafts + 1, remaining - 2, max_positions - position - wanted.block)
+    proposals = tuple([outcome for outcome in wanted.proposals if outcome <= furthest])
     return Shape(drafts, proposals, wanted.block) if proposals else Shape(drafts)
 
 

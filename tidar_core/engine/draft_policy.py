@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidar_core.engine.step_cost import NO_TIE, FloatArray, StepCost, StepSize, curve_at
-from tidar_core.layout import Shape, full_shape
+from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import DraftMode, HeldDrafts
 
 IntArray = NDArray[np.int64]
@@ -49,10 +49,12 @@ class Acceptance:
         self._memory = memory
         self._whole = whole
         self._idle = 0  # steps whose fading is still to be counted
+        self._known: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # what `holds` said, over which prior
 
     def observe(self, verified: int, held: int) -> None:
         """One step verified `verified` drafts, of which the first `held` held."""
         self._settle()
+        self._known = None
         for draft in range(min(verified, held + 1)):
             self._tried[draft] = self._tried[draft] * self._memory + 1.0
             self._held[draft] = self._held[draft] * self._memory + (draft < held)
@@ -62,15 +64,17 @@ class Acceptance:
     def fade(self) -> None:
         """A step without drafts: what was learnt counts a little less, so that drafting gets a new chance."""
         self._idle += 1
+        self._known = None
 
     def holds(self) -> tuple[float, ...]:
         """P(draft i holds | drafts 1 … i-1 hold), for i = 1, 2, …"""
-        self._settle()
         prior = self._expected if self._whole is None else self._whole.holds()
-        return tuple(
-            (held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT)
-            for held, tried, expected in zip(self._held, self._tried, prior, strict=True)
-        )
+        if self._known is None or self._known[0] is not prior:
+            self._settle()
+            books = zip(self._held, self._tried, prior, strict=True)
+            holds = [(held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT) for held, tried, expected in books]
+            self._known = prior, tuple(holds)
+        return self._known[1]
 
     def _settle(self) -> None:
         if self._idle:
@@ -165,10 +169,10 @@ class DraftPolicy:
         prompts, and will decode beside these.
         """
         self._step += 1
-        shapes = [self._full(view) for view in views]
+        shapes = [self._full(view) if view.mode == "full" else PLAIN for view in views]
         free = [index for index, view in enumerate(views) if view.mode == "auto" and self._limit(view) > 1]
         if free:
-            others = sum(shape.verify_rows + shape.mask_rows for shape in shapes) - len(free)
+            others = len(views) - len(free) + sum(shape.drafts + shape.mask_rows for shape in shapes if shape.block)
             chosen = self._automatic([views[i] for i in free], others, prompt_rows, coming)
             for index, shape in zip(free, chosen, strict=True):
                 shapes[index] = shape
@@ -201,9 +205,8 @@ class DraftPolicy:
         return min(view.block_limit, self.block_length)
 
     def _full(self, view: SequenceView) -> Shape:
-        if view.mode != "full" or self._limit(view) < 2:
-            return Shape()
-        return full_shape(self._limit(view), view.drafts_in_hand)
+        limit = self._limit(view)
+        return full_shape(limit, view.drafts_in_hand) if limit > 1 else PLAIN
 
     def _automatic(self, views: Sequence[SequenceView], others: int, prompt_rows: int, coming: int) -> list[Shape]:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
@@ -212,7 +215,7 @@ class DraftPolicy:
         load = Load(sequences, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
         choice = self._best(views, load)
         if not choice.drafting:
-            return [Shape()] * len(views)
+            return [PLAIN] * len(views)
         count = -(-choice.drafting * len(views) // load.sequences)
         drafting = set(range(len(views)))
         if count < len(views):  # drafts in hand were paid for already
@@ -220,9 +223,12 @@ class DraftPolicy:
                 drafting, key=lambda i: (views[i].drafts_in_hand > 0, self._promise(views[i])), reverse=True
             )
             drafting = set(ranked[:count])
-        shapes = [self._mine(view, choice.shape) if i in drafting else Shape() for i, view in enumerate(views)]
+        shapes = [
+            _within(choice.shape, self._limit(view), view.drafts_in_hand > 0) if i in drafting else PLAIN
+            for i, view in enumerate(views)
+        ]
         if prompt_rows and not self._worth_beside(others + prompt_rows, views, shapes, choice, context):
-            return [Shape()] * len(views)
+            return [PLAIN] * len(views)
         return shapes
 
     def _worth_beside(
@@ -245,13 +251,6 @@ class DraftPolicy:
         )
         return gain > choice.rate * (self.cost.seconds(drafted) - self.cost.seconds(size))
 
-    def _mine(self, view: SequenceView, shape: Shape) -> Shape:
-        """The shape within the limit on b that a request may have set; without drafts in hand, new ones first."""
-        block = min(shape.block, self._limit(view))
-        drafts = min(shape.drafts, block - 1)
-        proposals = tuple(outcome for outcome in shape.proposals if outcome <= drafts + 1)
-        return Shape(drafts, proposals, block) if view.drafts_in_hand else Shape(0, (1,), block)
-
     def _holds(self, view: SequenceView) -> tuple[float, ...]:
         return (view.acceptance or self._all).holds()
 
@@ -259,7 +258,7 @@ class DraftPolicy:
         return _promise(self._holds(view))
 
     def _best(self, views: Sequence[SequenceView], load: Load) -> Choice:
-        limit = max(self._limit(view) for view in views)
+        limit = min(max(view.block_limit for view in views), self.block_length)
         key = (limit, load)
         kept = self._choices.get(key)
         if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * len(views):
@@ -271,6 +270,15 @@ class DraftPolicy:
             kept = (self._step, best_choice(self.cost, ranked, limit, load))
             self._choices[key] = kept
         return kept[1]
+
+
+@lru_cache(maxsize=256)
+def _within(shape: Shape, limit: int, in_hand: bool) -> Shape:
+    """The shape within the limit on b that a request may have set; without drafts in hand, new ones first."""
+    block = min(shape.block, limit)
+    drafts = min(shape.drafts, block - 1)
+    proposals = tuple(outcome for outcome in shape.proposals if outcome <= drafts + 1)
+    return Shape(drafts, proposals, block) if in_hand else Shape(0, (1,), block)
 
 
 def _rounded(count: int, grain: int) -> int:
@@ -293,7 +301,7 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
 
     ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
     """
-    best, best_rate = Choice(), load.sequences / _step_seconds(cost, load, Shape(), 0, 0.0)
+    best, best_rate = Choice(), load.sequences / _step_seconds(cost, load, PLAIN, 0, 0.0)
     drafting = load.sequences
     while drafting:
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]

@@ -19,7 +19,7 @@ from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
-from tidar_core.layout import Shape, full_shape
+from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
@@ -74,7 +74,7 @@ def _decoding(runner: Runner, sequences: int, drafting: int, context: int) -> Ba
     page, vocab = runner.cache.page_size, runner.config.vocab_size
     text = [(13 * i + 5) % vocab for i in range(context)]
     own = cycle(range(1, runner.cache.keys.shape[1]))
-    shapes = [Shape(0, (1,), runner.block_length)] * drafting + [Shape()] * (sequences - drafting)
+    shapes = [Shape(0, (1,), runner.block_length)] * drafting + [PLAIN] * (sequences - drafting)
     plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
     return _batch(runner, plans)
 
@@ -128,11 +128,11 @@ def _passes_are_exact(runner: Runner) -> bool:
     def hidden(*plans: SequencePlan) -> Tensor:
         return runner.forward(_batch(runner, list(plans))).clone()  # a graph's result does not last
 
-    whole = hidden(_plan(text, 0, length, 0, Shape(), pages))[:length]
+    whole = hidden(_plan(text, 0, length, 0, PLAIN, pages))[:length]
     for chunk in (1, 5, page):
         for start in range(0, length, chunk):
             rows = min(chunk, length - start)
-            if not torch.equal(hidden(_plan(text, start, rows, 0, Shape(), pages))[:rows], whole[start : start + rows]):
+            if not torch.equal(hidden(_plan(text, start, rows, 0, PLAIN, pages))[:rows], whole[start : start + rows]):
                 return False
     for drafts in range(max(1, block)):
         if MOST_PROBED < drafts < block - 1:
@@ -141,7 +141,7 @@ def _passes_are_exact(runner: Runner) -> bool:
         if drafts > MOST_PROBED:
             shape = Shape(drafts, (1, drafts + 1), block)
         start = length - drafts - 1
-        beside = _plan(other, 0, length - block, 0, Shape(0, (1,), block) if block else Shape(), other_pages)
+        beside = _plan(other, 0, length - block, 0, Shape(0, (1,), block) if block else PLAIN, other_pages)
         rows_beside = length - block
         rows_here = hidden(beside, _plan(text, start, 1, drafts, shape, pages))[rows_beside:][: drafts + 1]
         if not torch.equal(rows_here, whole[start:]):
@@ -212,7 +212,7 @@ def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int]
     computed on the way goes to the trash page."""
     block = runner.block_length
     counts = [rows for rows in VERIFY_ROWS if rows <= sequences]
-    shapes = [(count, Shape()) for count in counts]
+    shapes = [(count, PLAIN) for count in counts]
     if block:
         shapes += [(count, Shape(0, (1,), block)) for count in counts]
         shapes += [(1, full_shape(block, drafts)) for drafts in range(1, block)]
@@ -239,7 +239,7 @@ def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int]
 def fly_once(runner: Runner, cost: StepCost) -> None:
     """A step and the one behind it, on the trash page, for each way in which tokens are picked: what they are launched
     with is compiled then."""
-    shape = Shape(0, (1,), runner.block_length) if runner.block_length else Shape()
+    shape = Shape(0, (1,), runner.block_length) if runner.block_length else PLAIN
     for params in (GREEDY, SAMPLED):
         plan = _plan([1], 0, 1, 0, shape, [0], params)
         first = launch(runner, [plan], cost, None)
