@@ -269,7 +269,8 @@ class Sequence:
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
     admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties
     count, where there are any. prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
-    draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text.
+    draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text. ends: the
+    tokens that end the answer.
     """
 
     request: Request
@@ -288,6 +289,7 @@ class Sequence:
     said: "Ledger | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def prompt_length(self) -> int:

@@ -293,7 +293,7 @@ class Engine:
         still_banned = min(count, max(0, params.min_tokens - sequence.generated))
         if params.temperature == 0 and not still_banned and not params.penalises:
             return [TokenRule(params, first)] * count  # the best is the best wherever it stands
-        banned = self._ends(sequence) if still_banned else ()
+        banned = tuple(sorted(sequence.ends)) if still_banned else ()
         said = sequence.said
         if said is not None:
             said.follow(sequence.tokens)
@@ -302,12 +302,6 @@ class Engine:
             history = NOTHING_SAID if said is None else said.history(ahead[:place])
             rules.append(TokenRule(params, first + place, banned if place < still_banned else (), history))
         return rules
-
-    def _ends(self, sequence: Sequence) -> tuple[int, ...]:
-        """The tokens that would end the answer. Under a grammar the end of sequence ends one that else ignores it."""
-        params = sequence.request.params
-        ignored = params.ignore_eos and sequence.constraint is None
-        return tuple(sorted(params.stop_token_ids if ignored else params.stop_token_ids | set(self.info.eos_ids)))
 
 
 class Scores:

@@ -5,14 +5,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
+from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
-from tidar_core.layout import Shape, count_committed, drafts_left, fit_shape
+from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
 from tidar_core.prefixes import first_key, is_mark, page_keys
-from tidar_core.request import Constraint, Finish, FinishReason, Sequence, StepOutput, StepTrace
+from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +90,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
+        sequence.ends = ends_of(sequence, self.limits.eos_ids)
         self._queue(sequence)
 
     def holds(self, request_id: str) -> bool:
@@ -151,33 +152,34 @@ class Scheduler:
             return None
         if self._may_admit():
             return None
-        going = [sequence for sequence in self.running if sequence.remaining > 1]
+        going = [(sequence, remaining) for sequence in self.running if (remaining := sequence.remaining) > 1]
         if not going:
             return None
-        before = [under_way[places[sequence]] for sequence in going]
+        sources = [places[sequence] for sequence, _ in going]
+        before = [under_way[source] for source in sources]
         in_hand = [_drafts_to_come(plan) for plan in before]
-        views = [self._view(sequence, most) for sequence, most in zip(going, in_hand, strict=True)]
+        views = [self._view(sequence, most) for (sequence, _), most in zip(going, in_hand, strict=True)]
         shapes = self.policy.choose(views, prompt_rows=0)
-        plans, missing, limits = [], [], self.limits
-        for plan, sequence, most, wanted in zip(before, going, in_hand, shapes, strict=True):
+        plans, missing, page_size, max_positions = [], [], self.limits.page_size, self.limits.max_positions
+        for (sequence, remaining), plan, most, wanted in zip(going, before, in_hand, shapes, strict=True):
             position, committed = plan.position, len(plan.drafts) + 1
             shape = fit_shape(
                 wanted,
                 drafts_in_hand=most,
-                remaining=max(1, sequence.remaining - committed),
+                remaining=max(1, remaining - committed),
                 position=position + committed,
-                max_positions=limits.max_positions,
+                max_positions=max_positions,
             )
-            end = position + committed + 1 + shape.drafts
-            missing.append(max(0, -(-end // limits.page_size) - len(sequence.pages)))
-            drafts = tuple(range(1, shape.drafts + 1))
+            drafts = tuple(range(1, shape.drafts + 1)) if shape.drafts else ()
             plans.append(SequencePlan(sequence, position, (0,), drafts, shape, True))
-        if sum(missing) > self.pool.available:
+            more = -(-(position + committed + 1 + shape.drafts) // page_size) - len(sequence.pages)
+            if more > 0:
+                missing.append((sequence, more))
+        if sum(more for _, more in missing) > self.pool.available:
             return None
-        for sequence, count in zip(going, missing, strict=True):
-            if count:
-                sequence.pages += self.pool.take(count)
-        return plans, [places[sequence] for sequence in going]
+        for sequence, more in missing:
+            sequence.pages += self.pool.take(more)
+        return plans, sources
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
         """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
@@ -191,8 +193,11 @@ class Scheduler:
     def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
         """New drafts, up to the first that a broken drafter could not pick; scores: what it said of each, where that
         has a say in the text."""
-        sequence.drafts = list(takewhile(lambda token: token >= 0, drafts))
-        sequence.draft_scores = scores
+        sequence.drafts, sequence.draft_scores = [], scores
+        for token in drafts:
+            if token < 0:
+                break
+            sequence.drafts.append(token)
 
     def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
         """Plans with the policy's shapes, for those whose chunk reaches their last token."""
@@ -204,7 +209,7 @@ class Scheduler:
         for sequence, count in chosen:
             known = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
             emits = sequence.computed + count == len(sequence.tokens)
-            shape = Shape()
+            shape = PLAIN
             if emits:
                 shape = fit_shape(
                     next(wanted),
@@ -328,66 +333,40 @@ class Scheduler:
             sequence.computed += len(plan.known)
             self._publish(sequence)
             return None
-        committed = count_committed(drafts, truths)
-        first = sequence.generated == 0
+        committed = count_committed(drafts, truths) if drafts else 1
+        first = len(sequence.tokens) == sequence.prompt_length
         sequence.decode_steps += not first
-        kept, finish = self._settle(sequence, list(truths[:committed]))
+        kept, finish = settle(sequence, list(truths[:committed]), self.limits.max_positions)
         sequence.computed += len(plan.known) + committed - 1
         sequence.tokens += kept
         if finish is None or finish.reason is not FinishReason.ERROR:
             self._publish(sequence)
-        sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
+        if sequence.drafts:
+            sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
         sequence.draft_scores = None
         if shape.drafts and sequence.acceptance is not None:
             sequence.acceptance.observe(shape.drafts, committed - 1)
         if finish is not None:
             del self.running[sequence]
             self._release(sequence)
-        trace = StepTrace(
-            step=sequence.decode_steps,
-            seconds=now - sequence.arrived,
-            drafted=drafts,
-            accepted=min(committed - 1, len(kept)),
-            anchor=kept[committed - 1] if len(kept) == committed else None,
-            block=shape.block,
-            proposals=shape.proposals,
-            used=committed if committed in shape.proposals else None,
-            verify_rows=plan.verify_rows + plan.idle[0],
-            mask_rows=shape.mask_rows + plan.idle[1],
-            cached=min(sequence.cached or 0, sequence.prompt_length) if first else 0,
-        )
+        accepted, anchor = (committed - 1, kept[-1]) if len(kept) == committed else (len(kept), None)
+        used = committed if committed in shape.proposals else None
+        verify_rows, mask_rows = plan.verify_rows + plan.idle[0], shape.mask_rows + plan.idle[1]
+        cached = min(sequence.cached or 0, sequence.prompt_length) if first else 0
+        trace = StepTrace(  # by place: by name it takes twice as long, and there is one a sequence and step
+            sequence.decode_steps, now - sequence.arrived, drafts, accepted, anchor,
+            shape.block, shape.proposals, used, verify_rows, mask_rows, cached,
+        )  # fmt: skip
         read = tuple(sequence.prompt_logprobs) if first else ()
-        return StepOutput(sequence.request.request_id, tuple(kept), trace, finish, prompt_logprobs=read)
-
-    def _settle(self, sequence: Sequence, emitted: list[int]) -> tuple[list[int], Finish | None]:
-        """The part of `emitted` that is sent, cut at the first stop, and how the sequence ends, if it does."""
-        params = sequence.request.params
-        ignore_eos = params.ignore_eos and sequence.constraint is None
-        finish: Finish | None = None
-        for index, token in enumerate(emitted):
-            if token < 0:
-                emitted = emitted[:index]
-                finish = Finish(FinishReason.ERROR, error="the model gave scores that are not numbers")
-                break
-            if token in params.stop_token_ids or (token in self.limits.eos_ids and not ignore_eos):
-                emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
-                break
-        room = min(sequence.remaining, self.limits.max_positions - len(sequence.tokens))
-        if finish is None and len(emitted) >= room:
-            emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
-        if sequence.constraint is not None:
-            emitted, finish = _follow(sequence.constraint, emitted, finish)
-        if sequence.stop_watch is not None:
-            by_id = finish is not None and isinstance(finish.stop, int)  # the text of that token is not in the answer
-            shown = sequence.stop_watch.push(emitted[:-1] if by_id else emitted)
-            if shown.stop is not None:
-                return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
-        return emitted, finish
+        return StepOutput(sequence.request.request_id, tuple(kept), trace, finish, (), read)
 
 
 def _drafts_to_come(plan: SequencePlan) -> int:
     """The most drafts that a sequence may have in hand behind a step."""
-    return plan.shape.block - 1 if plan.shape.proposals else max(0, len(plan.sequence.drafts) - len(plan.drafts) - 1)
+    if plan.shape.proposals:
+        return plan.shape.block - 1
+    in_hand = len(plan.sequence.drafts)
+    return max(0, in_hand - len(plan.drafts) - 1) if in_hand else 0
 
 
 def _priority(sequence: Sequence) -> int:
@@ -396,19 +375,3 @@ def _priority(sequence: Sequence) -> int:
 
 def _turn(sequence: Sequence) -> tuple[int, float]:
     return sequence.request.priority, sequence.arrived - sequence.request.waited
-
-
-def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> tuple[list[int], Finish | None]:
-    """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does."""
-    until = constraint.advance(emitted)
-    if constraint.error is not None:
-        return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
-    if until < len(emitted):
-        return emitted[:until], Finish(FinishReason.STOP)
-    if finish is not None and finish.reason is FinishReason.ERROR:
-        mask = constraint.mask()
-        if mask is not None and not mask.any():
-            finish = Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
-    if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
-        finish = Finish(FinishReason.STOP)
-    return emitted, finish

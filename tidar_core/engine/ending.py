@@ -1,0 +1,50 @@
+"""How an answer ends: what of the tokens that a step decided is sent, and whether anything comes behind them."""
+
+from tidar_core.request import Constraint, Finish, FinishReason, Sequence
+
+
+def ends_of(sequence: Sequence, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end the answer. Under a grammar the end of sequence ends one that else ignores it."""
+    params = sequence.request.params
+    ignored = params.ignore_eos and sequence.constraint is None
+    return params.stop_token_ids if ignored else params.stop_token_ids | eos_ids
+
+
+def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[list[int], Finish | None]:
+    """The part of `emitted` that is sent, cut at the first stop, and how the sequence ends, if it does."""
+    finish: Finish | None = None
+    for index, token in enumerate(emitted):
+        if token < 0:
+            emitted = emitted[:index]
+            finish = Finish(FinishReason.ERROR, error="the model gave scores that are not numbers")
+            break
+        if token in sequence.ends:
+            emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
+            break
+    room = min(sequence.remaining, max_positions - len(sequence.tokens))
+    if finish is None and len(emitted) >= room:
+        emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
+    if sequence.constraint is not None:
+        emitted, finish = _follow(sequence.constraint, emitted, finish)
+    if sequence.stop_watch is not None:
+        by_id = finish is not None and isinstance(finish.stop, int)  # the text of that token is not in the answer
+        shown = sequence.stop_watch.push(emitted[:-1] if by_id else emitted)
+        if shown.stop is not None:
+            return emitted[: shown.used], Finish(FinishReason.STOP, shown.stop)
+    return emitted, finish
+
+
+def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> tuple[list[int], Finish | None]:
+    """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does."""
+    until = constraint.advance(emitted)
+    if constraint.error is not None:
+        return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+    if until < len(emitted):
+        return emitted[:until], Finish(FinishReason.STOP)
+    if finish is not None and finish.reason is FinishReason.ERROR:
+        mask = constraint.mask()
+        if mask is not None and not mask.any():
+            finish = Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
+    if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
+        finish = Finish(FinishReason.STOP)
+    return emitted, finish
