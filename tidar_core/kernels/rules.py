@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,19 +35,24 @@ def rule_numbers(
     rules: Sequence[TokenRule], vocab: int, device: torch.device, shift: Tensor | None = None
 ) -> RuleNumbers:
     """On `device`. shift: int64 [rows], what positions lack, where only the device knows that yet."""
-    params = [rule.params for rule in rules]
-    reals = [[heat(one) for one in params], [top_p_cut(one) for one in params], [one.min_p for one in params]]
+    kinds = list({id(rule.params): rule.params for rule in rules}.values())  # the rows of a sequence share theirs
+    places = {id(one): place for place, one in enumerate(kinds)}
+    kind = [places[id(rule.params)] for rule in rules]
+    reals = [[heat(one) for one in kinds], [top_p_cut(one) for one in kinds], [one.min_p for one in kinds]]
     whole = [
-        [one.seed & _WORD for one in params],
-        [one.seed >> 32 & _WORD for one in params],
-        [rule.position & _WORD for rule in rules],
-        [one.choice & _WORD for one in params],
-        [one.top_k if one.top_k < vocab else 0 for one in params],
+        [one.seed & _WORD for one in kinds],
+        [one.seed >> 32 & _WORD for one in kinds],
+        [0] * len(kinds),
+        [one.choice & _WORD for one in kinds],
+        [one.top_k if one.top_k < vocab else 0 for one in kinds],
     ]
-    bits = sent(torch.tensor(whole, dtype=torch.int64).to(torch.int32), device)
+    words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
+    words[2] = [rule.position & _WORD for rule in rules]
+    bits = sent(torch.from_numpy(words.astype(np.int32)), device)
     if shift is not None:
         bits[2] += shift
-    return RuleNumbers(sent(torch.tensor(reals, dtype=torch.float32), device), bits)
+    told = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
+    return RuleNumbers(sent(torch.from_numpy(told), device), bits)
 
 
 def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:
