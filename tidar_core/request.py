@@ -1,9 +1,11 @@
 """The nouns of the engine: what goes in, what is kept while it runs, what comes out of a step."""
 
+from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -260,6 +262,14 @@ class Constraint(Protocol):
         """Goes back over so many guesses."""
 
 
+PageNumbers: TypeAlias = "array[int]"
+
+
+def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
+    """Numbers of pages, int32 each: side by side in memory, since every step lays the pages of all sequences."""
+    return array("i", pages)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way. The engine alone changes it, in `Scheduler` and nowhere else.
@@ -278,7 +288,7 @@ class Sequence:
     tokens: list[int]
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    pages: PageNumbers = field(default_factory=page_numbers)
     page_keys: list[bytes] = field(default_factory=list)
     prefix_keys: list[bytes] = field(default_factory=list)
     cached: int | None = None

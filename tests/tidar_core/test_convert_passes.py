@@ -27,7 +27,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS, attend_blocks, rotate_qk
 from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
 from tidar_core.model.weights import named_tensors
-from tidar_core.request import Request, SamplingParams, Sequence
+from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
@@ -211,7 +211,7 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     cache = empty_cache(base.config, pages + 1, page, torch.float32, CPU)
     layers = all_layers(REFERENCE_OPS, base.config, base.weights, tiny.adapter, base.rotary)
     runner = Runner(REFERENCE_OPS, base.config, base.weights, tiny.adapter, cache, layers)
-    sequence = Sequence(Request("r", tuple(tokens), GREEDY), 0.0, tokens, pages=list(range(1, pages + 1)))
+    sequence = Sequence(Request("r", tuple(tokens), GREEDY), 0.0, tokens, pages=page_numbers(range(1, pages + 1)))
     known = len(tokens) - drafts
     shape = Shape(drafts, tuple(range(1, drafts + 2)), 4)
     plan = SequencePlan(sequence, 0, tuple(tokens[:known]), tuple(tokens[known:]), shape, emits=True)

@@ -14,7 +14,7 @@ from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import BlockForm, Shape, count_committed, drafts_left
-from tidar_core.request import Request, SamplingParams, Sequence
+from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 
 PAGE, VOCAB = 16, 50
 PARAMS = SamplingParams(max_tokens=200)
@@ -54,7 +54,9 @@ def random_case(seed: int) -> Case:
         drafts = draw.randint(0, width)
         outcomes = sorted(draw.sample(range(1, drafts + 2), draw.randint(0, drafts + 1))) if width else []
         shape = Shape(drafts, tuple(outcomes), draw.randint(2, width + 1)) if outcomes else Shape(drafts)
-        sequence = Sequence(Request(str(number), (1,), PARAMS), 0.0, [1], pages=draw.sample(range(1, 90), 4))
+        sequence = Sequence(
+            Request(str(number), (1,), PARAMS), 0.0, [1], pages=page_numbers(draw.sample(range(1, 90), 4))
+        )
         place = draw.randint(0, 4 * PAGE - 2 * width - 4)
         plans.append(SequencePlan(sequence, place, (0,), tuple(range(1, drafts + 1)), shape, emits=True))
     return Case(width, left, plans, sources)
@@ -79,7 +81,7 @@ def carried_rows_match(ops: Ops, seed: int, form: BlockForm) -> None:
     batch = build_batch(case.plans, PAGE, padded, form)
     inputs = inputs_of(batch.numbers.clone(), batch.size)
     source = [*case.sources, *[len(case.left)] * (batch.size.sequences - len(case.sources))]
-    carried = Carried(case.state(), torch.tensor(source, dtype=torch.int32), nearest_outcomes(case.plans, batch))
+    carried = Carried(case.state(), torch.tensor(source, dtype=torch.int32), nearest_outcomes(batch))
     ops.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, PAGE)
 
     first, earlier = 0, int(form.slot_0 == "anchor")
@@ -119,7 +121,7 @@ def decisions_match(ops: Ops, seed: int) -> None:
         truths += [token if draw.random() < 0.8 else draw.randrange(-1, VOCAB) for token in likely]
     counts = [plan.shape.block - 1 if plan.shape.proposals else 0 for plan in case.plans]
     drafting = [number for number, plan in enumerate(case.plans) if plan.shape.proposals]
-    table = plan_table(case.plans, batch, len(truths))
+    table = plan_table(batch, len(truths))
     source = torch.tensor(case.sources, dtype=torch.int32)
     decided = ops.decide(torch.tensor(truths), table, case.state(), source, sum(counts), len(drafting))
     before = decided.state.clone()

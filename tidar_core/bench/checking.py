@@ -12,7 +12,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, StepRows, empty_cache
 from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.float8 import to_float8
-from tidar_core.request import Request, SamplingParams
+from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
 
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
@@ -60,7 +60,7 @@ def step_rows(contexts: Sequence[int], shape: Shape, page_size: int, device: tor
     plans, taken = [], 0
     for context, count in zip(contexts, counts, strict=True):
         request = Request("bench", (1,), SamplingParams(max_tokens=1))
-        sequence = EngineSequence(request, 0.0, [], pages=order[taken : taken + count])
+        sequence = EngineSequence(request, 0.0, [], pages=page_numbers(order[taken : taken + count]))
         plans.append(SequencePlan(sequence, context, (1,), (1,) * shape.drafts, shape, emits=True))
         taken += count
     batch = build_batch(plans, page_size, lambda size: size, BlockForm())

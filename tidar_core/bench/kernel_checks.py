@@ -41,7 +41,7 @@ from tidar_core.layout import BlockForm, full_shape
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import packed, rounded
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, OwnAttention, widened
-from tidar_core.request import Request, SamplingParams
+from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
@@ -334,7 +334,9 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     plans, truths = [], []
     for number, source in enumerate(sources):
         shape, pages = full_shape(block, 3 * number % block), [2 * number + 1, 2 * number + 2]
-        sequence = EngineSequence(Request("bench", (1,), SamplingParams(max_tokens=1)), 0.0, [], pages=pages)
+        sequence = EngineSequence(
+            Request("bench", (1,), SamplingParams(max_tokens=1)), 0.0, [], pages=page_numbers(pages)
+        )
         drafts = tuple(range(1, shape.drafts + 1))
         plans.append(SequencePlan(sequence, number % sizes.page_size, (0,), drafts, shape, emits=True))
         kept = torch.rand(block) < 0.8
@@ -344,8 +346,8 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     form = BlockForm(slot_0="anchor", labels="shifted")  # the one that has most to be carried on
     batch = build_batch(plans, sizes.page_size, lambda size: size, form)
     source = on_device([*sources, count], device, torch.int32)
-    carried = Carried(state, source, nearest_outcomes(plans, batch).to(device))
-    table, said = plan_table(plans, batch, len(truths)).to(device), on_device(truths, device)
+    carried = Carried(state, source, nearest_outcomes(batch).to(device))
+    table, said = plan_table(batch, len(truths)).to(device), on_device(truths, device)
     picks = torch.randint(-1, config.vocab_size, (count * (block - 1),), device=device)
     found = []
     for some in (reference.REFERENCE_OPS, ops):

@@ -26,7 +26,7 @@ from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.weights import ModelWeights, pack_model
-from tidar_core.request import Request, SamplingParams, Sequence
+from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 
 BLOCK = 8
 ADAPTER_ROWS = 64  # where the adapter's own share is measured
@@ -156,7 +156,9 @@ def measure_prefill(
         steps = []
         for start in range(0, length, chunk):
             known = (1,) * min(chunk, length - start)
-            plan = SequencePlan(Sequence(request, 0.0, [], pages=pages), start, known, (), Shape(), emits=True)
+            plan = SequencePlan(
+                Sequence(request, 0.0, [], pages=page_numbers(pages)), start, known, (), Shape(), emits=True
+            )
             batch = build_batch([plan], page, lambda size: size, BlockForm())
             steps.append(inputs_of(batch.numbers.to(device), batch.size).rows)
         work = partial(_read_prompt, model, steps, cache, torch.ones(chunk, dtype=torch.int64, device=device))

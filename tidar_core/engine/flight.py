@@ -15,20 +15,36 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.batch import Batch, build_batch, draft_rows, step_size
+from tidar_core.engine.batch import Batch, build_batch, step_size
 from tidar_core.engine.drafting import pick_drafts
+from tidar_core.engine.laid import IntArray, Laid, numbered
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.said_ahead import as_changed, changes_scores, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
-from tidar_core.request import Sequence
+from tidar_core.request import SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device, sent
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the tokens of a step are picked, once scores are changed: the same step after step, while the same sequences
+    lay the same rows. changing: some change scores. greedy: the best is the best wherever it stands, for all. verify,
+    slots: the rules of the verify rows and of a proposal's slots of each plan, as of tokens at position 0."""
+
+    laid: Laid
+    params: tuple[SamplingParams, ...]
+    changing: bool
+    greedy: bool
+    verify: list[TokenRule]
+    slots: list[TokenRule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,7 @@ class Flight:
     int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
 
     plans: tuple[SequencePlan, ...]
+    asked: Asked
     size: StepSize
     rows: tuple[int, ...]
     truths: Tensor
@@ -104,35 +121,35 @@ def launch(
     batch = build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
     state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
     sources = range(len(plans)) if behind is None else behind[1]
-    source = on_device([*sources, *[len(state) - 1] * (batch.size.sequences - len(plans))], device, torch.int32)
-    carried = None if behind is None else Carried(state, source, sent(nearest_outcomes(plans, batch), device))
+    from_rows = np.full(batch.size.sequences, len(state) - 1, dtype=np.int32)
+    from_rows[: len(plans)] = sources
+    source = sent(torch.from_numpy(from_rows), device)
+    carried = None if behind is None else Carried(state, source, sent(nearest_outcomes(batch), device))
     hidden = runner.forward(batch, carried)
 
-    size, ops = step_size(plans, batch), runner.ops
-    verify = [row for rows in batch.emit_rows for row in rows]
+    size, ops, laid = step_size(plans, batch), runner.ops, batch.laid
+    answers, guesses = laid.answers, laid.guesses
     at_once = size.slots > 0 and cost.at_once(size.verify, size.picked, size.slots)
-    scores = runner.scores(hidden, [*verify, *_slot_rows(plans, batch)] if at_once else verify)
-    rules = [rule for plan in plans for rule in _rules(plan, len(plan.drafts) + 1)]
-    verified = scores[: len(verify)]
-    if any(changes_scores(plan.sequence.request.params) for plan in plans):
+    scores = runner.scores(hidden, _scored_rows(batch, at_once, device))
+    asked = _asked(plans, laid, None if behind is None else behind[0].asked)
+    verified = scores[: len(laid.answer_rows)]
+    if asked.changing:
         own = state[source[: len(plans)].long()].long()
         verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, 2:])
-    truths = ops.pick(verified, rules, _shift(rules, state, source, [*map(len, batch.emit_rows)]))
+    truths = ops.pick(verified, asked.verify, None if asked.greedy else _positions(plans, answers, state, source))
 
-    drafting = [plan for plan in plans if plan.shape.proposals]
-    counts = [plan.shape.block - 1 for plan in drafting]
-    table = sent(plan_table(plans, batch, len(verify)), device)
-    decided = ops.decide(truths, table, state, source[: len(plans)], sum(counts), len(drafting))
+    lengths = guesses[guesses > 0].tolist()
+    table, drafting = sent(plan_table(batch, len(laid.answer_rows)), device), len(lengths)
+    decided = ops.decide(truths, table, state, source[: len(plans)], int(size.picked), drafting)
     if drafting:
         chosen = scores[decided.scores] if at_once else runner.scores(hidden, decided.rows)
-        rules = [rule for plan, count in zip(drafting, counts, strict=True) for rule in _rules(plan, count)]
-        slots = [plan.shape.block - 1 if plan.shape.proposals else 0 for plan in plans]
-        shift = _shift(rules, state, source, slots, decided.state)
-        picks = pick_drafts(runner, hidden[decided.rows], chosen, rules, decided.anchors, counts, shift=shift)
+        shift = None if asked.greedy else _positions(plans, guesses, state, source, decided.state)
+        picks = pick_drafts(runner, hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift=shift)
         ops.renew(decided, table, picks)
     told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
-    rows = tuple(len(rows) for rows in batch.emit_rows)
-    return Flight(tuple(plans), size, rows, truths, decided.state, told, ready, launched, captured)
+    return Flight(
+        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, captured
+    )
 
 
 def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) -> Tensor:
@@ -154,63 +171,54 @@ def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tenso
     return tokens.masked_fill(place >= state[:, :1], -1)
 
 
-def _rules(plan: SequencePlan, count: int) -> list[TokenRule]:
-    """Of so many tokens behind the last known one, as if that stood where the plan counts from, and once scores are
-    changed."""
-    params = plan.sequence.request.params
-    if changes_scores(params):
-        params = as_changed(params)
-    if params.temperature == 0:
-        return [TokenRule(params, 0)] * count  # the best is the best wherever it stands
-    return [TokenRule(params, plan.position + 1 + place) for place in range(count)]
+def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Asked:
+    """`before` are those of the last step, which mostly are those of this one too."""
+    params = tuple([plan.sequence.request.params for plan in plans])
+    if before is not None and before.laid is laid and before.params == params:
+        return before
+    rules = [TokenRule(as_changed(one) if changes_scores(one) else one, 0) for one in params]
+    verify = [rule for rule, count in zip(rules, laid.answers.tolist(), strict=True) for _ in range(count)]
+    slots = [rule for rule, count in zip(rules, laid.guesses.tolist(), strict=True) for _ in range(count)]
+    changing = any(changes_scores(one) for one in params)
+    return Asked(laid, params, changing, all(one.temperature == 0 for one in params), verify, slots)
 
 
-def _shift(
-    rules: Items[TokenRule], state: Tensor, source: Tensor, counts: list[int], after: Tensor | None = None
-) -> Tensor | None:
-    """What the positions of rules lack, `counts[i]` of them for plan i: what the step before committed, and behind this
-    one, which left `after`, what it did too. int64, or None where no rule looks at its position."""
-    if all(rule.params.temperature == 0 for rule in rules):
-        return None
+def _positions(
+    plans: Items[SequencePlan], counts: IntArray, state: Tensor, source: Tensor, after: Tensor | None = None
+) -> Tensor:
+    """Where `counts[i]` tokens of plan i stand, int64: behind its last known one, what the step before committed, and
+    behind this step, which left `after`, what it did too."""
     committed = state[source[: len(counts)].long(), 0].long()
     if after is not None:
         committed = committed + after[:-1, 0]
-    owner = [place for place, count in enumerate(counts) for _ in range(count)]
-    return committed[on_device(owner, state.device)]
+    owner, place = numbered(counts)
+    first = np.array([plan.position + 1 for plan in plans])
+    told = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
+    return committed[told[0]] + told[1]
 
 
-def nearest_outcomes(plans: Items[SequencePlan], batch: Batch) -> Tensor:
+def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | Tensor:
+    """The verify rows whose answers are wanted, and with `at_once` those of all slots behind them."""
+    laid = batch.laid
+    if not at_once and not laid.size.known:
+        return range(len(laid.answer_rows))
+    rows = np.concatenate((laid.answer_rows, batch.size.verify + laid.guess_rows)) if at_once else laid.answer_rows
+    return sent(torch.from_numpy(rows), device)
+
+
+def nearest_outcomes(batch: Batch) -> Tensor:
     """`Carried.nearest`."""
-    nearest = torch.zeros(batch.size.mask, dtype=torch.int32)
-    for plan, first in zip(plans, batch.first_mask_rows, strict=True):
-        if plan.shape.proposals:
-            start = first - batch.size.verify
-            nearest[start : start + plan.shape.block] = plan.shape.proposals[0]
-    return nearest
+    nearest = np.zeros(batch.size.mask, dtype=np.int32)
+    nearest[: len(batch.laid.nearest)] = batch.laid.nearest
+    return torch.from_numpy(nearest)
 
 
-def _slot_rows(plans: Items[SequencePlan], batch: Batch) -> list[int]:
-    """The rows of slots 1 … b-1 of all proposals."""
-    return [
-        row
-        for plan, first in zip(plans, batch.first_mask_rows, strict=True)
-        for place in range(len(plan.shape.proposals))
-        for row in draft_rows(plan.shape, first, place)
-    ]
-
-
-def plan_table(plans: Items[SequencePlan], batch: Batch, scored: int) -> Tensor:
+def plan_table(batch: Batch, scored: int) -> Tensor:
     """The plans as `tidar_core.kernels.succession` reads them. scored: how many scores come before those of slots."""
-    most = max(len(plan.shape.proposals) for plan in plans)
-    table, truths, slots, drafting = [], 0, 0, 0
-    for plan, first in zip(plans, batch.first_mask_rows, strict=True):
-        outcomes, block = plan.shape.proposals, plan.shape.block if plan.shape.proposals else 0
-        laid = (truths, len(plan.drafts), slots, block, first + 1, scored, drafting)
-        table.append((*laid, *outcomes, *[0] * (most - len(outcomes))))
-        truths += len(plan.drafts) + 1
-        if block:
-            slots, scored, drafting = slots + block - 1, scored + len(outcomes) * (block - 1), drafting + 1
-    return torch.tensor(table, dtype=torch.int32)
+    table = batch.laid.table.copy()
+    table[:, 4] += batch.size.verify
+    table[:, 5] += scored
+    return torch.from_numpy(table)
 
 
 def _fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -88,10 +88,15 @@ class Runner:
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, rows: Items[int] | Tensor) -> Tensor:
-        """The logits [rows, vocab] of some rows of `hidden`, which may be known to the device alone (int64)."""
-        index = rows if isinstance(rows, Tensor) else on_device(rows, self.device)
-        filling = index[-1:].expand(-len(index) % self.ops.row_multiple)
-        scores = self.ops.head(hidden[torch.cat((index, filling))], self.weights.head)[: len(index)]
+        """The logits [rows, vocab] of some rows of `hidden`, which may be known to the device alone (int64). Of a range
+        they are read where they lie."""
+        if isinstance(rows, range) and rows.step == 1 and not len(rows) % self.ops.row_multiple:
+            chosen = hidden[rows.start : rows.stop]
+        else:
+            index = rows if isinstance(rows, Tensor) else on_device(rows, self.device)
+            filling = index[-1:].expand(-len(index) % self.ops.row_multiple)
+            chosen = hidden[torch.cat((index, filling))]
+        scores = self.ops.head(chosen, self.weights.head)[: len(rows)]
         if self.mask_token is not None:
             scores[:, self.mask_token] = -torch.inf
         return scores

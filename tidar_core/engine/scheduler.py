@@ -12,7 +12,7 @@ from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
 from tidar_core.prefixes import first_key, is_mark, page_keys
-from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace
+from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace, page_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,7 +178,7 @@ class Scheduler:
         if sum(more for _, more in missing) > self.pool.available:
             return None
         for sequence, more in missing:
-            sequence.pages += self.pool.take(more)
+            sequence.pages.extend(self.pool.take(more))
         return plans, sources
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
@@ -247,7 +247,7 @@ class Scheduler:
             self._preempt(victim, chosen)
             if victim is sequence:
                 return False
-        sequence.pages += self.pool.take(missing)
+        sequence.pages.extend(self.pool.take(missing))
         return True
 
     def _preempt(self, sequence: Sequence, chosen: _Chosen) -> None:
@@ -304,7 +304,7 @@ class Scheduler:
         size, tokens = self.limits.page_size, sequence.tokens
         if len(sequence.prefix_keys) != (len(tokens) - 1) // size:  # a request may wait here for many steps
             sequence.prefix_keys = list(page_keys(tokens[:-1], size, first_key(sequence.request.cache_salt)))
-        sequence.pages = self.pool.take_known(sequence.prefix_keys)
+        sequence.pages = page_numbers(self.pool.take_known(sequence.prefix_keys))
         sequence.page_keys = sequence.prefix_keys[: len(sequence.pages)]
         sequence.computed = len(sequence.pages) * size
         if sequence.cached is None:
@@ -324,8 +324,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Gives all pages back; what the sequence holds then are its tokens alone."""
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.page_keys, sequence.drafts, sequence.draft_scores = [], [], [], None
-        sequence.computed = 0
+        sequence.pages, sequence.page_keys, sequence.computed = page_numbers(), [], 0
+        sequence.drafts, sequence.draft_scores = [], None
 
     def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float) -> StepOutput | None:
         sequence, shape, drafts = plan.sequence, plan.shape, plan.drafts

@@ -20,7 +20,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
-from tidar_core.request import Request, SamplingParams, Sequence
+from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device
 
@@ -59,7 +59,9 @@ def _plan(
     params: SamplingParams = GREEDY,
 ) -> SequencePlan:
     """`known` tokens from `start` on and `drafts` behind them."""
-    sequence = Sequence(Request("warm-up", tuple(tokens), params), 0.0, tokens, computed=start, pages=pages)
+    sequence = Sequence(
+        Request("warm-up", tuple(tokens), params), 0.0, tokens, computed=start, pages=page_numbers(pages)
+    )
     end = start + known
     return SequencePlan(sequence, start, tuple(tokens[start:end]), tuple(tokens[end : end + drafts]), shape, emits=True)
 
