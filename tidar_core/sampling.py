@@ -16,7 +16,7 @@ descending score, it can be found among a few best candidates, whose number chan
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -63,7 +63,12 @@ class TokenRule:
 
     def keeps_all(self, vocab: int) -> bool:
         """S is the whole vocabulary, or the best alone."""
-        return _way(self.params, vocab).kind in (_Kind.GREEDY, _Kind.WHOLE)
+        return _kind(self.params, vocab) in (_Kind.GREEDY, _Kind.WHOLE)
+
+
+def distinct(rules: Sequence[TokenRule]) -> Iterable[TokenRule]:
+    """Each rule once, however many rows share it."""
+    return {id(rule): rule for rule in rules}.values()
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
@@ -178,9 +183,9 @@ def adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
     if not 0 < logits.shape[1] <= MAX_VOCAB:
         raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {MAX_VOCAB}")
-    rows = [row for row, rule in enumerate(rules) if rule.adjusts]
-    if not rows:
+    if not any(rule.adjusts for rule in distinct(rules)):
         return logits
+    rows = [row for row, rule in enumerate(rules) if rule.adjusts]
     scores = logits.float() if logits.dtype is not torch.float32 else logits.clone()
     _keep_allowed(scores, rules)
     for row in rows:
@@ -207,14 +212,19 @@ def _ways(rules: Sequence[TokenRule], vocab: int) -> dict[_Way, list[int]]:
 
 
 def _way(params: SamplingParams, vocab: int) -> _Way:
+    kind = _kind(params, vocab)
+    if kind in (_Kind.GREEDY, _Kind.WHOLE):
+        return _Way(kind)
+    needed = params.top_k + _TIES if kind is _Kind.RANKED else 1
+    return _Way(kind, (*(width for width in _WIDTHS if needed <= width <= vocab // 8), vocab))
+
+
+def _kind(params: SamplingParams, vocab: int) -> _Kind:
     if params.temperature == 0:
-        return _Way(_Kind.GREEDY)
-    ranked = 0 < params.top_k < vocab
-    if not ranked and params.top_p >= 1 and params.min_p <= 0:
-        return _Way(_Kind.WHOLE)
-    needed = params.top_k + _TIES if ranked else 1
-    widths = (*(width for width in _WIDTHS if needed <= width <= vocab // 8), vocab)
-    return _Way(_Kind.RANKED if ranked else _Kind.TAILED, widths)
+        return _Kind.GREEDY
+    if 0 < params.top_k < vocab:
+        return _Kind.RANKED
+    return _Kind.WHOLE if params.top_p >= 1 and params.min_p <= 0 else _Kind.TAILED
 
 
 def _pick_greedy(logits: Tensor, index: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
 from tidar_core.model.slot_head import CANDIDATES, drafts_of, next_state, rescored
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import TokenRule, distinct
 from tidar_core.transfer import on_device
 
 GRAPHED = (1, 2, 4, 8, 16, 32, 64)  # proposals of one graph; launching counts for little where there are more
@@ -45,7 +45,7 @@ def pick_drafts(
         picks = runner.ops.draft_slots(head, words, runner.vocabulary, hidden, logits, anchors, counts, rules, shift)
         if picks is not None:
             return picks
-    if any(rule.adjusts for rule in rules):
+    if any(rule.adjusts for rule in distinct(rules)):
         return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
     return _side_by_side(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
 

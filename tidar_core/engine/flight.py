@@ -13,6 +13,7 @@ held, rows for as many drafts as there may be. Drafts that did not come are -1 a
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -97,15 +98,21 @@ def settled(plan: SequencePlan) -> SequencePlan:
     if not shape.drafts and not shape.proposals:
         return SequencePlan(sequence, sequence.computed, anchor, (), shape, plan.emits)
     drafts = tuple(sequence.drafts[: shape.drafts])
-    reach = len(drafts) + 1
+    came, idle = _with_drafts(shape, len(drafts))
+    return SequencePlan(sequence, sequence.computed, anchor, drafts, came, plan.emits, idle)
+
+
+@lru_cache(maxsize=1024)
+def _with_drafts(shape: Shape, drafts: int) -> tuple[Shape, tuple[int, int]]:
+    """A shape where so many drafts came, and how many of its rows of both kinds ran for none."""
+    reach = drafts + 1
     if shape.proposals:
         nearest, *others = shape.proposals
         proposals = (min(nearest, reach), *(outcome for outcome in others if outcome <= reach))
-        shape = Shape(len(drafts), proposals, shape.block)
+        came = Shape(drafts, proposals, shape.block)
     else:
-        shape = Shape(len(drafts))
-    idle = plan.shape.drafts - shape.drafts, plan.shape.mask_rows - shape.mask_rows
-    return SequencePlan(sequence, sequence.computed, anchor, drafts, shape, plan.emits, idle)
+        came = Shape(drafts)
+    return came, (shape.drafts - drafts, shape.mask_rows - came.mask_rows)
 
 
 @torch.inference_mode()

@@ -9,12 +9,12 @@ from torch import Tensor
 from tidar_core import sampling
 from tidar_core.kernels.ops import Pick
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import TokenRule, distinct
 
 
 def numbers_unless_greedy(rules: Sequence[TokenRule], vocab: int, shift: Tensor | None) -> RuleNumbers | None:
     """What the library is told of the rules; None where all rows take the best."""
-    if all(rule.params.temperature == 0 for rule in rules):
+    if all(rule.params.temperature == 0 for rule in distinct(rules)):
         return None
     return rule_numbers(rules, vocab, torch.device("cpu"), shift)
 
