@@ -33,6 +33,9 @@ from tidar_core.request import SamplingParams, Sequence
 from tidar_core.sampling import TokenRule
 from tidar_core.transfer import on_device, sent
 
+THE_BEST = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0)
+"""Of a score that nothing changes any more: the same wherever it stands, and whoever asks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -183,11 +186,17 @@ def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Aske
     params = tuple([plan.sequence.request.params for plan in plans])
     if before is not None and before.laid is laid and before.params == params:
         return before
-    rules = [TokenRule(as_changed(one) if changes_scores(one) else one, 0) for one in params]
+    rules = [_rule(one) for one in params]
     verify = [rule for rule, count in zip(rules, laid.answers.tolist(), strict=True) for _ in range(count)]
     slots = [rule for rule, count in zip(rules, laid.guesses.tolist(), strict=True) for _ in range(count)]
     changing = any(changes_scores(one) for one in params)
     return Asked(laid, params, changing, all(one.temperature == 0 for one in params), verify, slots)
+
+
+def _rule(params: SamplingParams) -> TokenRule:
+    if params.temperature == 0:
+        return THE_BEST
+    return TokenRule(as_changed(params) if changes_scores(params) else params, 0)
 
 
 def _positions(
@@ -223,8 +232,7 @@ def nearest_outcomes(batch: Batch) -> Tensor:
 def plan_table(batch: Batch, scored: int) -> Tensor:
     """The plans as `tidar_core.kernels.succession` reads them. scored: how many scores come before those of slots."""
     table = batch.laid.table.copy()
-    table[:, 4] += batch.size.verify
-    table[:, 5] += scored
+    table[:, 4:6] += np.array((batch.size.verify, scored), dtype=np.int32)  # where mask rows begin, and their scores
     return torch.from_numpy(table)
 
 

@@ -80,11 +80,10 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
     repeats = np.where(repeated >= 0, (ends - drafts - 1)[owner] + repeated, -1)
     nearest = np.array([shape.proposals[0] if shape.proposals else 0 for shape in shapes])[owner]
 
-    fronts = (_before(answers), drafts, _before(guesses), block, _before(masks) + 1, _before(outcomes * guesses))
-    table = np.zeros((len(shapes), 7 + int(outcomes.max())), dtype=np.int32)
-    table[:, :7] = np.stack((*fronts, _before(block > 0)), axis=1)
-    drafting, which = numbered(outcomes)
-    table[drafting, 7 + which] = [outcome for shape in shapes for outcome in shape.proposals]
+    slots = _before(outcomes * guesses)
+    front = (_before(answers), drafts, _before(guesses), block, _before(masks) + 1, slots, _before(block > 0))
+    named = np.zeros((len(shapes), int(outcomes.max())), dtype=np.int64)
+    named[numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
 
     verify = int(answers.sum())
     return Laid(
@@ -109,7 +108,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
         mask_slots=slot,
         repeats=repeats.astype(np.int32),
         nearest=np.where(place < block[owner], nearest, 0).astype(np.int32),
-        table=table,
+        table=np.concatenate((np.stack(front, axis=1), named), axis=1).astype(np.int32),
     )
 
 

@@ -163,13 +163,15 @@ class Scheduler:
         plans, missing, page_size, max_positions = [], [], self.limits.page_size, self.limits.max_positions
         for (sequence, remaining), plan, most, wanted in zip(going, before, in_hand, shapes, strict=True):
             position, committed = plan.position, len(plan.drafts) + 1
-            shape = fit_shape(
-                wanted,
-                drafts_in_hand=most,
-                remaining=max(1, remaining - committed),
-                position=position + committed,
-                max_positions=max_positions,
-            )
+            shape = wanted
+            if wanted is not PLAIN:
+                shape = fit_shape(
+                    wanted,
+                    drafts_in_hand=most,
+                    remaining=max(1, remaining - committed),
+                    position=position + committed,
+                    max_positions=max_positions,
+                )
             drafts = tuple(range(1, shape.drafts + 1)) if shape.drafts else ()
             plans.append(SequencePlan(sequence, position, (0,), drafts, shape, True))
             more = -(-(position + committed + 1 + shape.drafts) // page_size) - len(sequence.pages)

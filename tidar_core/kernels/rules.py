@@ -46,6 +46,7 @@ def rule_numbers(
         [one.choice & _WORD for one in kinds],
         [one.top_k if one.top_k < vocab else 0 for one in kinds],
     ]
+    # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
     words[2] = [rule.position & _WORD for rule in rules]
     bits = sent(torch.from_numpy(words.astype(np.int32)), device)
