@@ -23,10 +23,9 @@ class Laid:
     """The rows of a step; nobody changes these arrays.
 
     size: of the step, but for the context. ahead: how far the last known tokens of all plans together stand behind
-    where these start. answers: [plans], how many
-    true tokens each gets; answer_rows: their verify rows. emit_rows[i]: those of plan i. guesses: [plans], slots of a
-    proposal that may become drafts; guess_rows: the rows of these slots of all proposals. first_mask_rows: [plans].
-    Mask rows are counted from the first one in all of these.
+    where these start. answers: [plans], how many true tokens each gets; answer_rows: their verify rows. emit_rows[i]:
+    those of plan i. guesses: [plans], slots of a proposal that may become drafts; guess_rows: the rows of these slots
+    of all proposals. first_mask_rows: [plans]. Mask rows are counted from the first one in all of these.
 
     verify_owner, verify_place: [verify], the plan of each verify row, and its place there. mask_columns: [5, mask], the
     positions, sequence, context_end, tail_start and tail_end of mask rows, positions counted from their plan's start.
