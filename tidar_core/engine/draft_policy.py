@@ -261,7 +261,7 @@ class DraftPolicy:
         limit = min(max(view.block_limit for view in views), self.block_length)
         key = (limit, load)
         kept = self._choices.get(key)
-        if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * len(views):
+        if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * load.sequences:
             if len(self._choices) > 1024:
                 self._choices.clear()
             known = [self._holds(view) for view in views]
