@@ -11,7 +11,7 @@ from tests.tidar_core.documents import HEADER, document
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
-from tidar_core.convert.conversations import Plan
+from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Plan
 from tidar_core.convert.growing import GROWING_FILE, read_growing
 from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered
 from tidar_core.convert.shards import KINDS, open_store
@@ -253,6 +253,34 @@ def test_gathering_keeps_to_its_time(engine, tmp_path):
     assert gathered.documents == len(store.read().corpus) > 0
     while engine.has_work:
         engine.step()
+
+
+def test_what_is_on_its_way_when_the_time_is_over_is_learnt_from(engine, tmp_path, monkeypatch):
+    """A slow machine ends few documents in its time, and has begun many."""
+    prompts = [f"What is the answer to {number}?" for number in range(3)]
+    long, steps, now = replace(SHORT, answer_tokens=400), 0, time.monotonic
+    monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
+
+    def a_second_passes(_) -> None:
+        nonlocal steps
+        steps += 1
+
+    whole, cut = open_store(tmp_path / "whole", HEADER), open_store(tmp_path / "cut", HEADER)
+    gather_own_words(engine_source(engine), engine.tokenizer, long, whole, Goal(own_tokens=6000), prompts)
+    source = engine_source(engine)
+    gathered = gather_own_words(source, engine.tokenizer, long, cut, Goal(seconds=150.0), prompts, a_second_passes)
+    forget_all(engine)
+    begun, ended = documents(cut), documents(whole)
+    shorter = [job for job in begun.keys() & ended.keys() if job >= 0 and len(begun[job]) < len(ended[job])]
+    assert shorter
+    assert all(begun[job] == ended[job][: len(begun[job])] for job in shorter), "as far as it came, and no further"
+    assert gathered.own_tokens == cut.read().corpus.generated_tokens()
+    assert min(own for own in (sum(cut.read().corpus.document(i)[1]) for i in range(len(begun)))) >= LEAST_OWN_TOKENS
+    unfinished = read_growing(cut.directory)
+    assert {kept.number for kept in unfinished}.isdisjoint(begun)
+    assert {kept.prompt for kept in unfinished if kept.number < 0} == set(
+        unanswered(engine.tokenizer, prompts, cut.read())
+    )
 
 
 def test_a_wide_generator_is_not_judged_by_what_ends_first(engine, tmp_path, monkeypatch):

@@ -133,6 +133,16 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": answer})
         return self._wish_question("")
 
+    def cut(self, said: tuple[int, ...]) -> bool:
+        """Ends it in the midst of a wish that has brought `said` so far, where a document comes of it; else leaves it
+        as it is."""
+        kept = () if self.asking else said[: loop_start(said)]
+        if sum(self.own) + len(kept) < LEAST_OWN_TOKENS:
+            return False
+        self.tokens += kept
+        self.own += [True] * len(kept)
+        return True
+
     def document(self) -> Document | None:
         if sum(self.own) < LEAST_OWN_TOKENS:
             return None

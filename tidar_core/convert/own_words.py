@@ -115,7 +115,8 @@ def gather_own_words(
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
     Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk half a
-    minute later at most, and a later run goes on with what this one leaves unfinished. Raises ConfigError where the
+    minute later at most. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
+    prompts: a later run goes on with those, and with all that a kill interrupts. Raises ConfigError where the
     disk is full or the model says nothing that can be used.
     """
     stored = store.read()
@@ -149,6 +150,11 @@ def gather_own_words(
         else:
             run.finish(conversation)
 
+    def cut_what_is_long_enough() -> None:
+        for key, conversation in list(open_ones.items()):
+            if conversation.job.kind != "prompt" and conversation.cut(source.said(key)):
+                run.finish(open_ones.pop(key))
+
     def flush() -> None:
         growing = [growing_of(conversation, source.said(key)) for key, conversation in open_ones.items()]
         run.flush([*growing, *left.values()])
@@ -159,6 +165,7 @@ def gather_own_words(
         until = goal.seconds and goal.seconds + (stored.seconds if asking else 0.0)
         progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds, asking, until))
         if not has_time(until):
+            cut_what_is_long_enough()
             break
         while source.in_flight < source.capacity + source.capacity // 4 and (job := next_job(growing)) is not None:
             conversation = Conversation(job, plan, tokenizer, seen)
