@@ -18,7 +18,7 @@ from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, referen
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
-from tidar_core.model import sources
+from tidar_core.model import loading, sources
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import fingerprint, load_tokenizer, load_weights
 from tidar_core.model.sources import find_model
@@ -195,6 +195,14 @@ def test_fingerprint_does_not_depend_on_the_dtype_or_the_file(tmp_path: Path) ->
     prints.add(fingerprint(load(tiny_gguf(tmp_path / "c.gguf", checkpoint))[1]))
     assert len(prints) == 1
     assert len(prints.pop()) == 16
+
+
+def test_fingerprint_reads_tensors_in_the_order_that_adapters_were_made_with(tmp_path: Path) -> None:
+    """Else every adapter is told to be another base's, and no stream goes on at a replica of another version."""
+    weights = load(tiny_checkpoint(tmp_path, "qwen3", layers=1, tied=False, bias=True))[1]
+    layer = ["input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down"]
+    read = [name for name, _ in loading._named_tensors(weights)]
+    assert read == ["embedding", *(f"layers.0.{name}" for name in layer), "final_norm", "head"]
 
 
 def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:

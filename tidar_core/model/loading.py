@@ -343,11 +343,11 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         return read(*(f"{stem}.bias" for stem in stems)) if present else None
 
     qkv_bias = bias(config.qkv_bias, *qkv)
-    norms: dict[str, Tensor | None] = {"input_norm": None, "post_norm": None}
+    norms: dict[str, Tensor | None] = dict.fromkeys(("input_norm", "post_norm", "q_norm", "k_norm"))
     for norm, name in _NORMS[config.norms].items():
         norms[norm] = weight(f"model.layers.{index}.{name}")
     for part in "qk" if config.qk_norm or config.wide_qk_norm else "":
-        norms[f"{'all_' * config.wide_qk_norm}{part}_norm"] = weight(f"{attention}{part}_norm")
+        norms[f"all_{part}_norm" if config.wide_qk_norm else f"{part}_norm"] = weight(f"{attention}{part}_norm")
     return LayerWeights(
         **norms,
         qkv=_in_halves(weight(*qkv), config),

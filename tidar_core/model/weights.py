@@ -20,6 +20,8 @@ class LayerWeights:
     input_norm: Tensor | None
     qkv: Tensor
     qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
     post_norm: Tensor | None
@@ -27,8 +29,6 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
     attention_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     all_q_norm: Tensor | None = None
