@@ -78,7 +78,11 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "granite": {
         "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0
     },
+    "cwm": {"bos_token_id": 1, "sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"]},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "gemma3_text": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
 }  # fmt: skip
 
@@ -150,8 +154,11 @@ def tiny_checkpoint(
             "attention_bias": bias,
             "head_dim": 2 * hidden // heads if architecture == "qwen3" else hidden // heads,
         }
-    if architecture not in ("exaone4", "glm", "glm4", "mistral", "olmo2", "phi3", "qwen2", "qwen3"):
+    if architecture in ("ernie4_5", "granite", "helium", "llama", "seed_oss", "smollm3"):
         shape |= {"mlp_bias": bias, "use_bias": bias, "attention_out_bias": bias}
+    if architecture in ("gemma3_text", "olmo3"):  # each kind of layer has its own
+        whole, windowed = shape["rope_parameters"], {"rope_type": "default", "rope_theta": 500.0}
+        shape["rope_parameters"] = {"full_attention": whole, "sliding_attention": windowed}
     if head_dim:
         shape |= {"head_dim": head_dim}
     shape |= PARTICULAR.get(architecture, {}) | (stated or {})
@@ -183,8 +190,8 @@ def randomise(
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)  # around 1, so that a forgotten or swapped norm shows
+            if "norm" in name:  # around 1, so that a forgotten or swapped norm shows; Gemma adds the 1 itself
+                parameter.copy_(0.2 * noise + (not model.config.model_type.startswith("gemma")))
             else:
                 # What the layers add must outweigh the embedding: a tied head would else repeat its input.
                 parameter.copy_((0.06 if "embed" in name or "lm_head" in name else 0.25) * noise)

@@ -7,14 +7,20 @@ from tidar_core.request import DraftMode
 
 Architecture = Literal[
     "ernie4_5",
+    "cwm",
     "exaone4",
+    "gemma",
+    "gemma3_text",
     "glm",
     "glm4",
     "granite",
     "helium",
     "llama",
+    "ministral",
+    "ministral3",
     "mistral",
     "olmo2",
+    "olmo3",
     "phi3",
     "qwen2",
     "qwen3",
@@ -25,6 +31,7 @@ DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
 Norms = Literal["before", "behind", "both"]
+Activation = Literal["silu", "gelu_tanh"]
 KVDType = Literal["model", "float8"]
 GenerationConfig = Literal["auto", "none"]
 
@@ -65,15 +72,18 @@ class RopeScaling:
 class ModelConfig:
     """The shape of a causal language model that the one decoder can run.
 
-    `max_positions` is the number of positions the model knows, rope scaling included; where a token sees a `window` of
-    so many alone, it is no more than that, since so far each sees all. A model that `stretches_to` more does so by
-    other rotary frequencies, thus other keys, for every position (`rope.stretched`). `eos_ids` end an answer.
+    `max_positions` is the number of positions the model knows, rope scaling included. A model that `stretches_to` more
+    does so by other rotary frequencies, thus other keys, for every position (`rope.stretched`). `eos_ids` end an
+    answer.
+
+    In the layers `windowed` a token sees the `window` positions that end with its own (None: all), as in the others.
+    `window_theta`: these layers' rotary base, unscaled, where they have one of their own.
 
     Of a head's coordinates the first `rotary_dim` rotate (None: all), in pairs that the checkpoint has side by side
     where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. `norms` stand before
     attention and MLP, behind them (before the sum), or both; `qk_norm` is one a head, `wide_qk_norm` one over all of
-    them. What is scaled by a number is scaled with the weights or tables: the embedding, the final norm (by
-    `logit_scale`), cos and sin.
+    them; `norms_less_one`: the checkpoint has all their weights so. What is scaled by a number is scaled with the
+    weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin.
     """
 
     architecture: Architecture
@@ -95,12 +105,16 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     rope_scaling: RopeScaling | None = None
     window: int | None = None
+    windowed: tuple[int, ...] = ()
+    window_theta: float | None = None
     stretches_to: int | None = None
     rotary_dim: int | None = None
     interleaved: bool = False
     unrotated: tuple[int, ...] = ()
     norms: Norms = "before"
     wide_qk_norm: bool = False
+    norms_less_one: bool = False
+    activation: Activation = "silu"
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     rotary_scale: float = 1.0

@@ -34,7 +34,7 @@ NO_TOKEN = -1
 """Picked where a row has no finite best score."""
 
 _MASS_BITS = 44  # a token's mass is exp(z - max z) in units of 2**-44
-MAX_VOCAB = 1 << 18  # keeps a row's mass below 2**63
+MAX_VOCAB = (1 << 19) - 1  # keeps a row's mass below 2**63
 _WIDTHS = (64, 1024)  # candidates looked at first and second; then all
 _TIES = 8  # room for ties behind the k-th candidate (bf16 logits tie often)
 _COLDEST = 1e-30

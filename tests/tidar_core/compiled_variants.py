@@ -60,6 +60,11 @@ def variants_in_use() -> list[Variant]:
         config = replace(QWEN3_8B, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=512)
         steps = step_launches(config, dtype, page, 8, 0)
         launches += [launch for launch in steps if launch.variant.kernel.__name__ in ATTENTION]
+    windowed = replace(QWEN3_8B, window=4096, windowed=(0,), activation="gelu_tanh", layers=1)
+    for heads, kv_heads, head_dim in ((32, 8, 128), (4, 1, 256)):
+        config = replace(windowed, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=512)
+        steps = step_launches(config, BF16, 16, 8, 56)
+        launches += [launch for launch in steps if launch.variant.kernel.__name__ in (*ATTENTION, "_gate_rows")]
     logits = torch.empty(8, 49152, dtype=FP32, device="meta")
     numbers = all_zero(8, torch.device("meta"))
     launches += noted_launches(lambda: pick_whole(logits, numbers))

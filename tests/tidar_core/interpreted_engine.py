@@ -36,7 +36,13 @@ def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool
 
 @pytest.mark.parametrize(
     ("architecture", "overlap", "float8"),
-    [("qwen2", False, False), ("qwen3", True, False), ("llama", False, True), ("smollm3", True, False)],
+    [
+        ("qwen2", False, False),
+        ("qwen3", True, False),
+        ("llama", False, True),
+        ("smollm3", True, False),
+        ("gemma3_text", True, False),
+    ],
 )
 def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tmp_path, monkeypatch):
     """Prefill, verification, drafts that hold and drafts that fall, with and without a drafter, greedy and sampled;

@@ -3,6 +3,7 @@ TRITON_INTERPRET=1 was set before triton was imported."""
 
 from dataclasses import replace
 from itertools import chain, combinations
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from triton.runtime import interpreter
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import FORMS, carried_rows_match, decisions_match
 from tidar_core.bench.checking import in_8_bits, numbers_of
+from tidar_core.config import Activation
 from tidar_core.kernels import triton_attention, triton_gemm
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
@@ -154,6 +156,15 @@ def test_attention_matches_the_oracle(case, dtype):
     check_attention(*attention_case(sequences, sizes, dtype, page), dtype)
 
 
+@pytest.mark.parametrize("window", [1, 3, 130, 300])
+@pytest.mark.parametrize("case", ["contexts on split borders", "a tail longer than a chunk"])
+def test_attention_in_a_window_matches_the_oracle(case, window, dtype):
+    """Windows that end within a split, before its first key or before all the context that mask rows have."""
+    sequences, sizes, page = CASES[case]
+    ops, qkv, rows, cache = attention_case(sequences, sizes, dtype, page)
+    check_attention(ops, qkv, rows, replace(cache, windows=(0, window)), dtype)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_attention_over_pages_in_8_bits_matches_the_oracle(case, dtype):
     sequences, sizes, page = case
@@ -181,10 +192,12 @@ def some_rows(rows: StepRows, verify: range, mask: range) -> StepRows:
     return replace(rows, verify=len(verify), **columns, **tails)
 
 
-def test_a_rows_attention_does_not_depend_on_the_batch(dtype, dots_row_by_row):
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_rows_attention_does_not_depend_on_the_batch(dtype, window, dots_row_by_row):
     """Bit for bit: beside whom, in which tile and part of it, and in which plan a row is attended changes nothing."""
     sequences = [(1040, Shape(3, (2,), 3)), (5, Shape(1)), (300, Shape(1, (1, 2), 3))]
     ops, qkv, rows, cache = attention_case(sequences, (6, 2, 32), dtype)
+    cache = replace(cache, windows=(0, window))
     together = ops.attend(qkv, rows, cache, 1)
     for verify, mask in ((range(3, 4), range(0)), (range(5, 6), range(0)), (range(6, 8), range(6, 9))):
         alone = some_rows(rows, verify, mask)
@@ -293,7 +306,9 @@ def test_norm_and_activation_match_the_oracle(dtype):
             ops.add_norm(x[1:2], None if before is None else before[1:2], weight, 1e-5)[0], actual[0][1:2]
         )
     steep = torch.linspace(-300, 300, 2 * 1050).view(1, -1).repeat(2, 1).to(dtype)
-    close(ops.silu_mul(steep), REFERENCE_OPS.silu_mul(steep), dtype)
+    for activation in get_args(Activation):
+        close(ops.gate(steep, activation), REFERENCE_OPS.gate(steep, activation), dtype)
+        close(ops.gate(steep / 100, activation), REFERENCE_OPS.gate(steep / 100, activation), dtype)
     assert ops.add_norm(torch.full((1, 64), torch.nan, dtype=dtype), None, weight[:64], 1e-5)[0].isnan().all()
 
 

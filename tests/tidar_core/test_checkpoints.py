@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.loaded import said_as_transformers_says
 from tests.tiny import edit_json, tiny_checkpoint
-from tidar_core.bench.drive import answer_all
-from tidar_core.config import Architecture, ConfigError, EngineConfig
-from tidar_core.engine import load_engine
+from tidar_core.config import Architecture, ConfigError
+from tidar_core.kernels.ops import layer_windows
 from tidar_core.model.configuration import load_config
 from tidar_core.model.sources import find_model
-from tidar_core.request import SamplingParams
 
 Rewrite = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -67,36 +63,35 @@ def test_it_says_what_transformers_says(name: str, tmp_path: Path) -> None:
 def test_a_vocabulary_that_cannot_be_sampled_from_is_told_at_once(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path / "model")
     stated = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(stated | {"vocab_size": 270_000}))
-    with pytest.raises(ConfigError, match="270000 tokens are more than"):
+    (path / "config.json").write_text(json.dumps(stated | {"vocab_size": 600_000}))
+    with pytest.raises(ConfigError, match="600000 tokens are more than"):
         load_config(find_model(str(path)))
 
 
-def test_a_model_with_a_window_has_as_many_positions_as_its_tokens_see(tmp_path: Path) -> None:
+def test_a_window_is_that_of_the_layers_that_have_one(tmp_path: Path) -> None:
+    def windows(**changes: Any) -> tuple[int, ...]:
+        edit_json(path / "config.json", **changes)
+        config = load_config(find_model(str(path)))
+        assert config.max_positions == 1024
+        return layer_windows(config)
+
     path = tiny_checkpoint(tmp_path, "qwen2")
-    edit_json(path / "config.json", use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=None)
-    assert load_config(find_model(str(path))).max_positions == 64
-    edit_json(path / "config.json", use_sliding_window=False)
-    assert load_config(find_model(str(path))).max_positions == 1024
+    assert windows(use_sliding_window=True, sliding_window=64, max_window_layers=1, layer_types=None) == (0, 64)
+    assert windows(use_sliding_window=False) == ()
     path = tiny_checkpoint(tmp_path / "mistral", "mistral")
-    for stated, positions in ((None, 1024), (100, 100), (4096, 1024)):
-        edit_json(path / "config.json", sliding_window=stated)
-        assert load_config(find_model(str(path))).max_positions == positions
+    for stated, window in ((None, ()), (100, (100, 100)), (1024, ()), (4096, ())):
+        assert windows(sliding_window=stated) == window
     edit_json(path / "config.json", sliding_window=0)
     with pytest.raises(ConfigError, match="its sliding_window is 0, not a number of positions"):
         load_config(find_model(str(path)))
 
 
-def test_up_to_its_window_a_model_says_what_transformers_says(tmp_path: Path) -> None:
-    path = tiny_checkpoint(tmp_path / "model", "mistral")
-    edit_json(path / "config.json", sliding_window=24)
-    told: list[str] = []
-    engine = load_engine(EngineConfig(str(path), "none", "float32", "cpu"), told.append)
-    assert any("sees 24 positions" in line for line in told)
-    assert engine.info.max_model_len == 24
-    prompt = tuple(range(30, 46))
-    (answer,) = answer_all(engine, [prompt], [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)])
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.no_grad():
-        scores = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0]
-    assert scores[15:-1].argmax(-1).tolist() == answer.tokens
+@pytest.mark.parametrize(("architecture", "window"), [("mistral", 24), ("mistral", 1), ("phi3", 40), ("qwen2", 17)])
+def test_beyond_its_window_a_model_says_what_transformers_says(
+    tmp_path: Path, architecture: Architecture, window: int
+) -> None:
+    path = tiny_checkpoint(tmp_path / "model", architecture)
+    edit_json(
+        path / "config.json", sliding_window=window, use_sliding_window=True, max_window_layers=1, layer_types=None
+    )
+    said_as_transformers_says(path, path, length=90)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tidar_core.bench.exact import (
 )
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import full
-from tidar_core.convert.full import doubled, joint_loss
+from tidar_core.convert.full import _visible, document_logits, doubled, joint_loss
 from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of, replace_folder, take_back
 from tidar_core.engine import load_engine
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
@@ -57,6 +57,27 @@ def test_masks_see_the_text_before_their_block_and_one_another(length, block, da
             assert made.visible[length + row, column] == (column < first)
             seen = same and (within_block == "bidirectional" or column <= row)
             assert made.visible[length + row, length + column] == seen
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3_text", "qwen2"])
+def test_in_layers_with_a_window_rows_see_no_further_back(tmp_path, architecture):
+    path = tiny_checkpoint(tmp_path, architecture, stated={"sliding_window": 5})
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    document = doubled(np.arange(30, 60), 2, 4, 1, "bidirectional")
+    with torch.no_grad():
+        following, _ = document_logits(model, document)
+        expected = model(document.tokens[None, :30]).logits[0]
+    torch.testing.assert_close(following, expected, rtol=1e-5, atol=2e-5)
+    seen = _visible(model.config, document, torch.device("cpu"))
+    if architecture == "qwen2":  # whose window is not in use
+        assert torch.equal(seen[0, 0], document.visible)
+        return
+    if architecture == "gemma3_text":
+        assert torch.equal(seen["full_attention"][0, 0], document.visible)
+        seen = seen["sliding_attention"]
+    for row, column in product(range(60), repeat=2):
+        near = column >= 30 or row % 30 - column < 5
+        assert seen[0, 0, row, column] == (document.visible[row, column] and near)
 
 
 def test_the_loss_is_the_papers():

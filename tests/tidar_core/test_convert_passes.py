@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.trained import TinyBase, corpus_of, random_documents, tiny_base
 from tidar_core.bench.drive import answer_all
+from tidar_core.config import Activation
 from tidar_core.convert import flex, held_out
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
@@ -22,8 +24,8 @@ from tidar_core.convert.ops import compiled, training_ops
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.kernels.ops import empty_cache
-from tidar_core.kernels.reference import REFERENCE_OPS, attend_blocks, rotate_qkv
+from tidar_core.kernels.ops import empty_cache, layer_windows
+from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers, layer_qk_norm, run_layers
 from tidar_core.model.weights import named_tensors
@@ -66,21 +68,30 @@ def test_blocks_lie_behind_own_words(count, block, seed, per_document):
 def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, within_block: str) -> torch.Tensor:
     """Mask rows by one dense mask over all clean rows and all mask rows, in torch's own autograd."""
     config = base.config
+    windows = layer_windows(config) or (0,) * config.layers
     starts = torch.tensor([clean.pack.spans[each][0] for each in blocks.document])[:, None]
     row = torch.arange(len(clean.pack.tokens))
     seen = (row >= starts) & (row < starts + torch.from_numpy(blocks.context)[:, None])
+    block = torch.arange(len(blocks.positions)) // blocks.block
+    own = block[:, None] == block
+    own = own.tril() if within_block == "causal" else own
 
     def attention(layer: int, qkv: torch.Tensor) -> torch.Tensor:
         norms = layer_qk_norm(base.weights.layers[layer], config.norm_eps)
         rows = rotate_qkv(qkv, blocks.positions, base.rotary.of(layer), config.kv_heads, norms)
-        return attend_blocks(rows, clean.kv.keys[layer], clean.kv.values[layer], seen, within_block == "causal")
+        q, k, v = (each.transpose(0, 1) for each in split_heads(rows, config.kv_heads, config.head_dim))
+        keys, values = torch.cat((clean.kv.keys[layer], k), 1), torch.cat((clean.kv.values[layer], v), 1)
+        nearest = starts[block] + blocks.positions[:, None] - (windows[layer] or 1 << 30)
+        visible = torch.cat((seen[block] & (row > nearest), own), 1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True)
+        return mixed.transpose(0, 1).reshape(len(qkv), -1)
 
     x = adapter.slot_embeddings[: blocks.block].repeat(len(blocks), 1)
     return run_layers(REFERENCE_OPS, config, base.weights, adapter, x, 0, attention)
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "olmo2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "cwm"])
 def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architecture, within_block):
     tiny = tiny_base(tmp_path, architecture)
     pack = pack_documents(random_documents(3), CPU)
@@ -99,7 +110,7 @@ def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architectur
         torch.testing.assert_close(our_slopes[name], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item(), msg=name)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "smollm3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "smollm3", "olmo3"])
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
 def test_flex_attention_is_the_same_attention(tmp_path, within_block, architecture):
     tiny = tiny_base(tmp_path, architecture)
@@ -144,7 +155,7 @@ def test_torch_compiles_nothing_anew_for_another_size_of_blocks(tmp_path, monkey
         return graph.forward
 
     tiny, rotation, attention = tiny_base(tmp_path), flex._rotation("cpu"), flex._flex("cpu")
-    ops = {name: getattr(REFERENCE_OPS, name) for name in ("add_norm", "silu_mul")}
+    ops = {name: getattr(REFERENCE_OPS, name) for name in ("add_norm", "gate")}
     seen = {name: torch.compile(op, dynamic=True, backend=counted) for name, op in ops.items()}
     for name, plain in (("_rotation", rotation), ("_flex", attention)):
         made = torch.compile(plain, dynamic=True, backend=counted)
@@ -182,7 +193,8 @@ def test_flex_attentions_tiles_cover_what_is_seen(count, seed, block, causal):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gradient_of", ["normed", "total", "both"])
-def test_the_trainers_operations_are_the_references(dtype, gradient_of):
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_trainers_operations_are_the_references(dtype, gradient_of, activation):
     ops, draw = training_ops(CPU, print), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -193,7 +205,7 @@ def test_the_trainers_operations_are_the_references(dtype, gradient_of):
     for record in (ops, REFERENCE_OPS):
         inputs = [each.clone().requires_grad_(True) for each in (x, residual, gate_up)]
         normed, total = record.add_norm(inputs[0], inputs[1], weight, 1e-5)
-        mixed = record.silu_mul(inputs[2])
+        mixed = record.gate(inputs[2], activation)
         wanted = {"normed": normed, "total": total, "both": normed + total.sin()}[gradient_of]
         (wanted.float().cos().sum() + mixed.float().sin().sum()).backward()
         results.append([normed, total, mixed, *(each.grad for each in inputs)])
@@ -220,9 +232,10 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     return {plan.position + outcome: masks[index] for index, outcome in enumerate(shape.proposals)}
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-def test_training_sees_what_the_engine_runs(tmp_path, within_block):
-    tiny = tiny_base(tmp_path, within_block=within_block)
+def test_training_sees_what_the_engine_runs(tmp_path, within_block, architecture):
+    tiny = tiny_base(tmp_path, architecture, within_block)
     tokens = random_documents(1, longest=50)[0][0].tolist()
     pack = pack_documents([(np.array(tokens), np.ones(len(tokens), bool))], CPU)
     expected = engine_mask_rows(tiny, tokens, 3, within_block)

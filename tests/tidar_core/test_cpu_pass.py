@@ -10,7 +10,7 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.engine.warmup import _batch, _plan, with_own_pages
-from tidar_core.kernels.ops import KVCache, rotary_tables
+from tidar_core.kernels.ops import rotary_tables
 from tidar_core.layout import Shape, full_shape
 from tidar_core.model.decoder import all_layers
 
@@ -26,6 +26,8 @@ SHAPES = {"a long prompt": (70, 90, Shape()), "one row": (101, 1, Shape()), "dra
         ("qwen2", {}),
         ("qwen3", {}),
         ("smollm3", {}),
+        ("cwm", {}),
+        ("gemma", {}),
     ],
 )
 def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
@@ -40,7 +42,7 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     generator = torch.Generator().manual_seed(1)
     for tensor in (runner.cache.keys, runner.cache.values):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    cache = KVCache(runner.cache.keys.clone(), runner.cache.values.clone())
+    cache = replace(runner.cache, keys=runner.cache.keys.clone(), values=runner.cache.values.clone())
     tokens = [(13 * i + 5) % 500 for i in range(200)]
     for start, known, shape in SHAPES.values():
         plan = _plan(tokens, start, known, shape.drafts, shape, list(range(1, 15)))

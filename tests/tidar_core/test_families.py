@@ -46,6 +46,39 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
         "exaone4",
         {"layers": 4, "stated": {"sliding_window": 50, "sliding_window_pattern": 4, "layer_types": None}},
     ),
+    "olmo3": ("olmo3", {"tied": False, "layers": 4, "stated": {"layer_types": None, "sliding_window": 7}}),
+    "olmo3, yarn where all is seen": (
+        "olmo3",
+        {"rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}},
+    ),
+    "cwm": ("cwm", {"tied": False, "head_dim": 32}),
+    "ministral": ("ministral", {"layers": 3, "stated": {"layer_types": None}}),
+    "ministral3": (
+        "ministral3",
+        {
+            "tied": False,
+            "head_dim": 32,
+            "rope": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "gemma": ("gemma", {"head_dim": 32}),
+    "gemma3_text": ("gemma3_text", {"layers": 7, "head_dim": 32, "stated": {"layer_types": None}}),
+    "gemma3_text, scores and positions scaled": (
+        "gemma3_text",
+        {
+            "tied": False,
+            "bias": True,
+            "rope": {"rope_type": "linear", "factor": 8.0},
+            "stated": {"query_pre_attn_scalar": 50},
+        },
+    ),
     "ernie4_5": ("ernie4_5", {"bias": True}),
     "helium": ("helium", {"tied": False, "bias": True}),
     "phi3, a part of each head": (
@@ -77,7 +110,7 @@ def test_longer_texts_than_a_model_was_first_trained_on_have_frequencies_of_thei
         said_as_transformers_says(path, path, max_model_len=STRETCHED)  # transformers takes the short ones there
 
 
-def test_a_window_and_the_stated_length_bound_what_a_model_stretches_to(tmp_path: Path) -> None:
+def test_the_stated_length_bounds_what_a_model_stretches_to_and_a_window_does_not(tmp_path: Path) -> None:
     def lengths(**changes: Any) -> tuple[int, int | None]:
         edit_json(path / "config.json", **changes)
         config = load_config(find_model(str(path)))
@@ -85,9 +118,14 @@ def test_a_window_and_the_stated_length_bound_what_a_model_stretches_to(tmp_path
 
     path = tiny_checkpoint(tmp_path, "phi3", **LONGROPE)
     assert lengths() == (ORIGINAL, STRETCHED)
-    assert lengths(sliding_window=100) == (ORIGINAL, 100)
-    assert lengths(sliding_window=50) == (50, None)
+    assert lengths(sliding_window=50) == (ORIGINAL, STRETCHED)
     assert lengths(sliding_window=1000, max_position_embeddings=ORIGINAL) == (ORIGINAL, None)
+
+
+def test_a_model_that_scales_far_queries_has_the_positions_before(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    path = tiny_checkpoint(tmp_path, "ministral3", rope={**yarn, "llama_4_scaling_beta": 0.1})
+    assert load_config(find_model(str(path))).max_positions == 128
 
 
 def test_rows_change_places_only_where_pairs_lie_otherwise(tmp_path: Path) -> None:

@@ -5,12 +5,13 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 from tests.tidar_core.processors import KINDS_OF_X86, PROCESSORS, flags_for, ops_for
-from tidar_core.config import ModelConfig
+from tidar_core.config import Activation, ModelConfig
 from tidar_core.kernels import cpu_build
 from tidar_core.kernels.cpu import supports
 from tidar_core.kernels.ops import KVCache, QKNorm, StepRows, empty_cache, rotary_tables
@@ -109,8 +110,9 @@ def test_rotation_pages_and_attention_match_the_oracle(case, heads, kv_heads, he
         close(actual, expected, dtype)
         close(other.keys, cache.keys, dtype)
         close(other.values, cache.values, dtype)
-    same = REFERENCE_OPS.attend(expected, rows, cache, 1)
-    close(ops.attend(expected, rows, cache, 1), same, dtype)
+    for window in (0, 1, 3, 16, 37):  # layer 1 of the two has it
+        seen = replace(cache, windows=(0, window))
+        close(ops.attend(expected, rows, seen, 1), REFERENCE_OPS.attend(expected, rows, seen, 1), dtype)
 
 
 def test_norm_and_activation_match_the_oracle(dtype, ops):
@@ -124,16 +126,20 @@ def test_norm_and_activation_match_the_oracle(dtype, ops):
             actual = ops.add_norm(x, None if before is None else before.clone(), weight, 1e-5)
             close(actual[0], expected[0], dtype)
             assert torch.equal(actual[1], expected[1])
-    steep = torch.linspace(-300, 300, 128).repeat(3, 1).to(dtype)
-    close(ops.silu_mul(steep), REFERENCE_OPS.silu_mul(steep), dtype)
+    steep = torch.cat((torch.linspace(-300, 300, 96), torch.linspace(-4, 4, 32))).repeat(3, 1).to(dtype)
+    for activation in get_args(Activation):
+        close(ops.gate(steep, activation), REFERENCE_OPS.gate(steep, activation), dtype)
+        gate_up = torch.cat((steep, torch.ones_like(steep)), dim=1)
+        close(ops.gate(gate_up, activation)[:, 96:], REFERENCE_OPS.gate(gate_up, activation)[:, 96:], dtype)
 
 
-def test_the_activation_of_what_is_far_below_zero_is_zero(dtype, ops):
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_activation_of_what_is_far_below_zero_is_zero(dtype, ops, activation):
     """As long as it is a number: e to the -x has none beyond 88, and what stood for it left a hundredth of -1e36."""
     far = [-3.38e38, -1e37, -1e36, -1e30, -1e5, -200, -90, -88.5, -88, -87, -80, 80, 88.5, 1e5, 3e38]
     gate = torch.tensor([*far, -torch.inf, torch.inf, *[0.0] * 15]).to(dtype)
-    expected = REFERENCE_OPS.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
-    actual = ops.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])
+    expected = REFERENCE_OPS.gate(torch.cat([gate, torch.ones_like(gate)])[None], activation)
+    actual = ops.gate(torch.cat([gate, torch.ones_like(gate)])[None], activation)
     assert torch.equal(actual.isnan(), expected.isnan())
     assert torch.equal(actual.isinf(), expected.isinf())
     low = gate < 0
@@ -142,10 +148,11 @@ def test_the_activation_of_what_is_far_below_zero_is_zero(dtype, ops):
     assert torch.equal(actual[0, len(far) - 4 : len(far)], expected[0, len(far) - 4 : len(far)])
 
 
-def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
+@pytest.mark.parametrize("window", [0, 13, 64])
+def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops, window):
     generator = torch.Generator().manual_seed(3)
     config = model_config(9, 3, 64)
-    cache = random_cache(config, 41, dtype, generator)
+    cache = replace(random_cache(config, 41, dtype, generator), windows=(window, 0))
     rows = step_rows([100, 64, 33, 7], 4, 2, 4, pages=40)
     qkv = torch.randn(len(rows.positions), 15 * 64, generator=generator).to(dtype)
     together = ops.attend(qkv, rows, cache, 0)
@@ -165,11 +172,14 @@ def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (6, 1, 32), (4, 4, 128)])
-def test_the_oracles_attention_does_not_depend_on_how_a_text_is_cut(heads, kv_heads, head_dim):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"), [(9, 3, 64, 0), (6, 1, 32, 0), (4, 4, 128, 0), (9, 3, 64, 100)]
+)
+def test_the_oracles_attention_does_not_depend_on_how_a_text_is_cut(heads, kv_heads, head_dim, window):
     """It is what serves where the kernels cannot be built."""
     generator = torch.Generator().manual_seed(5)
     cache = random_cache(model_config(heads, kv_heads, head_dim), 51, torch.float32, generator)
+    cache = replace(cache, windows=(window, 0))
     qkv = torch.randn(800, (heads + 2 * kv_heads) * head_dim, generator=generator)
     whole = REFERENCE_OPS.attend(qkv, step_rows([0], 800, 0, 0, pages=50), cache, 0)
     before = torch.get_num_threads()
@@ -197,10 +207,26 @@ def test_values_that_a_row_does_not_see_cannot_reach_it(dtype, ops):
     assert poisoned[5:].isnan().all()
 
 
+def test_values_before_a_rows_window_cannot_reach_it(dtype, ops):
+    """Of neighbouring rows some still see a key that others do not see any more."""
+    generator = torch.Generator().manual_seed(4)
+    cache = replace(random_cache(model_config(9, 3, 64), 41, dtype, generator), windows=(20, 0))
+    rows = step_rows([37], 8, 0, 0, pages=40)
+    qkv = torch.randn(len(rows.positions), 15 * 64, generator=generator).to(dtype)
+    clean = ops.attend(qkv, rows, cache, 0)
+    first_unseen = 40 - 19 - 1  # of the row at position 40
+    page, offset = int(rows.page_table[0, first_unseen // PAGE]), first_unseen % PAGE
+    cache.values[0, page, :, offset] = torch.nan
+    poisoned = ops.attend(qkv, rows, cache, 0)
+    assert torch.equal(poisoned[3:], clean[3:])
+    assert poisoned[:3].isnan().all()
+
+
 def test_not_a_number_stays_one(dtype, ops):
     x = torch.full((2, 64), torch.nan, dtype=dtype)
     assert ops.add_norm(x, None, torch.ones(64, dtype=dtype), 1e-5)[0].isnan().all()
-    assert ops.silu_mul(x).isnan().all()
+    for activation in get_args(Activation):
+        assert ops.gate(x, activation).isnan().all()
 
 
 def test_sizes_that_the_kernels_do_not_fit_are_known():

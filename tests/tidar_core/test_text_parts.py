@@ -35,6 +35,11 @@ WHOLES: dict[str, tuple[Architecture, dict[str, Any], dict[str, Any]]] = {
     "mistral3": ("mistral", {"model_type": "mistral"}, {**SEEN, "model_type": "pixtral"}),
     "llava": ("llama", {"model_type": "llama"}, {**SEEN, "model_type": "clip_vision_model", "image_size": 28}),
     "idefics3": ("llama", {"model_type": "llama"}, {**SEEN, "image_size": 28, "patch_size": 14}),
+    "gemma3": (
+        "gemma3_text",
+        {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False},
+        {**SEEN, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14},
+    ),
     "internvl": ("qwen2", {"model_type": "qwen2"}, {**SEEN, "image_size": [28, 28], "patch_size": [14, 14]}),
 }
 

@@ -78,7 +78,7 @@ def test_the_trainers_attention_copies_ahead_and_multiplies_by_warpgroups(compil
 def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):
     early = [one for one in compiled if one["before_wait"] is not None]
     kinds = {one["name"].split()[0] for one in early}
-    assert kinds == {*PRODUCTS, "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "silu_mul"}
+    assert kinds == {*PRODUCTS, "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "gate_rows"}
     assert [one["name"] for one in early if one["before_wait"] != 0] == []
     assert any(one["before_wait"] is None for one in compiled), "steps of many rows stand in line"
 

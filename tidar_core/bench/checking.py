@@ -80,7 +80,7 @@ def in_8_bits(cache: KVCache) -> KVCache:
     """Pages as the kernels keep them in 8 bits."""
     keys, key_scales = to_float8(cache.keys.transpose(-1, -2))
     values, value_scales = to_float8(cache.values)
-    return KVCache(keys.transpose(-1, -2).contiguous(), values, key_scales, value_scales)
+    return KVCache(keys.transpose(-1, -2).contiguous(), values, key_scales, value_scales, cache.windows)
 
 
 def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
@@ -88,7 +88,8 @@ def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
     assert cache.key_scales is not None
     assert cache.value_scales is not None
     keys = cache.keys.float() * cache.key_scales[..., None, :]
-    return KVCache(keys.to(dtype), (cache.values.float() * cache.value_scales[..., None]).to(dtype))
+    values = (cache.values.float() * cache.value_scales[..., None]).to(dtype)
+    return KVCache(keys.to(dtype), values, windows=cache.windows)
 
 
 def some_rows(rows: StepRows, some: slice) -> StepRows:

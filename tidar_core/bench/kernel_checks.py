@@ -6,6 +6,7 @@ computes in fp32. The error is max|Δ| / max|oracle|. Written for a GPU; runs in
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from tidar_core.bench.checking import (
     step_rows,
 )
 from tidar_core.bench.shapes import projections, random_weights
-from tidar_core.config import ModelConfig
+from tidar_core.config import Activation, ModelConfig
 from tidar_core.convert.fused import block_error
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.flight import nearest_outcomes, plan_table
@@ -77,7 +78,9 @@ def _check_rows(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch
         yield check("add_norm", case, normed, expected)
         yield check("add_norm", f"{case}, sum", kept, total)
     gate_up = torch.randn(7, 2 * config.intermediate_size, dtype=dtype, device=device)
-    yield check("silu_mul", "7 rows", ops.silu_mul(gate_up), reference.silu_mul(gate_up.double()))
+    for activation in get_args(Activation):
+        expected = reference.gate(gate_up.double(), activation)
+        yield check("gate", f"{activation}, 7 rows", ops.gate(gate_up, activation), expected)
 
 
 def _check_attention(
@@ -114,6 +117,16 @@ def _check_attention(
         for r in alone
     )
     yield Check("attend", "bits of a row alone", name, float(not same), 0.0)
+
+    windowed = replace(cache, windows=(0, max(sizes.contexts) // 3))
+    wide = KVCache(cache.keys.float(), cache.values.float(), windows=windowed.windows)
+    together, expected = ops.attend(actual, rows, windowed, 1), reference.attend(actual.float(), rows, wide, 1)
+    yield Check("attend, window", case, name, relative_error(together, expected), ALLOWED[dtype])
+    same = all(
+        torch.equal(ops.attend(actual[r : r + 1], some_rows(rows, slice(r, r + 1)), windowed, 1)[0], together[r])
+        for r in alone
+    )
+    yield Check("attend, window", "bits of a row alone", name, float(not same), 0.0)
 
     kept = in_8_bits(cache)
     actual = ops.rotate_and_store(qkv.clone(), rows, rotary, kept, 1, None)
@@ -221,7 +234,7 @@ def _check_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device,
     weight, bias, low, wide, wide_low = product("gate_up")
     wide_x = normed.x.double() * scale
     together = gated_linear(plan, normed, weight, bias, low, first, eps)
-    expected = reference.silu_mul(reference.linear(wide_x, wide, bias.double(), wide_low, first))
+    expected = reference.gate(reference.linear(wide_x, wide, bias.double(), wide_low, first), "silu")
 
     def one(row: int) -> Normed:
         return Normed(normed.x[row : row + 1].clone(), normed.squares[row : row + 1].clone())

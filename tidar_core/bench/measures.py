@@ -199,7 +199,7 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
         }
         works = {
             "add_norm": again(ops.add_norm, x, residual, subject.random(config.hidden_size), 1e-5),
-            "silu_mul": again(ops.silu_mul, gate_up),
+            "gate": again(ops.gate, gate_up, config.activation),
             "rotate_and_store": again(ops.rotate_and_store, qkv, rows, rotary, cache, 0, None),
             "attend, the list of work too": again(ops.attend, qkv, rows, cache, 0),
             "pick, sampled": again(pick_whole, logits, picks["sampled"]),

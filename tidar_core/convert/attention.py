@@ -1,13 +1,14 @@
 """The trainer's attention: clean rows over their own document, mask rows over a prefix of it and their own block.
 
 It sees what the engine's paged attention sees, laid out for training: the clean rows' keys and values are computed
-once a step, without gradient, and serve every block behind them. On a CPU the mask rows of one document are taken in
-chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; on a GPU it is
-one FlexAttention call over all of them.
+once a step, without gradient, and serve every block behind them. In layers with a window a row sees of the clean rows
+those in the window that ends with its own position, and all slots of its block. On a CPU the mask rows of one document
+are taken in chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; on a
+GPU it is one FlexAttention call over all of them.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.convert.blocks import Blocks, Pack
-from tidar_core.kernels.ops import QKNorm, Rotary
+from tidar_core.kernels.ops import QKNorm, Rotary, layer_windows
 from tidar_core.kernels.reference import rms_norm, rotate_qkv, split_heads
 from tidar_core.layout import WithinBlock
 from tidar_core.model.decoder import layer_qk_norm
@@ -37,6 +38,7 @@ class CleanKV:
 
 def clean_attention(config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, keep: CleanKV) -> Attention:
     """Causal attention inside each document; every layer's keys and values are added to `keep`."""
+    windows = layer_windows(config)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
@@ -45,13 +47,14 @@ def clean_attention(config: ModelConfig, weights: ModelWeights, rotary: Rotary, 
         keep.keys.append(k)
         keep.values.append(v)
         spans = (slice(start, start + length) for start, length in pack.spans)
-        return torch.cat([_causal(q[:, rows], k[:, rows], v[:, rows]) for rows in spans])
+        window = windows[layer] if windows else 0
+        return torch.cat([_causal(q[:, rows], k[:, rows], v[:, rows], window) for rows in spans])
 
     return attention
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one document, some rows at a time over the keys up to the last of them: q
+def _causal(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal attention of one document, some rows at a time over the keys that any of them sees: q
     [heads, rows, head_dim] -> [rows, heads * head_dim]. Scores in fp32. On a CPU faster than torch's fused kernel."""
     kv_heads, rows, size = k.shape
     wide_q = q.reshape(kv_heads, -1, rows, size).transpose(1, 2).float().mul_(size**-0.5)
@@ -59,12 +62,16 @@ def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     later = torch.ones(ROWS_AT_ONCE, ROWS_AT_ONCE, dtype=torch.bool, device=q.device).triu_(1)[:, None]
     for first in range(0, rows, ROWS_AT_ONCE):
         last = min(rows, first + ROWS_AT_ONCE)
-        count = last - first
+        begin = max(0, first + 1 - window) if window else 0
+        count, seen = last - first, last - begin
         some = wide_q[:, first:last].reshape(kv_heads, -1, size)
-        scores = (some @ wide_k[:, :last].transpose(1, 2)).view(kv_heads, count, -1, last)
-        scores[..., first:].masked_fill_(later[:count, :, :count], -torch.inf)
-        share = scores.softmax(-1).to(q.dtype).view(kv_heads, -1, last)
-        out[:, first:last] = (share @ v[:, :last]).view(kv_heads, count, -1, size)
+        scores = (some @ wide_k[:, begin:last].transpose(1, 2)).view(kv_heads, count, -1, seen)
+        scores[..., first - begin :].masked_fill_(later[:count, :, :count], -torch.inf)
+        if window:
+            row, key = (torch.arange(start, last, device=q.device) for start in (first, begin))
+            scores.masked_fill_((key <= row[:, None] - window)[:, None], -torch.inf)
+        share = scores.softmax(-1).to(q.dtype).view(kv_heads, -1, seen)
+        out[:, first:last] = (share @ v[:, begin:last]).view(kv_heads, count, -1, size)
     return out.transpose(0, 1).reshape(rows, -1)
 
 
@@ -80,6 +87,8 @@ def mask_attention(
     """Attention of mask rows in plain torch with a gradient of its own; any device, made for a CPU."""
     geometry = _Geometry(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
     chunks, places = tuple(_chunks(pack, blocks)), _led_places(pack)
+    windows = layer_windows(config)
+    windowed = tuple(_windowed(chunk, blocks, geometry.groups, config.window or 0) for chunk in chunks if windows)
     here = rotary.at(blocks.positions)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
@@ -88,7 +97,8 @@ def mask_attention(
             qkv = _norm_heads(qkv, config, norms)
         keys, values = _led(clean.keys[layer], places), _led(clean.values[layer], places)
         turning = here.of(layer)
-        return _MaskAttention.apply(qkv, turning.cos[:, None], turning.sin[:, None], keys, values, chunks, geometry)
+        mine = windowed if windows and windows[layer] else chunks
+        return _MaskAttention.apply(qkv, turning.cos[:, None], turning.sin[:, None], keys, values, mine, geometry)
 
     return attention
 
@@ -115,7 +125,8 @@ class _Geometry:
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Blocks first … last - 1 of one document, which see at most its first `longest` rows; `hidden`, bool
-    [blocks, 1, longest], has those that a block does not see. start: where its keys begin among the led ones."""
+    [blocks, 1 or slots * groups, longest], has those that a block, or one of its slots, does not see. start: where its
+    keys begin among the led ones."""
 
     first: int
     last: int
@@ -138,6 +149,13 @@ def _chunks(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
         start = pack.spans[document][0] + (int(document) + 1) * LEAD
         yield _Chunk(first, last, start, longest, hidden[:, None].to(device))
         first = last
+
+
+def _windowed(chunk: _Chunk, blocks: Blocks, groups: int, window: int) -> _Chunk:
+    """The same blocks where a slot sees no further back than `window` from its own position."""
+    positions = blocks.positions[chunk.first * blocks.block : chunk.last * blocks.block].view(-1, blocks.block, 1)
+    outside = torch.arange(chunk.longest, device=positions.device) <= positions - window
+    return replace(chunk, hidden=chunk.hidden | outside.repeat_interleave(groups, 1))
 
 
 def _led_places(pack: Pack) -> Tensor:

@@ -7,7 +7,7 @@ keys matter follows from the runs' ends directly, so that no mask over all rows 
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV
 from tidar_core.convert.blocks import Blocks, Pack
 from tidar_core.convert.ops import compiled
-from tidar_core.kernels.ops import Rotary
+from tidar_core.kernels.ops import Rotary, layer_windows
 from tidar_core.kernels.reference import rotate_qkv, split_heads
 from tidar_core.layout import WithinBlock
 from tidar_core.model.decoder import layer_qk_norm
@@ -56,13 +56,14 @@ def flex_clean_attention(
     rows = len(pack.tokens)
     row = torch.arange(rows, dtype=torch.int32, device=pack.tokens.device)
     none = torch.zeros_like(row)
-    mask = block_mask(Seen(row - pack.positions.int(), row + 1, none, none), rows)
+    seen = Seen(row - pack.positions.int(), row + 1, none, none)
+    mask_of = _layer_masks(config, seen, row, rows)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         q, k, v = _heads(config, rotated(config, weights, rotary, pack.positions, layer, qkv))
         keep.keys.append(k)
         keep.values.append(v)
-        return _attend(q, k, v, mask)
+        return _attend(q, k, v, mask_of(layer))
 
     return attention
 
@@ -78,13 +79,24 @@ def flex_mask_attention(
 ) -> Attention:
     """As `attention.mask_attention`: keys are all clean rows, then all mask rows."""
     seen = mask_rows_see(pack, blocks, within_block)
-    mask = block_mask(seen, len(pack.tokens) + len(blocks.positions))
+    mask_of = _layer_masks(config, seen, seen.first + blocks.positions.int(), len(pack.tokens) + len(blocks.positions))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         q, k, v = _heads(config, rotated(config, weights, rotary, blocks.positions, layer, qkv))
-        return _attend(q, torch.cat((clean.keys[layer], k), dim=1), torch.cat((clean.values[layer], v), dim=1), mask)
+        keys, values = torch.cat((clean.keys[layer], k), dim=1), torch.cat((clean.values[layer], v), dim=1)
+        return _attend(q, keys, values, mask_of(layer))
 
     return attention
+
+
+def _layer_masks(config: ModelConfig, seen: Seen, place: Tensor, keys: int) -> Callable[[int], Any]:
+    """FlexAttention's mask of each layer. place: int32 [rows], where a row's own token would stand among the keys."""
+    whole, windows = block_mask(seen, keys), layer_windows(config)
+    if not windows:
+        return lambda layer: whole
+    nearer = torch.maximum(seen.first, place + 1 - (config.window or 0))
+    windowed = block_mask(replace(seen, first=nearer), keys)
+    return lambda layer: windowed if windows[layer] else whole
 
 
 def mask_rows_see(pack: Pack, blocks: Blocks, within_block: WithinBlock) -> Seen:

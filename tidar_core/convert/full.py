@@ -81,10 +81,25 @@ def document_logits(model: Any, document: Doubled) -> tuple[Tensor, Tensor]:
     out = model(
         input_ids=document.tokens[None].to(device),
         position_ids=document.positions[None].to(device),
-        attention_mask=document.visible[None, None].to(device),
+        attention_mask=_visible(model.config, document, device),
         use_cache=False,
     ).logits[0]
     return out[: len(out) // 2], out[len(out) // 2 :]
+
+
+def _visible(config: Any, document: Doubled, device: torch.device) -> Tensor | dict[str, Tensor]:
+    """What a row sees, bool [1, 1, 2 n, 2 n]; of each kind of layer where a model has such with a window. As in the
+    engine, a mask sees all of its block."""
+    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    visible, positions = document.visible, document.positions
+    if window is None or kinds == {"full_attention"}:
+        return visible[None, None].to(device)
+    near = positions[:, None] - positions < window
+    near[:, len(positions) // 2 :] = True
+    windowed = (visible & near)[None, None].to(device)
+    if not kinds:  # all layers are of one kind
+        return windowed
+    return {"full_attention": visible[None, None].to(device), "sliding_attention": windowed}
 
 
 def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted: Tensor, alpha: float) -> Tensor:

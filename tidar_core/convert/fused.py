@@ -1,7 +1,7 @@
 """The trainer's attention of mask rows on a GPU: one kernel each way (`tidar_core.kernels.triton_blocks`).
 
 Before the first use of a size its kernels are held against plain torch, out and gradient, on the GPU at hand; where
-they fail or do not fit, FlexAttention takes their place.
+they fail or do not fit, FlexAttention takes their place, as it does where layers have a window.
 """
 
 import logging
@@ -16,7 +16,7 @@ from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV
 from tidar_core.convert.blocks import Blocks, Pack
 from tidar_core.convert.flex import flex_mask_attention, rotated
-from tidar_core.kernels.ops import Rotary
+from tidar_core.kernels.ops import Rotary, layer_windows
 from tidar_core.kernels.reference import attend_blocks, split_heads
 from tidar_core.kernels.triton_blocks import BlockSizes, block_attention, block_tiles, supports
 from tidar_core.layout import WithinBlock
@@ -42,7 +42,7 @@ def fused_mask_attention(
     """As `attention.mask_attention`, over the clean keys of `flex.flex_clean_attention`."""
     sizes = _sizes(config, blocks.block, within_block)
     device = pack.tokens.device
-    if not proven(sizes, weights.embedding.dtype, device):
+    if layer_windows(config) or not proven(sizes, weights.embedding.dtype, device):
         return flex_mask_attention(config, weights, rotary, pack, clean, blocks, within_block)
     starts = np.array([start for start, _ in pack.spans])
     tiles = block_tiles(blocks.document, blocks.context, starts, sizes, device)
@@ -58,7 +58,7 @@ def prepare_blocks(
     config: ModelConfig, weights: ModelWeights, blocks: Iterable[int], within_block: WithinBlock
 ) -> None:
     """Compiles and proves the kernels for blocks of so many slots; each size has its own."""
-    for block in blocks:
+    for block in () if layer_windows(config) else blocks:
         proven(_sizes(config, block, within_block), weights.embedding.dtype, weights.embedding.device)
 
 

@@ -6,15 +6,22 @@ left out. `rotate_and_store` and `attend` are absent: the trainer attends in `at
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidar_core.config import Activation
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class _Linear(torch.autograd.Function):
@@ -61,24 +68,28 @@ class _AddNorm(torch.autograd.Function):
         return out, out if ctx.has_residual else None, None, None
 
 
-class _SiluMul(torch.autograd.Function):
-    """silu(gate) * up."""
+class _Gate(torch.autograd.Function):
+    """activation(gate) * up."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return _ACTIVATIONS[activation](gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)
         d_gate, d_up = out.chunk(2, dim=-1)
-        torch.mul(dy, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-        return out
+        torch.mul(dy, _ACTIVATIONS[ctx.activation](gate), out=d_up)
+        if ctx.activation == "silu":
+            torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(dy * up, gate, approximate="tanh", grad_input=d_gate)
+        return out, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
@@ -94,8 +105,8 @@ def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
     return _AddNorm.apply(x, residual, weight, eps)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    return _SiluMul.apply(gate_up)
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    return _Gate.apply(gate_up, activation)
 
 
 def _not_here(*arguments: Any) -> Tensor:
@@ -104,12 +115,12 @@ def _not_here(*arguments: Any) -> Tensor:
 
 def training_ops(device: torch.device, report: Callable[[str], None]) -> Ops:
     """The operations that mask rows are trained with; on a GPU the elementwise ones are compiled."""
-    norm, silu = add_norm, silu_mul
+    norm, gated = add_norm, gate
     if device.type == "cuda":
         norm = compiled(REFERENCE_OPS.add_norm, report)
-        silu = compiled(REFERENCE_OPS.silu_mul, report)
+        gated = compiled(REFERENCE_OPS.gate, report)
     return replace(
-        REFERENCE_OPS, name="training", linear=linear, add_norm=norm, silu_mul=silu,
+        REFERENCE_OPS, name="training", linear=linear, add_norm=norm, gate=gated,
         rotate_and_store=_not_here, attend=_not_here,
     )  # fmt: skip
 

@@ -86,8 +86,6 @@ def load_engine(
             f"requests are limited to {model.max_positions} positions: where max_model_len asks for more, up to "
             f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
         )
-    if model.window == model.max_positions:
-        report(f"a token of this model sees {model.window} positions: requests are limited to as many")
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
     pages = _cache_pages(config, model, kv_dtype, device, positions)
     if pages * config.page_size < positions:

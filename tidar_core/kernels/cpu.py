@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import ModelConfig, RoundedDType
+from tidar_core.config import Activation, ModelConfig, RoundedDType
 from tidar_core.kernels.cpu_build import CompileError, compiled_library
-from tidar_core.kernels.cpu_pass import bind_layers
+from tidar_core.kernels.cpu_pass import ACTIVATIONS, bind_layers
 from tidar_core.kernels.cpu_pick import bind_pick
 from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
@@ -114,10 +114,10 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
 
     row_shape = [integer] * 5
     run_norm = function("add_norm", *[pointer] * 4, integer, integer, real, integer, integer)
-    run_silu = function("silu_mul", pointer, pointer, integer, integer, integer)
+    run_gate = function("gate", pointer, pointer, integer, integer, integer, integer)
     run_rotate = function("rotate_and_store", pointer, *row_shape, *[pointer] * 5, real, *[pointer] * 3, integer)
     run_attend = function(
-        "attend", pointer, *row_shape, *[pointer] * 5, integer, pointer, pointer, real, pointer, integer
+        "attend", pointer, *row_shape, *[pointer] * 6, integer, integer, pointer, pointer, real, pointer, integer
     )
 
     def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -151,17 +151,17 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         out = qkv.new_empty(qkv.shape[0], heads * head_dim)
         run_attend(
-            qkv.data_ptr(), qkv.shape[0], heads, kv_heads, head_dim, rows.verify, rows.sequence.data_ptr(),
-            rows.context_end.data_ptr(), rows.tail_start.data_ptr(), rows.tail_end.data_ptr(),
-            rows.page_table.data_ptr(), rows.page_table.shape[1], keys.data_ptr(), values.data_ptr(),
-            head_dim**-0.5, out.data_ptr(), torch.get_num_threads(),
+            qkv.data_ptr(), qkv.shape[0], heads, kv_heads, head_dim, rows.verify, rows.positions.data_ptr(),
+            rows.sequence.data_ptr(), rows.context_end.data_ptr(), rows.tail_start.data_ptr(),
+            rows.tail_end.data_ptr(), rows.page_table.data_ptr(), rows.page_table.shape[1], cache.window(layer),
+            keys.data_ptr(), values.data_ptr(), head_dim**-0.5, out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
-    def silu_mul(gate_up: Tensor) -> Tensor:
+    def gate(gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
-        run_silu(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+        run_gate(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, ACTIVATIONS[activation], torch.get_num_threads())
         return out
 
     slots, pick = bind_draft_slots(getattr(library, f"draft_slots_{suffix}")), bind_pick(library.pick_tokens)
@@ -170,7 +170,7 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     if not _packs_whole(config):
         return replace(
             REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
-            rotate_and_store=rotate_and_store, attend=attend, silu_mul=silu_mul, draft_slots=slots, pick=pick,
+            rotate_and_store=rotate_and_store, attend=attend, gate=gate, draft_slots=slots, pick=pick,
         )  # fmt: skip
     kind = f"{rounded}_{suffix}" if rounded else suffix
     # The head decides between tokens: it is never kept in less than 8 bits.
@@ -180,7 +180,7 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     pack_base, pack_head = _PACKS[rounded]
     return Ops(
         f"cpu {rounded}" if rounded else "cpu", 1, pack_base, pack_head, pack,
-        linear, add_norm, rotate_and_store, attend, silu_mul, head, bind, slots, pick=pick,
+        linear, add_norm, rotate_and_store, attend, gate, head, bind, slots, pick=pick,
     )  # fmt: skip
 
 

@@ -40,15 +40,29 @@ void add_norm(const T* x, T* residual, const T* weight, T* out, int rows, int n,
     }
 }
 
-template <typename T> void silu_mul(const T* gate_up, T* out, int rows, int n, int threads) {
+enum Activation { SILU, GELU_TANH };
+
+// What x is divided by 1 + exp(-steep) of: x itself for SiLU; for GELU's approximation by tanh, since
+// (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), twice u.
+template <Activation A> inline f16v steep(f16v x) {
+    if constexpr (A == SILU) return x;
+    return x * (1.5957691216f + 0.0713548163f * x * x);
+}
+
+template <typename T, Activation A> void gate_rows(const T* gate_up, T* out, int rows, int n, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * n > 4096)
     for (int r = 0; r < rows; r++) {
         const T* gate = gate_up + int64_t(r) * 2 * n;
         for (int i = 0; i < n; i += LANES) {
             f16v g = load(gate + i);
-            store(out + int64_t(r) * n + i, rounded<T>(g / (1.0f + exp_of(-g))) * load(gate + n + i));
+            store(out + int64_t(r) * n + i, rounded<T>(g / (1.0f + exp_of(-steep<A>(g)))) * load(gate + n + i));
         }
     }
+}
+
+template <typename T> void gate(const T* gate_up, T* out, int rows, int n, int activation, int threads) {
+    if (activation == GELU_TANH) gate_rows<T, GELU_TANH>(gate_up, out, rows, n, threads);
+    else gate_rows<T, SILU>(gate_up, out, rows, n, threads);
 }
 
 template <typename T> void rotate_head(T* x, const float* cos, const float* sin, int head_dim, const T* norm, float eps) {
@@ -104,8 +118,8 @@ template <int MOST, typename Run> inline void with_count(int count, Run run) {
 
 constexpr int TOGETHER = MOST_SUMS < 12 ? MOST_SUMS : 12;  // queries whose sums fit the registers
 
-// One query head of one row, and what it sees beside the context.
-template <typename T> struct Query { const T* q; const T* tail_k; const T* tail_v; int context, tail; T* out; };
+// One query head of one row, and what it sees: keys first <= k < context of the pages, and so many of the tail.
+template <typename T> struct Query { const T* q; const T* tail_k; const T* tail_v; int first, context, tail; T* out; };
 
 constexpr int CHAIN_PAGES = 32;  // whose values are summed in one chain: a longer one would lose what is small
 
@@ -116,13 +130,16 @@ template <typename T, int M>
 void attend_together(const Query<T>* queries, const T* keys, const T* values, const int32_t* table, int64_t tail_stride,
                      Shape s, int kv_head, float scale, std::vector<float>& scratch) {
     const int D = s.head_dim;
-    int longest = 0, shortest = queries[0].context, tail = 0;
+    int longest = 0, shortest = queries[0].context, tail = 0, earliest = queries[0].first, latest = 0;
     for (int m = 0; m < M; m++) {
+        earliest = queries[m].first < earliest ? queries[m].first : earliest;
+        latest = queries[m].first > latest ? queries[m].first : latest;
         shortest = queries[m].context < shortest ? queries[m].context : shortest;
         longest = queries[m].context > longest ? queries[m].context : longest;
         tail = queries[m].tail > tail ? queries[m].tail : tail;
     }
-    const int pages = (longest + LANES - 1) / LANES, tail_at = pages * LANES;
+    const int pages = (longest + LANES - 1) / LANES, begin = earliest / LANES < pages ? earliest / LANES : pages;
+    const int tail_at = (pages - begin) * LANES;
     const int width = tail_at + (tail + LANES - 1) / LANES * LANES;
     scratch.resize(size_t(M) * (width + D));
     float *scores = scratch.data(), *query = scores + size_t(M) * width;
@@ -132,7 +149,7 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
     auto page_of = [&](const T* all, int p) { return all + (int64_t(table[p]) * s.kv_heads + kv_head) * D * LANES; };
     // Pages side by side, so that enough sums are under way.
     constexpr int SIDE = 4 * M <= TOGETHER ? 4 : 2 * M <= TOGETHER ? 2 : 1;
-    for (int p = 0; p < pages;) {
+    for (int p = begin; p < pages;) {
         auto score = [&](auto count) {
             constexpr int P = decltype(count)::value;
             const T *page[P], *next[P];
@@ -148,13 +165,13 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
                     for (int m = 0; m < M; m++) acc[i][m] += k * query[d * M + m];
                 }
             for (int i = 0; i < P; i++)
-                for (int m = 0; m < M; m++) store(scores + m * width + (p + i) * LANES, acc[i][m] * scale);
+                for (int m = 0; m < M; m++) store(scores + m * width + (p + i - begin) * LANES, acc[i][m] * scale);
             p += P;
         };
         if (pages - p >= SIDE) score(std::integral_constant<int, SIDE>{});
         else score(std::integral_constant<int, 1>{});
     }
-    for (int p = 0; p < pages && p < 2; p++)
+    for (int p = begin; p < pages && p < begin + 2; p++)
         for (int i = 0; i < D * LANES; i += 64 / sizeof(T)) __builtin_prefetch(page_of(values, p) + i);
     float inverse[M];
     for (int m = 0; m < M; m++) {
@@ -165,7 +182,8 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
             for (int d = 0; d < D; d += LANES) acc += load(mine.tail_k + t * tail_stride + d) * load(mine.q + d);
             row[tail_at + t] = sum(acc) * scale;
         }
-        for (int i = mine.context; i < tail_at; i++) row[i] = lowest;
+        for (int i = 0; i < mine.first - begin * LANES && i < tail_at; i++) row[i] = lowest;
+        for (int i = mine.context > begin * LANES ? mine.context - begin * LANES : 0; i < tail_at; i++) row[i] = lowest;
         for (int i = tail_at + mine.tail; i < width; i++) row[i] = lowest;
         f16v top = splat(lowest);
         for (int i = 0; i < width; i += LANES) top = max_of(top, load(row + i));
@@ -186,22 +204,25 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
         const int wide = (D - d) / LANES < WIDE ? (D - d) / LANES : WIDE;
         auto add = [&](auto count) {
             constexpr int W = decltype(count)::value;
-            for (int p = 0; p < pages; p++) {
+            for (int p = begin; p < pages; p++) {
                 const T *page = page_of(values, p) + d, *next = page_of(values, p + 2 < pages ? p + 2 : p) + d;
                 const int keys_here = longest - p * LANES < LANES ? longest - p * LANES : LANES;
                 // A key that some do not see may have a value that is no number, which times zero were none either.
-                const int seen_by_all = shortest - p * LANES;
+                const int seen_from = latest - p * LANES, seen_by_all = shortest - p * LANES;
+                const int at = (p - begin) * LANES;
                 for (int i = 0; i < keys_here; i++) {
                     f16v v[W];
                     for (int w = 0; w < W * LANES; w += 64 / sizeof(T)) __builtin_prefetch(next + i * D + w);
                     for (int w = 0; w < W; w++) v[w] = load(page + i * D + w * LANES);
-                    if (i < seen_by_all)
+                    if (i >= seen_from && i < seen_by_all)
                         for (int m = 0; m < M; m++)
-                            for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + p * LANES + i];
+                            for (int w = 0; w < W; w++) acc[m][w] += v[w] * scores[m * width + at + i];
                     else
-                        for (int m = 0; m < M; m++)
-                            for (int w = 0; w < W && p * LANES + i < queries[m].context; w++)
-                                acc[m][w] += v[w] * scores[m * width + p * LANES + i];
+                        for (int m = 0; m < M; m++) {
+                            const int key = p * LANES + i;
+                            for (int w = 0; w < W && key >= queries[m].first && key < queries[m].context; w++)
+                                acc[m][w] += v[w] * scores[m * width + at + i];
+                        }
                 }
                 if (p % CHAIN_PAGES != CHAIN_PAGES - 1 && p != pages - 1) continue;
                 for (int m = 0; m < M; m++)
@@ -219,10 +240,11 @@ void attend_together(const Query<T>* queries, const T* keys, const T* values, co
     }
 }
 
+// window: how many positions a row sees, the last of them its own; 0 for all.
 template <typename T>
-void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const int32_t* context_end,
-            const int32_t* tail_start, const int32_t* tail_end, const int32_t* page_table, int table_width,
-            const T* keys, const T* values, float scale, T* out, int threads) {
+void attend(const T* qkv, Shape s, int verify, const int32_t* positions, const int32_t* sequence,
+            const int32_t* context_end, const int32_t* tail_start, const int32_t* tail_end, const int32_t* page_table,
+            int table_width, int window, const T* keys, const T* values, float scale, T* out, int threads) {
     const int64_t width = int64_t(s.heads + 2 * s.kv_heads) * s.head_dim;
     const int group = s.heads / s.kv_heads;
     // Neighbouring rows of one sequence go together, as many as the registers take; [first row, first row of the next).
@@ -242,9 +264,10 @@ void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const in
             queries.clear();
             for (int r = starts[span]; r < starts[span + 1]; r++) {
                 const T* tail_k = qkv + (verify + tail_start[r]) * width + (s.heads + kv) * s.head_dim;
+                const int first = window && positions[r] >= window ? positions[r] + 1 - window : 0;
                 for (int h = kv * group; h < (kv + 1) * group; h++)
                     queries.push_back({qkv + r * width + h * s.head_dim, tail_k, tail_k + s.kv_heads * s.head_dim,
-                                       context_end[r], tail_end[r] - tail_start[r],
+                                       first, context_end[r], tail_end[r] - tail_start[r],
                                        out + (int64_t(r) * s.heads + h) * s.head_dim});
             }
             const int32_t* table = page_table + int64_t(sequence[starts[span]]) * table_width;
@@ -264,18 +287,19 @@ void attend(const T* qkv, Shape s, int verify, const int32_t* sequence, const in
 #define EXPORT(NAME, T)                                                                                              \
     extern "C" void add_norm_##NAME(const T* x, T* residual, const T* weight, T* out, int rows, int n, float eps,    \
                                     int add, int threads) { add_norm(x, residual, weight, out, rows, n, eps, add, threads); } \
-    extern "C" void silu_mul_##NAME(const T* gate_up, T* out, int rows, int n, int threads) {                        \
-        silu_mul(gate_up, out, rows, n, threads); }                                                                  \
+    extern "C" void gate_##NAME(const T* gate_up, T* out, int rows, int n, int activation, int threads) {            \
+        gate(gate_up, out, rows, n, activation, threads); }                                                          \
     extern "C" void rotate_and_store_##NAME(T* qkv, int rows, int heads, int kv_heads, int head_dim, int verify,     \
         const int32_t* positions, const float* cos, const float* sin, const T* q_norm, const T* k_norm, float eps,   \
         T* keys, T* values, const int32_t* slots, int threads) {                                                     \
         rotate_and_store(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, positions, cos, sin, q_norm, k_norm,   \
                          eps, keys, values, slots, threads); }                                                       \
     extern "C" void attend_##NAME(const T* qkv, int rows, int heads, int kv_heads, int head_dim, int verify,         \
-        const int32_t* sequence, const int32_t* context_end, const int32_t* tail_start, const int32_t* tail_end,     \
-        const int32_t* page_table, int table_width, const T* keys, const T* values, float scale, T* out, int threads) { \
-        attend(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, sequence, context_end, tail_start, tail_end,     \
-               page_table, table_width, keys, values, scale, out, threads); }
+        const int32_t* positions, const int32_t* sequence, const int32_t* context_end, const int32_t* tail_start,    \
+        const int32_t* tail_end, const int32_t* page_table, int table_width, int window, const T* keys,              \
+        const T* values, float scale, T* out, int threads) {                                                         \
+        attend(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, positions, sequence, context_end, tail_start,    \
+               tail_end, page_table, table_width, window, keys, values, scale, out, threads); }
 
 EXPORT(bf16, bf16)
 EXPORT(float, float)

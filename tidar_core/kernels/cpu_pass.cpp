@@ -13,6 +13,7 @@ template <typename T> struct Layer {
     const T *input_norm, *post_norm, *q_norm, *k_norm;
     const float *cos, *sin;
     Matrix<T> qkv, o, gate_up, down;
+    int32_t window;
 };
 
 template <typename T> struct Pass {
@@ -21,7 +22,7 @@ template <typename T> struct Pass {
     T *keys, *values;
     const int32_t *positions, *sequence, *context_end, *tail_start, *tail_end, *page_table, *write_slots;
     int64_t layer_keys;  // elements of one layer's keys, and of its values
-    int32_t count, rows, verify, heads, kv_heads, head_dim, table_width, threads;
+    int32_t count, rows, verify, heads, kv_heads, head_dim, table_width, activation, threads;
     float eps, scale;
 };
 
@@ -77,12 +78,13 @@ template <typename Kind, typename T> void run_layers(const Pass<T>& pass, T* x) 
         multiply<Kind>(s.normed, layer.qkv, s.wide, pass, s);
         rotate_and_store(s.wide, shape, pass.verify, pass.positions, layer.cos, layer.sin, layer.q_norm, layer.k_norm,
                          pass.eps, keys, values, pass.write_slots, pass.threads);
-        attend(s.wide, shape, pass.verify, pass.sequence, pass.context_end, pass.tail_start, pass.tail_end,
-               pass.page_table, pass.table_width, keys, values, pass.scale, s.mixed, pass.threads);
+        attend(s.wide, shape, pass.verify, pass.positions, pass.sequence, pass.context_end, pass.tail_start,
+               pass.tail_end, pass.page_table, pass.table_width, layer.window, keys, values, pass.scale, s.mixed,
+               pass.threads);
         multiply<Kind>(s.mixed, layer.o, x, pass, s);
         add_norm(x, s.residual, layer.post_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);
         multiply<Kind>(s.normed, layer.gate_up, s.wide, pass, s);
-        silu_mul(s.wide, s.mixed, pass.rows, inner, pass.threads);
+        gate(s.wide, s.mixed, pass.rows, inner, pass.activation, pass.threads);
         multiply<Kind>(s.mixed, layer.down, x, pass, s);
     }
     add_norm(x, s.residual, pass.final_norm, s.normed, pass.rows, hidden, pass.eps, 1, pass.threads);

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.config import ModelConfig
-from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows
+from tidar_core.config import Activation, ModelConfig
+from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows, layer_windows
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int32
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as `cpu_kernels.cpp` counts them
 
 
 class _Matrix(ctypes.Structure):
@@ -24,7 +25,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         ("input_norm", pointer), ("post_norm", pointer), ("q_norm", pointer), ("k_norm", pointer),
         ("cos", pointer), ("sin", pointer),
-        ("qkv", _Matrix), ("o", _Matrix), ("gate_up", _Matrix), ("down", _Matrix),
+        ("qkv", _Matrix), ("o", _Matrix), ("gate_up", _Matrix), ("down", _Matrix), ("window", integer),
     )  # fmt: skip
 
 
@@ -34,8 +35,8 @@ class _Pass(ctypes.Structure):
         ("positions", pointer), ("sequence", pointer), ("context_end", pointer), ("tail_start", pointer),
         ("tail_end", pointer), ("page_table", pointer), ("write_slots", pointer), ("layer_keys", ctypes.c_int64),
         ("count", integer), ("rows", integer), ("verify", integer), ("heads", integer), ("kv_heads", integer),
-        ("head_dim", integer), ("table_width", integer), ("threads", integer), ("eps", ctypes.c_float),
-        ("scale", ctypes.c_float),
+        ("head_dim", integer), ("table_width", integer), ("activation", integer), ("threads", integer),
+        ("eps", ctypes.c_float), ("scale", ctypes.c_float),
     )  # fmt: skip
 
 
@@ -50,8 +51,9 @@ def bind_layers(
     if own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
         return None
     pairs = zip(weights.layers, extras, strict=True)
+    windows = layer_windows(config) or (0,) * config.layers
     layers = (_Layer * config.layers)(
-        *(_layer(config, layer, extra, rotary.of(index)) for index, (layer, extra) in enumerate(pairs))
+        *(_layer(config, layer, extra, rotary.of(index), windows[index]) for index, (layer, extra) in enumerate(pairs))
     )
     held = (weights, adapter, rotary)  # the records have addresses alone
 
@@ -62,8 +64,8 @@ def bind_layers(
             rows.positions.data_ptr(), rows.sequence.data_ptr(), rows.context_end.data_ptr(),
             rows.tail_start.data_ptr(), rows.tail_end.data_ptr(), rows.page_table.data_ptr(),
             rows.write_slots.data_ptr(), cache.keys[0].numel(), config.layers, x.shape[0], rows.verify,
-            config.heads, config.kv_heads, config.head_dim, rows.page_table.shape[1], torch.get_num_threads(),
-            config.norm_eps, config.head_dim**-0.5,
+            config.heads, config.kv_heads, config.head_dim, rows.page_table.shape[1], ACTIVATIONS[config.activation],
+            torch.get_num_threads(), config.norm_eps, config.head_dim**-0.5,
         )  # fmt: skip
         run(made, x.data_ptr())
         return x
@@ -82,7 +84,7 @@ def _low_ranks(extra: LayerAdapter) -> tuple[LowRank | None, ...]:
     return extra.qkv, extra.o, extra.gate_up, extra.down
 
 
-def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None, rotary: Rotary) -> _Layer:
+def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None, rotary: Rotary, window: int) -> _Layer:
     mixed = config.heads * config.head_dim
     fused = mixed + 2 * config.kv_heads * config.head_dim
     shapes = (
@@ -94,7 +96,7 @@ def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None,
     low_ranks = (None,) * 4 if extra is None else _low_ranks(extra)
     matrices = (_matrix(*shape, low_rank) for shape, low_rank in zip(shapes, low_ranks, strict=True))
     vectors = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, rotary.cos, rotary.sin)
-    return _Layer(*map(_address, vectors), *matrices)
+    return _Layer(*map(_address, vectors), *matrices, window)
 
 
 def _matrix(weight: Tensor, bias: Tensor | None, outs: int, ins: int, low_rank: LowRank | None) -> _Matrix:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tidar_core.config import ModelConfig
+from tidar_core.config import Activation, ModelConfig
 from tidar_core.kernels.rules import RuleNumbers, pick_listed
 from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
@@ -22,8 +22,9 @@ class StepRows:
     """The rows of one forward pass: all verify rows (padding among them), then all mask rows.
 
     All tensors are int32. positions, sequence (row of `page_table`), context_end, tail_start, tail_end: [rows].
-    A row sees the page positions below its context_end and the mask rows tail_start <= k < tail_end, counted
-    from the first mask row. page_table: [sequences, pages]. write_slots: [verify], page * page_size + offset.
+    A row sees the page positions below its context_end (in layers with a window, of these the ones in the window that
+    ends with its own position) and the mask rows tail_start <= k < tail_end, counted from the first mask row.
+    page_table: [sequences, pages]. write_slots: [verify], page * page_size + offset.
     """
 
     verify: int
@@ -49,12 +50,18 @@ class KVCache:
     keys: [layers, pages, kv_heads, head_dim, page_size] (keys lie side by side, so that one load takes the same
     coordinate of several). values: [layers, pages, kv_heads, page_size, head_dim]. Where these are in 8 bits
     (`float8.to_float8`, a key or value a row): key_scales, value_scales, fp32 [layers, pages, kv_heads, page_size].
+    windows: of each layer, how many positions its rows see, the last of them their own; 0 for all.
     """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        """How many positions the rows of a layer see, 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     @property
     def page_size(self) -> int:
@@ -67,39 +74,53 @@ def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dt
     keys = torch.zeros(*heads, config.head_dim, page_size, dtype=dtype, device=device)
     values = torch.zeros(*heads, page_size, config.head_dim, dtype=dtype, device=device)
     if dtype != FLOAT8:
-        return KVCache(keys, values)
-    return KVCache(keys, values, *torch.ones(2, *heads, page_size, device=device))
+        return KVCache(keys, values, windows=layer_windows(config))
+    return KVCache(keys, values, *torch.ones(2, *heads, page_size, device=device), layer_windows(config))
+
+
+def layer_windows(config: ModelConfig) -> tuple[int, ...]:
+    """`KVCache.windows` of a model; nothing where all layers see all."""
+    if config.window is None or not config.windowed:
+        return ()
+    return tuple(config.window if layer in config.windowed else 0 for layer in range(config.layers))
 
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
     """Rotary tables, fp32 [max_positions, head_dim / 2]: coordinate i of a head turns with i + head_dim / 2.
 
-    `still`: the tables of no rotation, for the layers that know no positions.
+    `others`: the tables of the layers `apart`, which know no positions, or turn at another pace.
     """
 
     cos: Tensor
     sin: Tensor
-    unrotated: tuple[int, ...] = ()
-    still: "Rotary | None" = None
+    apart: tuple[int, ...] = ()
+    others: "Rotary | None" = None
 
     def of(self, layer: int) -> "Rotary":
         """The tables of one layer."""
-        return self.still if self.still is not None and layer in self.unrotated else self
+        return self.others if self.others is not None and layer in self.apart else self
 
     def at(self, positions: Tensor) -> "Rotary":
         """The rows of these positions, int64 [rows], in place of all positions."""
-        still = None if self.still is None else self.still.at(positions)
-        return Rotary(self.cos[positions], self.sin[positions], self.unrotated, still)
+        others = None if self.others is None else self.others.at(positions)
+        return Rotary(self.cos[positions], self.sin[positions], self.apart, others)
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> Rotary:
     """The rotary embedding of all positions, with the model's scaling, computed in fp32 as transformers does."""
-    inverse, attention_factor = inverse_frequencies(config)
+    cos, sin = _tables(config, *inverse_frequencies(config), device)
+    if config.unrotated:
+        return Rotary(cos, sin, config.unrotated, Rotary(torch.ones_like(cos), torch.zeros_like(sin)))
+    if config.window_theta is not None:
+        unscaled = replace(config, rope_theta=config.window_theta, rope_scaling=None)
+        return Rotary(cos, sin, config.windowed, Rotary(*_tables(config, *inverse_frequencies(unscaled), device)))
+    return Rotary(cos, sin)
+
+
+def _tables(config: ModelConfig, inverse: Tensor, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), inverse)
-    cos, sin = (angles.cos() * attention_factor).to(device), (angles.sin() * attention_factor).to(device)
-    still = Rotary(torch.ones_like(cos), torch.zeros_like(sin)) if config.unrotated else None
-    return Rotary(cos, sin, config.unrotated, still)
+    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +176,7 @@ class Ops:
         of the verify rows' K/V; mask rows never write. Gives qkv ([rows, (heads + 2 kv_heads) * head_dim]) back,
         rotated; may work in place.
     attend(qkv, rows, cache, layer): attention of each row over what it sees -> [rows, heads * head_dim].
-    silu_mul(gate_up): silu(gate) * up -> [rows, out / 2].
+    gate(gate_up, activation): activation(gate) * up -> [rows, out / 2].
     head(x, weight): logits [rows, vocab].
     row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
         whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
@@ -178,7 +199,7 @@ class Ops:
     add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     rotate_and_store: Callable[[Tensor, StepRows, Rotary, KVCache, int, QKNorm | None], Tensor]
     attend: Callable[[Tensor, StepRows, KVCache, int], Tensor]
-    silu_mul: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor, Activation], Tensor]
     head: Callable[[Tensor, Tensor], Tensor]
     bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None
     draft_slots: DraftSlots | None = None

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidar_core.config import Activation
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
@@ -90,6 +91,7 @@ def rounding_pages(
 def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
     keys, values = cache.keys[layer], cache.values[layer]
     _, kv_heads, head_dim, _ = keys.shape
+    window = cache.window(layer)
     q, k, v = split_heads(qkv, kv_heads, head_dim)
     out = torch.empty_like(q)
     for sequence in range(rows.page_table.shape[0]):
@@ -107,6 +109,8 @@ def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
             seen_v = torch.cat((context_v, v[slots].transpose(0, 1)), dim=1)
             positions, tail = torch.arange(longest, device=qkv.device), slots - rows.verify
             in_context = positions < rows.context_end[some, None]
+            if window:
+                in_context &= positions > rows.positions[some, None] - window
             in_tail = (tail >= rows.tail_start[some, None]) & (tail < rows.tail_end[some, None])
             out[some] = _mix(q[some], seen_k, seen_v, torch.cat((in_context, in_tail), dim=1))
     return out.view(qkv.shape[0], -1)
@@ -158,9 +162,9 @@ def _mix_tile(queries: Tensor, keys: Items[Tensor], values: Items[Tensor], seen:
     return mixed.view(queries.shape)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def head(x: Tensor, weight: Tensor) -> Tensor:
@@ -171,6 +175,4 @@ def as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-REFERENCE_OPS = Ops(
-    "torch", 4, as_it_is, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, silu_mul, head
-)
+REFERENCE_OPS = Ops("torch", 4, as_it_is, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, gate, head)

@@ -6,6 +6,9 @@ head are packed with the rows of a tile (tile row m is step row m // group, head
 rows share every load of keys and values; its tiles are worked off side by side, split by split. `_merge` takes one row
 and head, folds its splits in order, then the mask rows that it sees, and divides.
 
+In layers with a window a tile skips the keys that none of its rows sees. Their splits are listed all the same, since
+the list serves every layer; one that a row sees nothing of leaves a greatest score of -inf, by which the merge knows.
+
 A row's bits depend on that row and its keys alone. Splits and key tiles lie at fixed absolute positions, whatever
 the step looks like; a tile of keys that a row does not see leaves its maximum, sum and output as they were (times
 one, plus zero); the merge reads splits in chunks of fixed size, and mask rows counted from the first one that the
@@ -144,18 +147,19 @@ def _plan(
 
 @triton.jit(
     do_not_specialize=["table_width", "capacity", "first_row"],
-    do_not_specialize_on_alignment=["context_end", "page_table"],
+    do_not_specialize_on_alignment=["positions", "context_end", "page_table"],
 )
 def _attend_splits(
-    qkv, keys, values, key_scales, value_scales, context_end, page_table, items, count, partial, partial_sums,
-    scale, first_row, table_width, capacity,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    qkv, keys, values, key_scales, value_scales, positions, context_end, page_table, items, count, partial,
+    partial_sums, scale, first_row, table_width, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_KEYS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of each listed tile of rows over one split of its context, one K/V head at a time.
 
     partial: fp32 [rows, heads, capacity, HEAD_DIM], not divided; partial_sums: fp32 [rows, heads, capacity, 2], the
-    greatest score (times log2 e) and the sum of the weights. Rows count from `first_row`.
+    greatest score (times log2 e) and the sum of the weights. Rows count from `first_row`. WINDOW: how many positions a
+    row sees, the last of them its own; 0 for all.
     """
     wait_for_kernel_before(OVERLAP)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -168,13 +172,17 @@ def _attend_splits(
         kv = work % KV_HEADS
         item = items + (work // KV_HEADS) * 8
         split = tl.load(item + 2)
-        start = _split_start(split)
+        split_start = _split_start(split)
         stop = tl.minimum(_split_start(split + 1), tl.load(item + 4))
         table = page_table + tl.load(item + 3) * table_width
         row = tl.load(item) + m // GROUP
         head = kv * GROUP + m % GROUP
         mine = m < tl.load(item + 1) * GROUP
         end = tl.load(context_end + first_row + row, mask=mine, other=0)
+        start = split_start
+        if WINDOW:
+            begin = tl.maximum(tl.load(positions + first_row + row, mask=mine, other=2**30) + 1 - WINDOW, 0)
+            start = tl.maximum(start, tl.min(begin, 0) // BLOCK_KEYS * BLOCK_KEYS)
         at = (first_row + row).to(tl.int64) * WIDTH + head * HEAD_DIM
         q = tl.load(qkv + at[:, None] + d[None, :], mask=mine[:, None], other=0.0)
 
@@ -193,7 +201,10 @@ def _attend_splits(
             if rounded:
                 scale_at = (page * KV_HEADS + kv) * PAGE + key % PAGE
                 scores = scores * tl.load(key_scales + scale_at)[None, :]
-            scores = tl.where(key[None, :] < end[:, None], scores, float("-inf"))
+            seen = key[None, :] < end[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] >= begin[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
             higher = tl.maximum(best, tl.max(scores, 1))
             level = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - level[:, None])
@@ -209,9 +220,10 @@ def _attend_splits(
             best = higher
             page = next_page
 
-        reached = mine & (end > start)
+        reached = mine & (end > split_start)
         place = (row.to(tl.int64) * HEADS + head) * capacity + split
-        tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=reached[:, None])
+        some = reached & (best > float("-inf")) if WINDOW else reached
+        tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], mixed, mask=some[:, None])
         tl.store(partial_sums + place * 2, best, mask=reached)
         tl.store(partial_sums + place * 2 + 1, total, mask=reached)
     let_next_begin(OVERLAP)
@@ -237,8 +249,8 @@ def _fold(best, total, mixed, scores, sums, values):
 def _merge(
     qkv, context_end, tail_start, tail_end, partial, partial_sums, out,
     scale, first_row, verify, capacity,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row and some heads of one K/V head: its splits in order, then the mask rows it sees, then the division.
 
@@ -268,6 +280,8 @@ def _merge(
         at = place[:, None] + split[None, :]
         scores = tl.load(partial_sums + at * 2, mask=live, other=float("-inf"))
         sums = tl.load(partial_sums + at * 2 + 1, mask=live, other=0.0)
+        if WINDOW:
+            live = live & (scores > float("-inf"))
         values = tl.load(partial + at[:, :, None] * HEAD_DIM + d[None, None, :], mask=live[:, :, None], other=0.0)
         best, total, mixed = _fold(best, total, mixed, scores, sums, values)
 
@@ -341,6 +355,7 @@ def paged_attend(
         nonlocal planned
         keys, values = cache.keys[layer], cache.values[layer]
         key_scales, value_scales = scales_of(cache, layer)
+        window = cache.window(layer)
         tiles = attention_tiles(dtype, head_dim, group, cache.key_scales is not None)
         table_width = rows.page_table.shape[1]
         capacity = max(1, split_count(table_width * cache.page_size))
@@ -354,14 +369,14 @@ def paged_attend(
             partial = torch.empty(part.rows, heads, capacity, head_dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(part.rows, heads, capacity, 2, dtype=torch.float32, device=qkv.device)
             _attend_splits[(min(programs, part.rows * capacity * kv_heads),)](
-                qkv, keys, values, key_scales, value_scales, rows.context_end, rows.page_table, part.items, part.count,
-                partial, sums, scale, part.first, table_width, capacity,
-                PAGE=cache.page_size, BLOCK_M=tiles.rows, BLOCK_KEYS=tiles.keys, **sizes,
+                qkv, keys, values, key_scales, value_scales, rows.positions, rows.context_end, rows.page_table,
+                part.items, part.count, partial, sums, scale, part.first, table_width, capacity,
+                PAGE=cache.page_size, WINDOW=window, BLOCK_M=tiles.rows, BLOCK_KEYS=tiles.keys, **sizes,
                 num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **launch,
             )  # fmt: skip
             _merge[(part.rows, kv_heads, triton.cdiv(group, block_heads))](
                 qkv, rows.context_end, rows.tail_start, rows.tail_end, partial, sums, out,
-                scale, part.first, rows.verify, capacity, **sizes, BLOCK_HEADS=block_heads,
+                scale, part.first, rows.verify, capacity, **sizes, WINDOW=window, BLOCK_HEADS=block_heads,
                 num_warps=merge_warps, enable_fp_fusion=True, **launch,
             )  # fmt: skip
         return out

@@ -294,12 +294,17 @@ def bind_layers(
     rotary: Rotary,
 ) -> Layers | None:
     """`Ops.bind_layers`; None in float16, with an adapter that is too wide to be computed beside a product, and where
-    norms stand elsewhere than in Llama."""
+    norms stand elsewhere than in Llama or the activation is another."""
     extras = (BASE_ALONE,) * len(weights.layers) if adapter is None else adapter.layers
     pairs = [pair for extra in extras for pair in (extra.qkv, extra.o, extra.gate_up, extra.down) if pair is not None]
     half_precision = weights.embedding.dtype == torch.float16
     norms = norms_before(weights)
-    if norms is None or half_precision or any(pair.a.shape[0] > WIDEST_RANK for pair in pairs):
+    if (
+        norms is None
+        or half_precision
+        or config.activation != "silu"
+        or any(pair.a.shape[0] > WIDEST_RANK for pair in pairs)
+    ):
         return None
     eps = config.norm_eps
     next_norms = (*(before for before, _ in norms[1:]), weights.final_norm)

@@ -20,7 +20,7 @@ from tidar_core.kernels.triton_gemm import (
     product_planner,
 )
 from tidar_core.kernels.triton_layers import bind_layers
-from tidar_core.kernels.triton_rows import add_norm, rotate_and_store, silu_mul
+from tidar_core.kernels.triton_rows import add_norm, gate, rotate_and_store
 from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import packed
@@ -85,7 +85,7 @@ def triton_ops(
         add_norm=add_norm,
         rotate_and_store=rotate_and_store,
         attend=attend,
-        silu_mul=silu_mul,
+        gate=gate,
         head=head if exact else REFERENCE_OPS.head,
         float8_pages=True,
         bind_layers=partial(bind_layers, config, plan, attend) if exact else None,

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidar_core.config import Activation
 from tidar_core.kernels.ops import KVCache, QKNorm, Rotary, StepRows
 from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
 
 HEADS_A_PROGRAM = 8
-SILU_BLOCK = 1024
+GATE_BLOCK = 1024
 
 
 @triton.jit
@@ -159,8 +160,11 @@ def rotate_and_store(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """out [rows, WIDTH] = silu(gate) * up; gate_up is [rows, 2 * WIDTH]."""
+def _gate_rows(
+    gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """out [rows, WIDTH] = activation(gate) * up; gate_up is [rows, 2 * WIDTH]. The activation is SiLU, or GELU as
+    approximated by tanh."""
     let_next_begin(OVERLAP)
     wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -168,17 +172,19 @@ def _silu_mul(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: t
     inside = i < WIDTH
     gate = tl.load(gate_up + row * (2 * WIDTH) + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)
+    # (1 + tanh u) / 2 = 1 / (1 + exp(-2u))
+    steep = gate * (1.5957691216 + 0.0713548163 * gate * gate) if GELU else gate
+    activated = (gate / (1.0 + tl.exp(-steep))).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + i, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`Ops.silu_mul`."""
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _silu_mul[(rows, triton.cdiv(width, SILU_BLOCK))](
-            gate_up, out, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, enable_fp_fusion=True,
-            **launch_options(out.device, rows),
+        _gate_rows[(rows, triton.cdiv(width, GATE_BLOCK))](
+            gate_up, out, WIDTH=width, BLOCK=GATE_BLOCK, GELU=activation == "gelu_tanh", num_warps=4,
+            enable_fp_fusion=True, **launch_options(out.device, rows),
         )  # fmt: skip
     return out

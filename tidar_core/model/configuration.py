@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig, Qwen3Config
 
-from tidar_core.config import Architecture, ConfigError, ModelConfig, Norms
+from tidar_core.config import Activation, Architecture, ConfigError, ModelConfig, Norms, RopeScaling
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
@@ -17,7 +17,21 @@ from tidar_core.sampling import MAX_VOCAB
 
 _PARTLY_ROTATED = ("phi3", "glm", "glm4")
 _INTERLEAVED = ("ernie4_5", "glm", "glm4", "helium")
-_NORMS: dict[Architecture, Norms] = {"exaone4": "behind", "glm4": "both", "olmo2": "behind"}  # others: before
+_NORMS: dict[Architecture, Norms] = {
+    "exaone4": "behind",
+    "gemma3_text": "both",
+    "glm4": "both",
+    "olmo2": "behind",
+    "olmo3": "behind",
+}  # others: before
+_GEMMA = ("gemma", "gemma3_text")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}  # as transformers names them
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -36,9 +50,9 @@ def load_config(source: ModelSource, taken_for: Architecture | None = None) -> M
 
     A model of a type that is not known may be `taken_for` one that is (see `text_part`). What cannot be run is every
     architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn and longrope, a
-    mixture of experts, activations other than silu, and weights that are quantized in another way than GGUF, fp8,
-    fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round, bitsandbytes and MLX do it (see
-    `read_quantization`).
+    mixture of experts, activations other than silu and gelu by tanh, scores that are capped, and weights that are
+    quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round,
+    bitsandbytes and MLX do it (see `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))
@@ -64,19 +78,20 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         config = _llama_config(stated) if architecture == "llama" else CONFIG_MAPPING[architecture].from_dict(stated)
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{directory / 'config.json'} is not valid ({one_line(error)})") from error
-    rope = config.rope_parameters or {}
+    rope, window_theta = _rope_parameters(config, directory.name)
     turning = rope.get("partial_rotary_factor", 1.0)
     partly = turning != 1 and (architecture not in _PARTLY_ROTATED or not isinstance(turning, int | float))
     if partly or not isinstance(rope.get("rope_theta"), int | float):
         raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta for all is")
     scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
-    window = _window(config, architecture, directory.name)
-    positions, stretching = (
-        min(length, window or length)
-        for length in (scaled_positions(config.max_position_embeddings, scaling), config.max_position_embeddings)
-    )
-    if config.hidden_act not in ("silu", "swish"):
-        raise ConfigError(f"{directory.name}: activation {config.hidden_act!r} is not supported, only silu")
+    stated_positions = config.max_position_embeddings
+    positions = scaled_positions(stated_positions, scaling)
+    if rope.get("llama_4_scaling_beta"):  # from there on queries are scaled by their position, which is not done here
+        positions = min(positions, int((scaling and scaling.original_max_position_embeddings) or stated_positions))
+    window, windowed = _window(config, architecture, max(positions, stated_positions), directory.name)
+    activation = _activation(config, directory.name)
+    if any(getattr(config, f"{scores}_logit_softcapping", None) for scores in ("attn", "final")):
+        raise ConfigError(f"{directory.name}: scores that are capped (logit_softcapping) are not supported")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     qkv_bias, o_bias, mlp_bias = _biases(config, architecture)
     plain = ModelConfig(
@@ -95,18 +110,53 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=architecture in ("qwen3", "exaone4"),
+        qk_norm=architecture in ("qwen3", "exaone4", "gemma3_text"),
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
         window=window,
-        stretches_to=stretching if scaling is not None and scaling.long_factor and stretching > positions else None,
+        windowed=windowed,
+        window_theta=window_theta,
+        stretches_to=stated_positions if _is_longer(scaling, stated_positions, positions) else None,
         rotary_dim=None if turning == 1 else int(head_dim * turning),
         interleaved=architecture in _INTERLEAVED,
         unrotated=_unrotated(config, architecture),
         norms=_NORMS.get(architecture, "before"),
-        wide_qk_norm=architecture == "olmo2",
+        wide_qk_norm=architecture in ("olmo2", "olmo3"),
+        norms_less_one=architecture in _GEMMA,
+        activation=activation,
     )
-    return _scaled(plain, config, directory.name) if architecture == "granite" else plain
+    if architecture == "granite":
+        return _scaled(plain, config, directory.name)
+    return _scaled_as_gemma(plain, config, directory.name) if architecture in _GEMMA else plain
+
+
+def _is_longer(scaling: RopeScaling | None, stated: int, positions: int) -> bool:
+    """Whether there are rotary frequencies for more than these positions."""
+    return scaling is not None and bool(scaling.long_factor) and stated > positions
+
+
+def _rope_parameters(config: PreTrainedConfig, name: str) -> tuple[dict[str, Any], float | None]:
+    """transformers' rope_parameters, and the base of layers with a window where these have parameters of their own,
+    which then may not be scaled."""
+    rope = config.rope_parameters or {}
+    if "full_attention" not in rope:
+        return rope, None
+    whole, windowed = rope["full_attention"], rope.get("sliding_attention")
+    if windowed is None or windowed == whole:
+        return whole, None
+    theta = windowed.get("rope_theta")
+    if windowed.get("rope_type", "default") != "default" or not isinstance(theta, int | float) or not 1 < theta < inf:
+        raise ConfigError(
+            f"{name}: rope_parameters of its layers with a window are not supported, only a rope_theta is"
+        )
+    return whole, float(theta)
+
+
+def _activation(config: PreTrainedConfig, name: str) -> Activation:
+    stated = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    if stated not in _ACTIVATIONS:
+        raise ConfigError(f"{name}: activation {stated!r} is not supported, only {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[stated]
 
 
 def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool, bool, bool]:
@@ -118,11 +168,13 @@ def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool,
 
     attention, mlp = stated("attention_bias"), stated("mlp_bias")
     match architecture:
-        case "mistral" | "phi3" | "exaone4":
+        case "mistral" | "ministral" | "ministral3" | "phi3" | "exaone4":
             return False, False, False
+        case "cwm":
+            return False, False, mlp
         case "qwen2":
             return True, False, False
-        case "qwen3" | "olmo2":
+        case "qwen3" | "olmo2" | "olmo3" | "gemma" | "gemma3_text":
             return attention, attention, False
         case "glm" | "glm4":
             return attention, False, False
@@ -171,13 +223,33 @@ def _scaled(plain: ModelConfig, config: PreTrainedConfig, name: str) -> ModelCon
     )
 
 
-def _window(config: PreTrainedConfig, architecture: Architecture, name: str) -> int | None:
-    """How many positions a token sees, where some layers let it see fewer than all. Raises ConfigError."""
-    slides = architecture in ("mistral", "phi3") or "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    stated = getattr(config, "sliding_window", None) if slides else None
-    if stated is not None and (not isinstance(stated, int) or stated < 1):
+def _scaled_as_gemma(plain: ModelConfig, config: PreTrainedConfig, name: str) -> ModelConfig:
+    """Gemma's embedding is scaled by the root of its size, and scores, in later ones, by a number of their own."""
+    scalar = getattr(config, "query_pre_attn_scalar", plain.head_dim)
+    if not isinstance(scalar, int | float) or not 0 < scalar < inf:
+        raise ConfigError(f"{name}: its query_pre_attn_scalar is {scalar!r}, not a positive number")
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ConfigError(f"{name}: its tokens see those behind them, so that it is no model that says the next one")
+    return replace(
+        plain, embedding_scale=sqrt(plain.hidden_size), rotary_scale=sqrt(sqrt(plain.head_dim) / sqrt(scalar))
+    )
+
+
+def _window(
+    config: PreTrainedConfig, architecture: Architecture, positions: int, name: str
+) -> tuple[int | None, tuple[int, ...]]:
+    """How many positions a token sees in layers with a window, None where that is all `positions`, and which these
+    layers are. Raises ConfigError."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and architecture in ("mistral", "ministral3", "phi3"):
+        kinds = ["sliding_attention"] * config.num_hidden_layers
+    windowed = tuple(index for index, kind in enumerate(kinds or ()) if kind == "sliding_attention")
+    stated = getattr(config, "sliding_window", None) if windowed else None
+    if stated is None:
+        return None, ()
+    if not isinstance(stated, int) or stated < 1:
         raise ConfigError(f"{name}: its sliding_window is {stated!r}, not a number of positions")
-    return stated
+    return (stated if stated < positions else None), windowed
 
 
 def _llama_config(stated: dict[str, Any]) -> PreTrainedConfig:

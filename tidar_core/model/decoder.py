@@ -38,7 +38,7 @@ def run_layers(
         x = _linear(ops, mixed, layer.o, layer.o_bias, extra.o, first_mask_row, own_o)
         x, residual = _added(ops, _normed(ops, x, layer.attention_norm, eps), residual, layer.post_norm, eps)
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
-        x = ops.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias, extra.down, first_mask_row)
+        x = ops.linear(ops.gate(gate_up, config.activation), layer.down, layer.down_bias, extra.down, first_mask_row)
         x = _normed(ops, x, layer.mlp_norm, eps)
     return ops.add_norm(x, residual, weights.final_norm, eps)[0]
 

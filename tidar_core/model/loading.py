@@ -38,6 +38,12 @@ _NORMS: dict[Norms, dict[str, str]] = {  # what the decoder calls them, and what
         "mlp_norm": "post_mlp_layernorm",
     },
 }
+_GEMMA_NORMS = {
+    "input_norm": "input_layernorm",
+    "attention_norm": "post_attention_layernorm",
+    "post_norm": "pre_feedforward_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their files already
 
@@ -77,7 +83,7 @@ def load_weights(
 
         embedding = read(_EMBEDDING)
         layers = tuple(_read_layer(index, config, read) for index in range(config.layers))
-        final_norm = read("model.norm.weight")
+        final_norm = _norm(read("model.norm.weight"), config)
         head = read(_HEAD) if _HEAD in wanted else embedding
         if config.tied_head and torch.equal(head, embedding):
             head = embedding
@@ -321,7 +327,7 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
             yield f"{prefix}{projection}.weight", (rows, columns)
             if bias:
                 yield f"{prefix}{projection}.bias", (rows,)
-        for norm in _NORMS[config.norms].values():
+        for norm in _norm_names(config).values():
             yield f"{prefix}{norm}.weight", (hidden,)
         if config.qk_norm or config.wide_qk_norm:
             yield f"{prefix}self_attn.q_norm.weight", (q_size if config.wide_qk_norm else config.head_dim,)
@@ -344,10 +350,11 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
 
     qkv_bias = bias(config.qkv_bias, *qkv)
     norms: dict[str, Tensor | None] = dict.fromkeys(("input_norm", "post_norm", "q_norm", "k_norm"))
-    for norm, name in _NORMS[config.norms].items():
-        norms[norm] = weight(f"model.layers.{index}.{name}")
+    for norm, name in _norm_names(config).items():
+        norms[norm] = _norm(weight(f"model.layers.{index}.{name}"), config)
     for part in "qk" if config.qk_norm or config.wide_qk_norm else "":
-        norms[f"all_{part}_norm" if config.wide_qk_norm else f"{part}_norm"] = weight(f"{attention}{part}_norm")
+        norm = f"all_{part}_norm" if config.wide_qk_norm else f"{part}_norm"
+        norms[norm] = _norm(weight(f"{attention}{part}_norm"), config)
     return LayerWeights(
         **norms,
         qkv=_in_halves(weight(*qkv), config),
@@ -359,6 +366,15 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         down=weight(f"{mlp}down_proj"),
         down_bias=bias(config.mlp_bias, f"{mlp}down_proj"),
     )
+
+
+def _norm_names(config: ModelConfig) -> dict[str, str]:
+    return _GEMMA_NORMS if config.architecture == "gemma3_text" else _NORMS[config.norms]
+
+
+def _norm(weight: Tensor, config: ModelConfig) -> Tensor:
+    """What a norm multiplies by: Gemma's checkpoints have it less one."""
+    return (weight.float() + 1).to(weight.dtype) if config.norms_less_one else weight
 
 
 def _in_halves(qkv: Tensor, config: ModelConfig) -> Tensor:
