@@ -156,6 +156,9 @@ def tiny_checkpoint(
         }
     if architecture in ("ernie4_5", "granite", "helium", "llama", "seed_oss", "smollm3"):
         shape |= {"mlp_bias": bias, "use_bias": bias, "attention_out_bias": bias}
+    if architecture == "ministral3":
+        scaled = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": max_positions}
+        shape["rope_parameters"] = scaled | shape["rope_parameters"]
     if architecture in ("gemma3_text", "olmo3"):  # each kind of layer has its own
         whole, windowed = shape["rope_parameters"], {"rope_type": "default", "rope_theta": 500.0}
         shape["rope_parameters"] = {"full_attention": whole, "sliding_attention": windowed}

@@ -6,8 +6,8 @@ from typing import Literal
 from tidar_core.request import DraftMode
 
 Architecture = Literal[
-    "ernie4_5",
     "cwm",
+    "ernie4_5",
     "exaone4",
     "gemma",
     "gemma3_text",

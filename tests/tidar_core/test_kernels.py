@@ -235,6 +235,28 @@ def test_sizes_that_the_kernels_do_not_fit_are_known():
     assert not supports(replace(model_config(), head_dim=20), PAGE)
 
 
+@pytest.mark.parametrize(("ins", "outs", "rank"), [(64, 96, 16), (160, 32, 32), (48, 64, 48), (32, 160, 80)])
+def test_a_rows_products_do_not_depend_on_how_many_there_are(ins, outs, rank, dtype, ops):
+    """Bit for bit, where the drafter begins among them too: rows that it touches, and rows that it does not."""
+    generator = torch.Generator().manual_seed(6)
+
+    def random(*shape):
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    weight, bias, x = ops.pack(random(outs, ins)), random(1, outs)[0], 8 * random(131, ins)
+    drafter = LowRank(ops.pack_adapter(random(rank, ins)), ops.pack_adapter(random(outs, rank)))
+    said, drafted = ops.linear(x, weight, bias, None, 131), ops.linear(x, weight, bias, drafter, 0)
+    logits = ops.head(x, weight)
+    assert not torch.equal(said, drafted)
+    for rows in (*range(1, 20), 31, 32, 33, 48, 49, 64, 65, 96, 130):
+        some = x[:rows].clone()
+        assert torch.equal(ops.head(some, weight), logits[:rows])
+        for first in {0, 1, rows // 2, rows - 1, rows}:
+            found = ops.linear(some, weight, bias, drafter, first)
+            assert torch.equal(found[:first], said[:first]), (rows, first)
+            assert torch.equal(found[first:], drafted[first:rows]), (rows, first)
+
+
 @pytest.mark.parametrize("rank", [4, 16, 32])
 def test_packed_products_match_the_oracle_and_keep_rows_apart(rank, dtype, ops):
     generator = torch.Generator().manual_seed(4)

@@ -178,12 +178,14 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     _, head = _products(library, f"int8_{suffix}" if rounded else suffix, rounded is not None)
     bind = partial(bind_layers, getattr(library, f"run_layers_{kind}"), config)
     pack_base, pack_head = _PACKS[rounded]
+    tiles = dtype is torch.bfloat16 and not rounded and library.uses_tiles()
     return Ops(
-        f"cpu {rounded}" if rounded else "cpu", 1, pack_base, pack_head, pack,
+        f"cpu {rounded}" if rounded else "cpu tiles" if tiles else "cpu", 1, pack_base, pack_head, pack,
         linear, add_norm, rotate_and_store, attend, gate, head, bind, slots, pick=pick,
     )  # fmt: skip
 
 
+TILE_INPUTS = 32  # as in `cpu_tiles.cpp`: the adapter's narrow rows are filled up to whole tiles
 _PACKS = {None: (pack, pack), "int8": (pack_int8, pack_int8), "int4": (pack_int4, pack_int8)}
 
 
@@ -216,7 +218,7 @@ def _products(
         if low_rank is not None and fused:
             rank = low_rank.a.shape[0] * LANES
             down, up = low_rank.a.data_ptr(), low_rank.b.data_ptr()
-            low = x.new_empty(threads, rows, rank)
+            low = x.new_empty(threads, rows, -(-rank // TILE_INPUTS) * TILE_INPUTS)
         scratch = scratch_for(x)
         run_linear(
             x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),

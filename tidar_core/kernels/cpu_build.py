@@ -21,6 +21,7 @@ import torch
 SOURCES = (
     "cpu_lanes.cpp",
     "cpu_kernels.cpp",
+    "cpu_tiles.cpp",
     "cpu_gemm.cpp",
     "cpu_gemm_int8.cpp",
     "cpu_gemm_int4.cpp",

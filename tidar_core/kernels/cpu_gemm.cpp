@@ -3,7 +3,6 @@
 //
 // Packed weights: [out / 16][in / S][16 outputs][S inputs] with S = 2 for bf16 and 1 for fp32, so that one load brings
 // sixteen outputs' worth, and every byte of a weight is read once a step. Sums are fp32.
-#include <omp.h>
 
 namespace {
 
@@ -128,6 +127,12 @@ void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<
 template <typename Base, typename T, typename Out>
 void product(const Base& base, const T* x, int rows, int in, int out_features, const T* bias, Out* out,
              int first_mask_row, const T* down, const T* up, int rank, T* low, int threads) {
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if constexpr (std::is_same_v<Base, Dense<bf16>>)
+        if (has_tiles() && in % TILE_INPUTS == 0)
+            return tiled_product(x, rows, in, base.weight, out_features, bias, out, first_mask_row, down, up, rank, low,
+                                 threads);
+#endif
     const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows;
 #pragma omp parallel num_threads(threads)
     {

@@ -42,7 +42,7 @@ template <typename T> Scratch<T> scratch_for(const Pass<T>& pass) {
     }
     for (int i = 0; i < pass.count; i++)
         for (const Matrix<T>* m : {&pass.layers[i].qkv, &pass.layers[i].o, &pass.layers[i].gate_up, &pass.layers[i].down})
-            rank = std::max<int64_t>(rank, m->rank);
+            rank = std::max<int64_t>(rank, tiled_rank(m->rank));
     const int64_t rows = pass.rows, hidden = first.qkv.ins;
     const int64_t sizes[] = {rows * hidden, rows * hidden, rows * outputs, rows * inputs, rows * rank * pass.threads};
     auto padded = [](int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; };

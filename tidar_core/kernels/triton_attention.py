@@ -49,7 +49,9 @@ class AttentionTiles:
     stages: int
 
 
-def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bool = False) -> AttentionTiles:
+def attention_tiles(
+    dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bool = False, in_window: bool = False
+) -> AttentionTiles:
     """The tiles for a model's sizes, as large as registers allow.
 
     64 rows fill one warpgroup's matrix instruction on Hopper. A stage is one tile of keys and values in shared memory:
@@ -62,7 +64,7 @@ def attention_tiles(dtype: torch.dtype, head_dim: int, group: int, in_8_bits: bo
         return AttentionTiles(max(64, least), 32, 4, 5)  # with 64 keys their numbers in 16 bits want too many registers
     if head_dim <= 128:
         return AttentionTiles(max(64, least), 64, 4, 5 if head_dim <= 64 else 3)
-    return AttentionTiles(max(32, least), 32, 4, 3)
+    return AttentionTiles(max(32, least), 32, 8 if in_window else 4, 3)  # where windows begin wants registers too
 
 
 def split_count(keys: int) -> int:
@@ -356,7 +358,7 @@ def paged_attend(
         keys, values = cache.keys[layer], cache.values[layer]
         key_scales, value_scales = scales_of(cache, layer)
         window = cache.window(layer)
-        tiles = attention_tiles(dtype, head_dim, group, cache.key_scales is not None)
+        tiles = attention_tiles(dtype, head_dim, group, cache.key_scales is not None, window > 0)
         table_width = rows.page_table.shape[1]
         capacity = max(1, split_count(table_width * cache.page_size))
         if planned is None or layer == 0 or planned[0] is not rows:

@@ -87,7 +87,7 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
     stated_positions = config.max_position_embeddings
     positions = scaled_positions(stated_positions, scaling)
     if rope.get("llama_4_scaling_beta"):  # from there on queries are scaled by their position, which is not done here
-        positions = min(positions, int((scaling and scaling.original_max_position_embeddings) or stated_positions))
+        positions = min(positions, int(rope.get("original_max_position_embeddings") or stated_positions))
     window, windowed = _window(config, architecture, max(positions, stated_positions), directory.name)
     activation = _activation(config, directory.name)
     if any(getattr(config, f"{scores}_logit_softcapping", None) for scores in ("attn", "final")):
