@@ -74,7 +74,7 @@ def test_its_steps_install_a_whole_server(tmp_path: Path) -> None:
     where, kernels, adapters, page, model = told.stdout.splitlines()
     assert Path(where) == own
     products = "'cpu_gemm.cpp', 'cpu_gemm_int4.cpp', 'cpu_gemm_int8.cpp'"
-    others = "'cpu_kernels.cpp', 'cpu_lanes.cpp', 'cpu_pass.cpp', 'cpu_pick.cpp', 'cpu_slots.cpp'"
+    others = "'cpu_kernels.cpp', 'cpu_lanes.cpp', 'cpu_pass.cpp', 'cpu_pick.cpp', 'cpu_slots.cpp', 'cpu_tiles.cpp'"
     assert kernels == f"[{products}, {others}]"
     assert "smollm2-135m-instruct" in adapters
     assert (page, model) == ("True", "True")

@@ -40,7 +40,6 @@ def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool
         ("qwen2", False, False),
         ("qwen3", True, False),
         ("llama", False, True),
-        ("smollm3", True, False),
         ("gemma3_text", True, False),
     ],
 )
