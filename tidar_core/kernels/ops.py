@@ -75,7 +75,8 @@ def empty_cache(config: ModelConfig, pages: int, page_size: int, dtype: torch.dt
     values = torch.zeros(*heads, page_size, config.head_dim, dtype=dtype, device=device)
     if dtype != FLOAT8:
         return KVCache(keys, values, windows=layer_windows(config))
-    return KVCache(keys, values, *torch.ones(2, *heads, page_size, device=device), layer_windows(config))
+    key_scales, value_scales = torch.ones(2, *heads, page_size, device=device)
+    return KVCache(keys, values, key_scales, value_scales, layer_windows(config))
 
 
 def layer_windows(config: ModelConfig) -> tuple[int, ...]:
