@@ -248,6 +248,7 @@ def test_a_rows_products_do_not_depend_on_how_many_there_are(ins, outs, rank, dt
     said, drafted = ops.linear(x, weight, bias, None, 131), ops.linear(x, weight, bias, drafter, 0)
     logits = ops.head(x, weight)
     assert not torch.equal(said, drafted)
+    assert ops.linear(x[:0], weight, bias, drafter, 0).shape == (0, outs)
     for rows in (*range(1, 20), 31, 32, 33, 48, 49, 64, 65, 96, 130):
         some = x[:rows].clone()
         assert torch.equal(ops.head(some, weight), logits[:rows])

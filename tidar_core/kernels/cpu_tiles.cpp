@@ -160,6 +160,7 @@ inline int tile_height(int rows) {
 template <typename Out>
 void tiled_product(const bf16* x, int rows, int in, const bf16* weight, int out_features, const bf16* bias, Out* out,
                    int first_mask_row, const bf16* down, const bf16* up, int rank, bf16* low, int threads) {
+    if (rows == 0) return;
     const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows, wide = tiled_rank(rank);
     const bf16* no_bias = nullptr;
 #pragma omp parallel num_threads(threads)
