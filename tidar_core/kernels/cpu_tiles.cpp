@@ -45,12 +45,14 @@ inline void shape_tiles(int rows) {
 }
 
 // Weights to fetch while others are multiplied: the blocks at `first`, of each tile the lines [from, to).
-struct FetchTiles { const char* first; int from, to; };
+struct FetchTiles { const char* first = nullptr; int from = 0, to = 0; };
 
-// Adds inputs [0, in) of R tiles of rows, `second` rows apart, times B neighbouring blocks of 16 outputs to the sums.
+// Adds inputs [0, inputs) of R tiles of rows, `second` rows apart, times B neighbouring blocks of 16 outputs, each of
+// `in` inputs, to the sums.
 template <int R, int B>
-LANEWISE void add_tiles(const bf16* x, int64_t stride, int64_t second, const bf16* blocks, int in, FetchTiles next) {
-    for (int k = 0; k < in; k += TILE_INPUTS) {
+LANEWISE void add_tiles(const bf16* x, int64_t stride, int64_t second, const bf16* blocks, int in, int inputs,
+                        FetchTiles next = {}) {
+    for (int k = 0; k < inputs; k += TILE_INPUTS) {
         _tile_loadd(6, blocks + int64_t(k) * LANES, 64);
         if constexpr (B > 1) _tile_loadd(7, blocks + (int64_t(in) + k) * LANES, 64);
         _tile_loadd(4, x + k, stride * sizeof(bf16));
@@ -113,33 +115,20 @@ void tiled_blocks(const bf16* x, int rows, int in, int height, const bf16* block
         constexpr int R = decltype(tiles)::value;
         clear_tiles<R, B>();
         const FetchTiles some{next, TILE_ROWS * number / passes, next ? TILE_ROWS * (number + 1) / passes : 0};
-        add_tiles<R, B>(x + int64_t(first) * in, in, second, blocks, in, some);
+        add_tiles<R, B>(x + int64_t(first) * in, in, second, blocks, in, in, some);
         const int end = second + height, plain = extra.up ? extra.first_row - first : end;
         if (plain > 0) keep_tiles<R, B>(height, second, 0, plain, bias, out + first * stride, stride);
         if (plain >= end) return;
         const int whole = extra.rank / TILE_INPUTS * TILE_INPUTS;
         const bf16* low = extra.low + int64_t(first) * wide;
-        for (int k = 0; k < wide; k += TILE_INPUTS) {
-            alignas(64) bf16 filled[B][TILE_INPUTS * LANES];
-            const bf16* up[B];
-            for (int b = 0; b < B; b++) {
-                up[b] = extra.up + (int64_t(b) * extra.rank + k) * LANES;
-                if (k < whole) continue;
-                std::memset(filled[b], 0, sizeof filled[b]);
-                std::memcpy(filled[b], up[b], sizeof(bf16) * (extra.rank - whole) * LANES);
-                up[b] = filled[b];
-            }
-            written(filled);
-            _tile_loadd(6, up[0], 64);
-            if constexpr (B > 1) _tile_loadd(7, up[B - 1], 64);
-            _tile_loadd(4, low + k, wide * sizeof(bf16));
-            _tile_dpbf16ps(0, 4, 6);
-            if constexpr (B > 1) _tile_dpbf16ps(1, 4, 7);
-            if constexpr (R > 1) {
-                _tile_loadd(5, low + int64_t(second) * wide + k, wide * sizeof(bf16));
-                _tile_dpbf16ps(2, 5, 6);
-                if constexpr (B > 1) _tile_dpbf16ps(3, 5, 7);
-            }
+        add_tiles<R, B>(low, wide, second, extra.up, extra.rank, whole);
+        if (whole < extra.rank) {  // the rest, filled up
+            alignas(64) bf16 rest[B][TILE_INPUTS * LANES] = {};
+            for (int b = 0; b < B; b++)
+                std::memcpy(rest[b], extra.up + (int64_t(b) * extra.rank + whole) * LANES,
+                            sizeof(bf16) * (extra.rank - whole) * LANES);
+            written(rest);
+            add_tiles<R, B>(low + whole, wide, second, rest[0], TILE_INPUTS, TILE_INPUTS);
         }
         keep_tiles<R, B>(height, second, plain, end, bias, out + first * stride, stride);
     };
