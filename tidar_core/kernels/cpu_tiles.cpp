@@ -1,5 +1,5 @@
-// Matrix products by a processor's tile unit (Intel's AMX), for bf16: sixteen rows cost little more than one, so that on
-// such processors the rows of drafts are as cheap as they are on a GPU.
+// Matrix products by a processor's tile unit (Intel's AMX), for bf16: sixteen rows cost little more than one, so that
+// on such processors products hardly make the rows of drafts dearer.
 //
 // A tile of sums is C [rows, 16 outputs] += A [rows, 32 inputs] · B [32 inputs, 16 outputs]; B is as weights are packed
 // (`cpu_gemm.cpp`). Each row of C is computed by itself: for every 32 inputs, one after the other, their products are
