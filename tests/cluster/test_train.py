@@ -76,7 +76,7 @@ def _own_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("train") / "model", layers=1, hidden=48)
+    return tiny_checkpoint(tmp_path_factory.mktemp("train") / "model", layers=1, hidden=48, head_dim=16)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.tidar_core.interpreted_kernels import CPU, dots_row_by_row, float8_to_nearest  # noqa: F401  (fixtures)
 from tidar_core.bench import kernel_checks
 from tidar_core.bench.checking import Check, Sizes
 from tidar_core.bench.kernel_checks import check_kernels
@@ -22,6 +21,9 @@ from tidar_core.kernels.triton_gemm import GemmTiles, Gpu, measured_tiles
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.layout import Shape
 
+pytest_plugins = "tests.tidar_core.interpreter"
+
+CPU = torch.device("cpu")
 TOY = replace(
     QWEN3_8B, vocab_size=600, hidden_size=64, intermediate_size=96, layers=1, heads=6, kv_heads=2, head_dim=32,
     max_positions=300,
@@ -55,14 +57,14 @@ BESIDES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_every_check_passes(dtype, dots_row_by_row):  # noqa: F811
+def test_every_check_passes(dtype, dots_row_by_row):
     checks = list(check_kernels(triton_ops(TOY, dtype, CPU), TOY, dtype, CPU, SIZES))
     assert [check for check in checks if not check.passed] == []
     assert {check.kernel for check in checks} == KERNELS | BESIDES[dtype]
 
 
 @pytest.mark.parametrize("outs", [16, 64, 128])
-def test_what_a_layers_products_do_besides_does_not_depend_on_their_tiles(outs, monkeypatch, dots_row_by_row):  # noqa: F811
+def test_what_a_layers_products_do_besides_does_not_depend_on_their_tiles(outs, monkeypatch, dots_row_by_row):
     """Tiles narrower than a head and wider than two of them, and parts along K."""
     tiles = {size: GemmTiles(16, outs, 16, 3, 4, 2) for size in projections(TOY).values()}
     monkeypatch.setattr(kernel_checks, "tiles_of", lambda device, dtype: tiles)
@@ -79,14 +81,14 @@ def test_a_wrong_kernel_is_found():
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
 
 
-def test_mask_rows_by_the_bases_projections_are_found(dots_row_by_row):  # noqa: F811
+def test_mask_rows_by_the_bases_projections_are_found(dots_row_by_row):
     right = triton_ops(TOY, torch.float32, CPU)
     wrong = replace(right, bind_layers=lambda weights, adapter, rotary: right.bind_layers(weights, None, rotary))
     checks = list(kernel_checks._check_second_view(wrong, TOY, torch.float32, CPU, SIZES))
     assert [(check.kernel, check.case) for check in checks if not check.passed] == [("second view", "27 mask rows")]
 
 
-def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):  # noqa: F811
+def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):
     real = kernel_checks.gated_linear
 
     def depends_on_the_batch(plan, normed, *given):

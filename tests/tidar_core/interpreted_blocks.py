@@ -19,6 +19,9 @@ from tidar_core.convert.fused import block_error, proven
 from tidar_core.kernels.triton_blocks import TILE_ROWS, BlockSizes, block_tiles, supports
 from tidar_core.model.weights import named_tensors
 
+pytest_plugins = "tests.tidar_core.interpreter"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 SIZES = [
@@ -31,14 +34,8 @@ SIZES = [
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What a kernel does not write is NaN, and is noticed: every number of a result and a gradient is its own."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4).isnan().all()
+def proven_anew():
     proven.cache_clear()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.tidar_core.engines import tiny_engine
-from tests.tidar_core.interpreted_kernels import float8_to_nearest  # noqa: F401  (a fixture, for all tests)
 from tests.tidar_core.second_views import second_view_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
@@ -19,6 +18,8 @@ from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.model.float8 import rounded
 from tidar_core.request import SamplingParams
+
+pytest_plugins = "tests.tidar_core.interpreter"
 
 
 def run_on(monkeypatch, make_ops) -> None:

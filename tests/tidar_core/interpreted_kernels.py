@@ -5,12 +5,10 @@ from dataclasses import replace
 from itertools import chain, combinations
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 from tests.tidar_core.test_kernels import model_config
 from tests.tidar_core.test_succession import FORMS, carried_rows_match, decisions_match
@@ -25,50 +23,16 @@ from tidar_core.layout import BlockForm, Shape, mask_rows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
+pytest_plugins = "tests.tidar_core.interpreter"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """What a kernel does not write is NaN, or the greatest integer: it must not be read, and it must be noticed."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(4).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=["fp32", "fp16"])
 def dtype(request):
     return request.param
-
-
-@pytest.fixture
-def dots_row_by_row(monkeypatch):
-    """BLAS gives a row other bits in another place of its matrix; a GPU's matrix unit does not."""
-
-    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = d.data.copy()
-        for k in range(a.data.shape[1]):
-            total += a.data[:, k, None].astype(np.float32) * b.data[None, k].astype(np.float32)
-        return interpreter.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@pytest.fixture(autouse=True)
-def float8_to_nearest(monkeypatch):
-    """The interpreter rounds to float8 in its own way (127 becomes 64); hardware rounds to nearest, ties to even."""
-    converted = interpreter.InterpreterBuilder.create_fp_to_fp
-
-    def create_fp_to_fp(self, src, dst_type, rounding_mode):
-        if dst_type.scalar != tl.float8e4nv or src.dtype.scalar != tl.float32:
-            return converted(self, src, dst_type, rounding_mode)
-        values = torch.from_numpy(src.data.astype(np.float32)).to(torch.float8_e4m3fn)
-        return interpreter.TensorHandle(values.view(torch.uint8).numpy(), dst_type.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_to_fp", create_fp_to_fp)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

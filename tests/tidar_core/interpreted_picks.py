@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.tidar_core.interpreted_kernels import poisoned_memory  # noqa: F401
 from tests.tidar_core.test_graphs import NothingIsWaitedFor
 from tidar_core import sampling
 from tidar_core.kernels import triton_sampling
 from tidar_core.kernels.rules import pick_listed, rule_numbers
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
+
+pytest_plugins = "tests.tidar_core.interpreter"
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 CPU = torch.device("cpu")
 

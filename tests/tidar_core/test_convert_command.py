@@ -144,7 +144,7 @@ def test_a_drafter_that_is_better_than_its_checkpoints_stays(tmp_path):
 
 
 def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48)
+    model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48, head_dim=16)
     chosen = ("--layers", "0,2", "--block-sizes", "growing", "--steps", 6)
     status, output = run_command(model, "--out", tmp_path / "drafter", *chosen, *SMALL)
     assert status == 0, output

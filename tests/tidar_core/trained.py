@@ -30,7 +30,8 @@ from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights
 from tidar_core.request import SamplingParams
 
-SIMPLE = {"layers": 1, "hidden": 48}  # a model whose words a small drafter can learn to foresee in seconds
+# A model whose words a small drafter can learn to foresee in seconds, of sizes that the CPU kernels are made for.
+SIMPLE = {"layers": 1, "hidden": 48, "head_dim": 16}
 CONFIG = TrainConfig(
     block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
 )
