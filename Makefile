@@ -53,7 +53,7 @@ check: .venv/.test-installed
 # Servers are started, killed and timed by themselves; what they leave idle, and no more, goes to the longest of the
 # others.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
-LONGEST := tests/tidar_core/test_exact.py
+LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_triton_compiled.py test_triton_interpreted.py)
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
@@ -63,7 +63,7 @@ servers: check computing browser promtool
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
 
 computing: .venv/.test-installed
-	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) --ignore=$(LONGEST) $(COMPUTING) $(ARGS)
+	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
 
 longest: computing
 	OMP_NUM_THREADS=1 $(LEFT_OVER) $(SIDE_BY_SIDE) $(LONGEST) $(ARGS)

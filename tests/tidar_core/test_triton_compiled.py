@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.timeout(3600),  # of what tests of servers leave idle
+]
 ROOT = Path(__file__).parents[2]
 TRAINING = ("attend_blocks", "attend_blocks_back")
 PRODUCTS = ("linear", "rotated_linear", "added_linear", "gated_linear")
@@ -22,7 +25,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     settings["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     settings["TRITON_DISABLE_LINE_INFO"] = "1"  # takes a sixth of the time and changes no instruction
     command = [sys.executable, "-m", "tests.tidar_core.compiled_variants"]
-    done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, timeout=3500)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

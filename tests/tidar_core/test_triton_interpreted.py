@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.timeout(3600),  # of what tests of servers leave idle
+]
 HERE = Path(__file__).parent
 NAMES = ("bench", "blocks", "engine", "kernels", "picks")
 FILES = tuple(f"interpreted_{name}.py" for name in NAMES)
@@ -26,7 +29,7 @@ Done = subprocess.CompletedProcess[str]
 def run(name: str) -> Done:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--durations=5", str(HERE / name)]
     return subprocess.run(
-        command, env={**os.environ, **SETTINGS}, cwd=HERE.parents[1], capture_output=True, text=True, timeout=540
+        command, env={**os.environ, **SETTINGS}, cwd=HERE.parents[1], capture_output=True, text=True, timeout=3500
     )
 
 
