@@ -83,6 +83,7 @@ def step_rows(contexts: list[int], verify: int, proposals: int, block: int, page
     )  # fmt: skip
 
 
+ROW_NAMES = ("positions", "sequence", "context_end", "tail_start", "tail_end")
 CASES = {
     "one row, empty context": ([0], 1, 0, 0),
     "context on a page border": ([16, 32], 1, 1, 4),
@@ -163,13 +164,47 @@ def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops, window):
             alone = replace(
                 rows,
                 verify=1,
-                **{
-                    name: getattr(rows, name)[row : row + 1].contiguous()
-                    for name in ("positions", "sequence", "context_end", "tail_start", "tail_end")
-                },
+                **{name: getattr(rows, name)[row : row + 1].contiguous() for name in ROW_NAMES},
             )
             assert torch.equal(ops.attend(qkv[row : row + 1].contiguous(), alone, cache, 0)[0], together[row])
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [3e-20, 1e-30])
+def test_what_is_too_small_to_be_normal_does_not_depend_on_the_batch(size, ops, dtype):
+    """Where products, and the values themselves, are so small that some units take them for zero."""
+    generator = torch.Generator().manual_seed(9)
+    cache = random_cache(model_config(9, 3, 64), 41, dtype, generator)
+    cache.keys.mul_(size)
+    cache.values.mul_(1e-38)
+    rows = step_rows([100], 12, 0, 0, pages=40)
+    qkv = size * torch.randn(12, 15 * 64, generator=generator).to(dtype)
+    together = ops.attend(qkv, rows, cache, 0)
+    assert together.any()
+    for row in range(12):
+        some = {name: getattr(rows, name)[row:][:1].contiguous() for name in ROW_NAMES}
+        alone = ops.attend(qkv[row:][:1].contiguous(), replace(rows, verify=1, **some), cache, 0)
+        assert torch.equal(alone, together[row:][:1])
+
+
+@pytest.mark.parametrize(("context", "window"), [(700, 0), (1500, 530), (4300, 0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(6, 2, 32), (20, 1, 16)])
+def test_a_long_contexts_attention_depends_on_neither_the_oracle_nor_the_batch(
+    context, window, heads, kv_heads, head_dim, dtype, ops
+):
+    """Of so many keys that they are summed in several chains, and of rows whose scores do not fit together."""
+    generator = torch.Generator().manual_seed(8)
+    config = model_config(heads, kv_heads, head_dim)
+    cache = replace(random_cache(config, 300, dtype, generator), windows=(window, 0))
+    rows = step_rows([context, 5], 20, 1, 4, pages=560)
+    rows = replace(rows, page_table=rows.page_table % 299 + 1)
+    qkv = torch.randn(len(rows.positions), (heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
+    together = ops.attend(qkv, rows, cache, 0)
+    close(together, REFERENCE_OPS.attend(qkv, rows, cache, 0), dtype)
+    for first, count in ((0, 1), (3, 2), (7, 9), (19, 1), (20, 3)):
+        some = {name: getattr(rows, name)[first:][:count].contiguous() for name in ROW_NAMES}
+        cut = replace(rows, verify=count, **some)
+        assert torch.equal(ops.attend(qkv[first:][:count].contiguous(), cut, cache, 0), together[first:][:count])
 
 
 @pytest.mark.parametrize(

@@ -164,12 +164,15 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
         run_gate(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, ACTIVATIONS[activation], torch.get_num_threads())
         return out
 
+    # By tiles bf16 has other bits, in attention whatever the weights are kept in.
+    tiles = dtype is torch.bfloat16 and library.uses_tiles()
+    name = " ".join(word for word in ("cpu", rounded, "tiles" if tiles else None) if word)
     slots, pick = bind_draft_slots(getattr(library, f"draft_slots_{suffix}")), bind_pick(library.pick_tokens)
     if rounded and not _packs_rounded(config, rounded):
         raise CompileError(f"{rounded} needs matrices whose sizes are multiples of 32")
     if not _packs_whole(config):
         return replace(
-            REFERENCE_OPS, name="cpu", linear=unpacked_linear, add_norm=add_norm,
+            REFERENCE_OPS, name=name, linear=unpacked_linear, add_norm=add_norm,
             rotate_and_store=rotate_and_store, attend=attend, gate=gate, draft_slots=slots, pick=pick,
         )  # fmt: skip
     kind = f"{rounded}_{suffix}" if rounded else suffix
@@ -178,9 +181,8 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     _, head = _products(library, f"int8_{suffix}" if rounded else suffix, rounded is not None)
     bind = partial(bind_layers, getattr(library, f"run_layers_{kind}"), config)
     pack_base, pack_head = _PACKS[rounded]
-    tiles = dtype is torch.bfloat16 and not rounded and library.uses_tiles()
     return Ops(
-        f"cpu {rounded}" if rounded else "cpu tiles" if tiles else "cpu", 1, pack_base, pack_head, pack,
+        name, 1, pack_base, pack_head, pack,
         linear, add_norm, rotate_and_store, attend, gate, head, bind, slots, pick=pick,
     )  # fmt: skip
 

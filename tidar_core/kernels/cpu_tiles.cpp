@@ -76,6 +76,15 @@ template <int R, int B> LANEWISE void clear_tiles() {
     if constexpr (R > 1 && B > 1) _tile_zero(3);
 }
 
+// The sums of R tiles, the second `second` rows behind the first, by B, side by side.
+template <int R, int B> LANEWISE void store_tiles(float* to, int64_t stride, int64_t second) {
+    const int64_t bytes = stride * sizeof(float);
+    _tile_stored(0, to, bytes);
+    if constexpr (B > 1) _tile_stored(1, to + LANES, bytes);
+    if constexpr (R > 1) _tile_stored(2, to + second * stride, bytes);
+    if constexpr (R > 1 && B > 1) _tile_stored(3, to + second * stride + LANES, bytes);
+}
+
 inline void keep(float* to, f16v v) { store(to, v); }
 inline void keep(bf16* to, f16v v) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)v)); }
 
@@ -84,10 +93,7 @@ template <int R, int B, typename Out>
 LANEWISE void keep_tiles(int height, int64_t second, int from, int to, const bf16* bias, Out* out, int64_t stride) {
     constexpr int WIDE = B * LANES;
     alignas(64) float sums[R][TILE_ROWS][WIDE];
-    _tile_stored(0, sums[0], WIDE * sizeof(float));
-    if constexpr (B > 1) _tile_stored(1, sums[0][0] + LANES, WIDE * sizeof(float));
-    if constexpr (R > 1) _tile_stored(2, sums[R - 1], WIDE * sizeof(float));
-    if constexpr (R > 1 && B > 1) _tile_stored(3, sums[R - 1][0] + LANES, WIDE * sizeof(float));
+    store_tiles<R, B>(sums[0][0], WIDE, TILE_ROWS);
     for (int i = 0; i < R; i++)
         for (int r = 0; r < height; r++) {
             const int64_t row = i * second + r;
