@@ -23,7 +23,7 @@ import ray
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import free_agent_port, running_cluster, unhealthy
+from cluster.deploy import spare_ray, running_cluster, unhealthy
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
@@ -228,7 +228,7 @@ def test_python_does_not_wait_for_what_runs_beside(tmp_path: Path) -> None:
 def test_a_cluster_of_our_own_leaves_rays_port_to_others() -> None:
     usual = parameter.RayParams().dashboard_agent_listen_port
     assert usual
-    with free_agent_port():
+    with spare_ray():
         assert parameter.RayParams().dashboard_agent_listen_port == 0
     assert parameter.RayParams().dashboard_agent_listen_port == usual
 
@@ -291,6 +291,12 @@ def test_options_reach_the_replicas(small_server: Server) -> None:
         first = httpx.post(f"{small_server.url}/v1/completions", json=body).text.splitlines()[0]
         replicas.add(json.loads(first.removeprefix("data: "))["tidar"]["replica"])
     assert len(replicas) == 2
+
+
+def test_no_process_runs_that_nobody_asks_anything(small_server: Server) -> None:
+    running = [" ".join(words_of(process)) for process in small_server.processes()]
+    assert any("raylet" in words for words in running)
+    assert [words for words in running if "monitor.py" in words] == []
 
 
 def test_a_full_server_says_so_and_stays_in_health(small_server: Server) -> None:

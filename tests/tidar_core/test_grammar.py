@@ -385,11 +385,14 @@ def test_texts_of_any_kind_are_said_word_for_word(engine: Engine, text: str) -> 
         jsonschema.validate(json.loads(text_of(engine, answer)), schema)
 
 
-def test_strings_of_bounded_length_have_no_control_characters(engine: Engine) -> None:
+def test_strings_of_bounded_length_have_no_control_characters_or_surrogates(engine: Engine) -> None:
     """xgrammar would let them in: the random schemas seldom find out."""
     bounded = schema_grammar({"type": "string", "minLength": 1, "maxLength": 9})
     compiled = engine._compiling._grammars.compiled(bounded).result()
     for code in (*range(0x20), ord('"'), ord("\\")):
         matcher = xgrammar.GrammarMatcher(compiled)
         assert not matcher.accept_string(f'"{chr(code)}'.encode() + b"x")
-    assert xgrammar.GrammarMatcher(compiled).accept_string('"größe 🙂\x7f"')
+    for code in (0xD800, 0xDBFF, 0xDC00, 0xDFFF):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert not matcher.accept_string(f'"{chr(code)}'.encode("utf-8", "surrogatepass"))
+    assert xgrammar.GrammarMatcher(compiled).accept_string('"größe\x7f🙂\ud7ff\ue000"')
