@@ -1,7 +1,7 @@
 # make up: everything from nothing to a served model. make test: everything that the tests need, and the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint manifests/constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint manifests/constraints.txt
 ARGS ?=
 
 .PHONY: up install test check servers computing longest browser promtool clean

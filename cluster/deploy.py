@@ -152,7 +152,7 @@ def ray_cluster(
                 for name, value in settings.items():
                     os.environ.setdefault(name, value)
                 # A node whose start is broken off may leave its agents behind, for up to a minute.
-                with free_agent_port(), interrupts.put_off():
+                with spare_ray(), interrupts.put_off():
                     ray.init(address="local", **common, **OWN_RAY)
             else:
                 ray.init(address=address, **common)
@@ -171,15 +171,17 @@ def ray_cluster(
 
 
 @contextmanager
-def free_agent_port() -> Iterator[None]:
-    """A Ray that starts meanwhile takes any free port for its node's agent.
+def spare_ray() -> Iterator[None]:
+    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without two processes that nobody
+    here asks anything: the autoscaler's, which has no nodes to start, and the one that hands log lines to the driver.
 
-    Ray's own is one port for all: where another Ray has it, the agent tries for 3 s before it does without, and its
-    node waits. `ray.init` has no word for it, as `ray start` has.
+    The agent's own port is one for all: where another Ray has it, the agent tries for 3 s before it does without, and
+    its node waits. Each of the two takes half a second of a core at the start and looks around for ever. `ray.init` has
+    no words for it, as `ray start` has for the port.
     """
     room: Any = parameter
     whole = room.RayParams
-    room.RayParams = partial(whole, dashboard_agent_listen_port=0)
+    room.RayParams = partial(whole, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
     try:
         yield
     finally:

@@ -67,9 +67,9 @@ def bounded_whitespace(form: Any) -> Any:
 
 
 def _mended(written: str) -> str:
-    """A schema's grammar as xgrammar 0.2.8 writes it, put right in two places: strings of bounded length take no control
-    characters, which JSON has none of, and no surrogates, each of which would be decoded as three wrong characters; and
-    its \\xdf followed by an e would be read as \\xdfe."""
+    """A schema's grammar as xgrammar 0.2.8 writes it, put right in two places: strings of bounded length take no
+    control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
+    characters; and its \\xdf followed by an e would be read as \\xdfe."""
     written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
     return _BOUNDED_CHARACTER.sub(r"\1(([^\\0-\\x1f\"\\\\\\ud800-\\udfff]))", written)
 

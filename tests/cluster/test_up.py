@@ -23,7 +23,7 @@ import ray
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import spare_ray, running_cluster, unhealthy
+from cluster.deploy import running_cluster, spare_ray, unhealthy
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
@@ -40,6 +40,7 @@ from tests.servers import (
     start_with,
     tiny_model,
     wait_for_text,
+    words_of,
 )
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.cli import app
