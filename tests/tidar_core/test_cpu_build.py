@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,25 @@ def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", "")
     with pytest.raises(cpu_build.CompileError, match="no C\\+\\+ compiler"):
         cpu_build.compiled_library()
+
+
+@pytest.mark.parametrize("home", ["relative", "a file"])
+def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
+    home: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a user without a home, or with one that cannot be written."""
+    (tmp_path / "a file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative" if home == "relative" else str(tmp_path / home))
+    assert cpu_build.compiled_library()
+    assert [path.name for path in tmp_path.iterdir()] == ["a file"]
+
+
+def test_what_a_killed_start_left_behind_is_cleared_away(cache: Path) -> None:
+    for name, age in (("old", 7200.0), ("young", 60.0)):
+        left = cache / f"{cpu_build.SCRATCH}{name}"
+        left.mkdir(parents=True)
+        (left / "kernels.o").touch()
+        os.utime(left, (time.time() - age,) * 2)
+    cpu_build.compiled_library()
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{cpu_build.SCRATCH}young"]

@@ -171,13 +171,15 @@ def test_a_rows_attention_does_not_depend_on_the_batch(dtype, ops, window):
 
 
 @pytest.mark.parametrize("size", [3e-20, 1e-30])
-def test_what_is_too_small_to_be_normal_does_not_depend_on_the_batch(size, ops, dtype):
-    """Where products, and the values themselves, are so small that some units take them for zero."""
+@pytest.mark.parametrize("context", [100, 700])
+def test_what_is_too_small_to_be_normal_does_not_depend_on_the_batch(context, size, ops, dtype):
+    """Where products, and the values themselves, are so small that some units take them for zero; of the longer context
+    sums of chains cancel out."""
     generator = torch.Generator().manual_seed(9)
-    cache = random_cache(model_config(9, 3, 64), 41, dtype, generator)
+    cache = random_cache(model_config(9, 3, 64), 61, dtype, generator)
     cache.keys.mul_(size)
     cache.values.mul_(1e-38)
-    rows = step_rows([100], 12, 0, 0, pages=40)
+    rows = step_rows([context], 12, 0, 0, pages=60)
     qkv = size * torch.randn(12, 15 * 64, generator=generator).to(dtype)
     together = ops.attend(qkv, rows, cache, 0)
     assert together.any()

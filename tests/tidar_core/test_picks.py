@@ -53,6 +53,14 @@ def test_picks_are_those_of_the_token_rule(pick: Pick, vocab: int, spread: float
     assert found == expected
 
 
+def test_rows_in_bf16_are_picked_from_by_the_same_noise_as_in_fp32(pick: Pick) -> None:
+    """A row that is adjusted brings those beside it to fp32: they must have been picked from as if."""
+    logits = gaussian(512, 500, 1.0, seed=4).bfloat16()
+    rules = [TokenRule(SamplingParams(1, temperature=3.0, seed=row), position=9) for row in range(512)]
+    assert not any(rule.adjusts for rule in rules)
+    assert pick(logits, rules).tolist() == pick(logits.float(), rules).tolist()
+
+
 @given(
     values=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=200)
     | st.lists(st.sampled_from([-1.0, 0.0, -0.0, 0.5, 2.0, -torch.inf]), min_size=1, max_size=200),

@@ -153,7 +153,7 @@ void attend_in(const T* qkv, Shape s, int verify, const int32_t* positions, cons
 }
 
 template <typename T, typename... Rest> void attend(const T* qkv, Rest... rest) {
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef TILED
     if constexpr (std::is_same_v<T, bf16>)
         if (has_tiles()) return attend_in<ByTiles>(qkv, rest...);
 #endif

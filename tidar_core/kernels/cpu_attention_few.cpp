@@ -7,7 +7,7 @@
 
 namespace {
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef TILED
 
 constexpr int FEW = 4;
 

@@ -11,7 +11,7 @@ namespace {
 // Queries that share what is laid, at most, and how many scores they may have (a core's cache holds them).
 constexpr int MOST_TILED = 4 * TILE_ROWS, MOST_SCORES = 1 << 18;
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef TILED
 
 constexpr int PAIR = 2 * LANES;  // keys of two pages
 constexpr int SOON = 3;          // pages that are fetched ahead
@@ -165,6 +165,15 @@ inline void score_tails(const TileWork& work, const Span& span, const Tails& tai
     }
 }
 
+// To `mixed`, whose rows are `stride` apart, the sums of so many rows of B blocks.
+template <int B> APART void add_sums(float* mixed, int64_t stride, const float* sums, int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < B; b++) {
+            float* sum = mixed + r * stride + b * LANES;
+            store(sum, load(sum) + load(sums + (r * B + b) * LANES));
+        }
+}
+
 // The sums over the pages, in chains as `attend_together` has them. Whether they are numbers comes back. Where values
 // are sifted, broken: queries that see one that is none.
 template <bool SIFTED>
@@ -194,11 +203,8 @@ bool mix_by_tiles(const TileWork& work, const Span& span, const Pages<bf16>& all
                             work.laid + block * inputs * LANES, inputs, inputs);
             store_tiles<R, B>(work.sums, B * LANES, work.height);
             written(work.sums);
-            for (int r = 0; r < R * work.height; r++)
-                for (int b = 0; b < B; b++) {
-                    float* sum = work.mixed + (row + r) * head_dim + (block + b) * LANES;
-                    store(sum, load(sum) + load(work.sums + (r * B + b) * LANES));
-                }
+            NormalOrZero flushed;  // as where few queries find theirs
+            add_sums<B>(work.mixed + row * head_dim + block * LANES, head_dim, work.sums, R * work.height);
         });
     }
     return are_numbers(work.mixed, count * head_dim);

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from importlib import resources
 from pathlib import Path
 
@@ -47,6 +48,8 @@ FLAGS = (
 COMPILERS = ("g++", "clang++")
 SECONDS = 300.0  # for one call of a compiler
 DIGEST_BYTES = 32
+SCRATCH = "compiling-"
+ABANDONED_SECONDS = 3600.0  # a start that was killed left its scratch behind
 
 
 class CompileError(RuntimeError):
@@ -54,8 +57,8 @@ class CompileError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept between starts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidar"
+    """Where compiled kernels are kept between starts, if it can be written."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tidar"
 
 
 def compiled_library() -> ctypes.CDLL:
@@ -69,16 +72,34 @@ def compiled_library() -> ctypes.CDLL:
             return ctypes.CDLL(str(target))
     except OSError:
         pass  # made for another system, or by another compiler's runtime that is gone: once more
+    room_to_keep = _writable(target.parent)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        # One that nobody else can write: what is loaded is run.
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent if room_to_keep else None) as scratch:
             built = _compile(source, Path(scratch))
             library = ctypes.CDLL(str(built))  # before others find it
-            _seal(built)
-            os.replace(built, target)
+            if room_to_keep:
+                _seal(built)
+                os.replace(built, target)
             return library
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"compiling the CPU kernels failed: {error}") from error
+
+
+def _writable(directory: Path) -> bool:
+    """Whether files can be made there; makes the directory, and clears it of what was abandoned."""
+    if not directory.is_absolute():  # of a user without a home
+        return False
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        for left in directory.glob(f"{SCRATCH}*"):
+            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    except OSError:
+        return False
+    return True
 
 
 def _processor() -> str:

@@ -127,7 +127,7 @@ void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<
 template <typename Base, typename T, typename Out>
 void product(const Base& base, const T* x, int rows, int in, int out_features, const T* bias, Out* out,
              int first_mask_row, const T* down, const T* up, int rank, T* low, int threads) {
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef TILED
     if constexpr (std::is_same_v<Base, Dense<bf16>>)
         if (has_tiles() && in % TILE_INPUTS == 0)
             return tiled_product(x, rows, in, base.weight, out_features, bias, out, first_mask_row, down, up, rank, low,

@@ -33,9 +33,11 @@ def bind_pick(function: Callable[..., None]) -> Pick:
     function.restype = None  # type: ignore[attr-defined]
 
     def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
-        scores = sampling.adjusted(logits, rules)
-        if scores.dtype is not torch.float32 or scores.stride(1) != 1:
-            return sampling.pick_tokens(logits, rules, shift)
+        # In fp32, which is exact, and here whatever they are: torch's noise has other bits, and a row that is adjusted
+        # brings those beside it along.
+        scores = sampling.adjusted(logits, rules).float()
+        if scores.stride(1) != 1:
+            scores = scores.contiguous()
         rows, vocab = scores.shape
         numbers = numbers_unless_greedy(rules, vocab, shift)
         picks = torch.empty(rows, dtype=torch.int64)

@@ -38,9 +38,9 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
     ) -> Tensor | None:
         size, width = head.out.shape
         fits = size % LANES == 0 and width % LANES == 0 and hidden.dtype == words.dtype == head.out.dtype
-        if not fits or logits.dtype is not torch.float32 or any(rule.adjusts for rule in distinct(rules)):
+        if not fits or any(rule.adjusts for rule in distinct(rules)):
             return None
-        logits, hidden = logits.contiguous(), hidden.contiguous()
+        logits, hidden = logits.float().contiguous(), hidden.contiguous()
         drafts = torch.empty(len(hidden), dtype=torch.int64)
         each, first = torch.tensor(counts, dtype=torch.int32), anchors.contiguous()
         numbers = numbers_unless_greedy(rules, logits.shape[1], shift)

@@ -6,7 +6,12 @@
 // summed and added. So a row's bits depend on that row alone, whatever the number of rows, as long as all products of a
 // matrix are computed here; they are others than those of `cpu_gemm.cpp`.
 #include <omp.h>
-#if defined(__AMX_BF16__) && defined(__linux__)
+
+// Its own instructions, and those that turn its sums into bf16: a machine that hides some of them goes without.
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#define TILED
+#endif
+#ifdef TILED
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -18,7 +23,7 @@ constexpr int TILE_ROWS = 16, TILE_INPUTS = 32;
 // Low-rank products are as wide as tiles, filled up with zeros.
 inline int tiled_rank(int rank) { return (rank + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#ifdef TILED
 
 // Linux gives a process the unit's registers when it asks for them.
 inline bool has_tiles() {
