@@ -177,7 +177,7 @@ def _check_level(schema: dict[str, Any]) -> None:
     if not isinstance(required, list) or not isinstance(properties, dict):
         raise GrammarError("`required` must be a list of names, `properties` an object of schemas")
     for name in required:
-        if name not in properties:
+        if not isinstance(name, str) or name not in properties:
             raise GrammarError(f"`required` names {str(name)[:60]!r}, which `properties` does not have")
 
 

@@ -93,6 +93,11 @@ def why_lost(returncode: int) -> str:
     return f"the server's grammar compiler does not run ({how}), which is no fault of the grammar"
 
 
+def of_the_grammar(returncode: int) -> bool:
+    """Whether the same grammar would end the process again: not where the machine was busy, or short of memory."""
+    return -returncode == signal.SIGXCPU or -returncode in _CRASHES
+
+
 def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO) -> str | None:
     """None where a grammar compiles, else one line. `warnings`: the file behind this process' standard error."""
     warnings.seek(0)

@@ -20,6 +20,7 @@ REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "integer", "enum": [1, True]}, "type"),
     ({"const": 3, "minimum": 5}, "beside `const`"),
     ({"properties": {"a": {"properties": {}, "required": ["b"]}}}, "'b'"),
+    ({"properties": {}, "required": [["b"]]}, "['b']"),
     ({"properties": []}, "properties"),
     ({"anyOf": {"type": "integer"}}, "anyOf"),
     ([], "object"),

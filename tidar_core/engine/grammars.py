@@ -26,6 +26,10 @@ KEPT_BYTES = 2**28
 PAUSE_SECONDS = 0.005
 
 
+class PassingError(RequestError):
+    """A grammar that could not be compiled for what may be over the next time."""
+
+
 class Grammars:
     """Compiles grammars in threads and keeps the last used. `compiled` may be called from any thread."""
 
@@ -43,7 +47,7 @@ class Grammars:
     def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """The grammar, once it is compiled; the future raises RequestError where it cannot be."""
         with self._lock:
-            if grammar not in self._known:
+            if grammar not in self._known or _passing(self._known[grammar]):
                 self._known[grammar] = self._pool.submit(self._compile, grammar)
             self._known.move_to_end(grammar)
             self._forget()
@@ -102,6 +106,12 @@ class Grammars:
         return guard
 
 
+def _passing(future: "Future[CompiledGrammar]") -> bool:
+    """Whether it failed, of what says nothing of the grammar."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    return error is not None and (isinstance(error, PassingError) or not isinstance(error, RequestError))
+
+
 _NAMES = {
     "json_schema": "JSON schema",
     "json_object": "JSON object",
@@ -140,7 +150,7 @@ class Guard:
         self._process: subprocess.Popen[str] | None = None
 
     def problem_with(self, grammar: Grammar) -> str | None:
-        """What is wrong with a grammar, in one line; None where it may be compiled here."""
+        """What is wrong with a grammar, in one line; None where it may be compiled here. Raises PassingError."""
         if self._process is None:
             self._process = self._start()
         answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
@@ -149,7 +159,10 @@ class Guard:
             return problem
         process, self._process = self._process, None
         process.communicate()  # it has ended: nothing else closes its output
-        return grammar_guard.why_lost(process.returncode)
+        why = grammar_guard.why_lost(process.returncode)
+        if not grammar_guard.of_the_grammar(process.returncode):
+            raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
+        return why
 
     def _start(self) -> "subprocess.Popen[str]":
         # -P: this package's modules must not stand in for others of the same name
