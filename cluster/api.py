@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -172,9 +172,10 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         choices = range(body.n or 1)
         if len(prompts) * len(choices) > MAX_PROMPTS:
             raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
+        # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
         params = [
-            replace(sampling_params(body, card, len(prompt), seed, tools), choice=choice)
-            for prompt in prompts
+            replace(sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, tools), choice=choice)
+            for number, prompt in enumerate(prompts)
             for choice in choices
         ]
         echo = planned.echo
@@ -187,7 +188,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
         echoes = echoes_of(body, prompts, backend)
         follows = "tools" if tools is not None else body.grammar_field
-        made = Answer(card, asked, body.tidar.trace, echoes, body.prompt_logprobs is not None, tools, follows)
+        tells_prompt = body.prompt_logprobs is not None
+        made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows)
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
@@ -197,8 +199,9 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage, body.counts_on))
         async with aclosing(pieces):
             gathered = [piece async for piece in pieces]
-        told = whole(head, made, gathered) if echo is None else whole_response(head, echo, made, gathered)
-        return Response(told, media_type="application/json")
+        # In a thread: the log-probabilities of long prompts take a while to write down.
+        tell = partial(whole, head) if echo is None else partial(whole_response, head, echo)
+        return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
 
 
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
@@ -307,7 +310,11 @@ def check_model(name: str | None, card: ModelCard) -> None:
 
 
 async def read_raw(request: Request, limit: int) -> bytes:
-    """The whole body. Raises ApiError (413) as soon as it is known to be over the limit."""
+    """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
+    without asking first, 413 as soon as it is known to be over the limit."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
     refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal():

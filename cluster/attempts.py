@@ -31,11 +31,13 @@ Item = Accepted | Event | Turn | Exception
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an attempt begins with. request: as it is sent. number: of the attempt. kind: of the engine that it must be,
-    where tokens were passed on. step, seconds: what its steps and seconds count from. wait: for its acceptance."""
+    """What an attempt begins with. request: as it is sent. number: of the attempt. base: the fingerprint of the model
+    that it is for. kind: of the engine that it must be, where tokens were passed on. step, seconds: what its steps and
+    seconds count from. wait: for its acceptance."""
 
     request: Request
     number: int
+    base: str
     kind: EngineKind | None
     step: int
     seconds: float
@@ -45,6 +47,11 @@ class Start:
 def ended_badly(output: StepOutput) -> bool:
     """The replica ended the request, not the answer: it is going."""
     return output.finish is not None and output.finish.reason is FinishReason.ABORT
+
+
+def failed(output: StepOutput) -> bool:
+    """The engine could not go on with the request."""
+    return output.finish is not None and output.finish.reason is FinishReason.ERROR
 
 
 class Attempt:
@@ -62,7 +69,11 @@ class Attempt:
         self._channels = channels
         self._silence = silence
         self._reception = channels.expect(start.request.request_id)
-        self._call = call(self._reception.mail.name)
+        try:
+            self._call = call(self._reception.mail.name)
+        except BaseException:
+            channels.forget(self._reception)
+            raise
         self.listener = asyncio.create_task(hear(self._call, self._reception.news))
         self._ended: Ended | None = None
         self._race: asyncio.Task[list[Item]] | None = None
@@ -131,7 +142,9 @@ class Attempt:
         if isinstance(item, Refusal):
             raise Lost(f"refused: {item.message}", refused=self.replica)
         if isinstance(item, StepOutput):
-            raise Lost("aborted", self.replica)
+            if ended_badly(item):
+                raise Lost("aborted", self.replica)
+            raise Lost(f"failed: {item.finish and item.finish.error}", refused=self.replica)
         assert isinstance(item, Exception)
         self._judge(item)
 
@@ -156,6 +169,8 @@ class Attempt:
                 self._judge(heard.error or Lost("ended early"))
             else:
                 early.append(heard)
+        if heard.kind.fingerprint != self.start.base:  # while a deployment changes its model there are two
+            raise Lost("another model", refused=heard.replica)
         if self.start.kind not in (None, heard.kind):
             raise Lost("another kind of engine", refused=heard.replica)
         early += self._channels.accepted(self._reception, heard.replica)
@@ -169,8 +184,8 @@ class Attempt:
         while True:
             for item in came:
                 if isinstance(item, StepOutput) and not ended_badly(item):
-                    if item.finish is not None and item.finish.reason is FinishReason.ERROR:
-                        raise Lost(f"failed: {item.finish.error}")
+                    if failed(item):
+                        raise Lost(f"failed: {item.finish and item.finish.error}")
                     items.append(item)
                 elif isinstance(item, Refusal) and self.start.kind is None:
                     raise Lost(f"refused: {item.message}")  # the client's to hear, once it comes from no rival

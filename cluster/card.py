@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # half a second for whoever only starts replicas
 class ModelCard:
     """A served model. `name` is what clients call it, `root` what it was loaded from.
 
-    block_length is the drafter's (0 where there is none); drafts and sampling_defaults are used where a request says
+    fingerprint: of the base's weights; a prompt for this model is none for an engine of others. block_length is the
+    drafter's (0 where there is none); drafts and sampling_defaults are used where a request says
     nothing.
     step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
     page_size: positions a K/V page, by which prefixes are cached. created: when the replica loaded it, in seconds since
@@ -24,6 +25,7 @@ class ModelCard:
     name: str
     root: str
     created: int
+    fingerprint: str
     adapter: str | None
     dtype: str
     device: str

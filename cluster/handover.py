@@ -24,7 +24,7 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from cluster.attempts import Attempt, Start, ended_badly
+from cluster.attempts import Attempt, Start, ended_badly, failed
 from cluster.channels import Call, Channels, Lost, Turn
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
@@ -76,7 +76,8 @@ class Patience:
 class Story:
     """A request, and how far it came.
 
-    emitted: the tokens that were passed on, the last of them at `heard_at`. kind: of the engine that said the first.
+    base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
+    `heard_at`. kind: of the engine that said the first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn; refused: those that said no;
     tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
@@ -84,6 +85,7 @@ class Story:
     """
 
     request: Request
+    base: str
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
     rival: Attempt | None = None
@@ -106,7 +108,15 @@ class Story:
         name, emitted = f"{self.request.request_id}.{number}", (*self.request.emitted, *self.emitted)
         waited, seconds = (now - self.heard_at, now - self.began) if number else (0.0, 0.0)
         request = replace(self.request, request_id=name, emitted=emitted, waited=waited)
-        return Start(request, number, self.kind if self.emitted else None, self.step, seconds, wait)
+        return Start(request, number, self.base, self.kind if self.emitted else None, self.step, seconds, wait)
+
+    def at_fault(self, output: StepOutput, start: Start) -> bool:
+        """Whether an attempt failed at what others had brought, before it brought anything: another may do better."""
+        return failed(output) and bool(self.emitted) and len(start.request.emitted) == self._known
+
+    @property
+    def _known(self) -> int:
+        return len(self.request.emitted) + len(self.emitted)
 
     def take(self, output: StepOutput, start: Start) -> StepOutput:
         """Note what a step of an attempt brought; the output as if there had been no other attempt before."""
@@ -140,10 +150,10 @@ class Carrier:
         self._channels = Channels(replicas.listen, patience.doubt, patience.silence)
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: Request) -> AsyncGenerator[News, None]:
-        """What happens to a request, up to its finish or a `Refusal`. Raises ApiError; however the caller stops, the
-        request ends wherever it is."""
-        story = Story(request, marks=self._replicas.marks(request))
+    async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
+        """What happens to a request for the model of the fingerprint `base`, up to its finish or a `Refusal`. Raises
+        ApiError; however the caller stops, the request ends wherever it is."""
+        story = Story(request, base, marks=self._replicas.marks(request))
         attempt = self._next(story)
         try:
             while True:
@@ -203,7 +213,7 @@ class Carrier:
                 elif isinstance(item, Refusal) and not story.emitted:
                     said.append(item)
                     attempt.finished = True
-                elif isinstance(item, StepOutput) and not ended_badly(item):
+                elif isinstance(item, StepOutput) and not (ended_badly(item) or story.at_fault(item, attempt.start)):
                     if story.rival is not None:  # it goes on from before this step
                         self._drop_rival(story, "late")
                     said.append(story.take(item, attempt.start))
@@ -236,7 +246,11 @@ class Carrier:
             return
         log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
         self._metrics.rival_begun()
-        story.rival = self._begin(story, Way(never=never, marks=story.marks, moved=bool(story.emitted)))
+        try:
+            story.rival = self._begin(story, Way(never=never, marks=story.marks, moved=bool(story.emitted)))
+        except Exception as error:  # nothing of the attempt's, whose replica may speak again
+            log.info("no rival for request %s: %s", story.request.request_id, error)
+            return
         story.rival.race(attempt)
 
     def _drop_rival(self, story: Story, cause: str) -> None:

@@ -34,10 +34,11 @@ ERRORS: Mapping[int, str] = {
     401: "A key is wanted.",
     404: "There is no such model.",
     413: "The body is too large.",
+    415: "The body is not said to be JSON: the header Content-Type says `application/json`.",
     429: "The server is full; Retry-After says when to try again.",
     503: "No engine answers yet; Retry-After says when to try again.",
 }
-OF_BODIES = (400, 413)
+OF_BODIES = (400, 413, 415)
 # Of each event: a chunk of the answer as JSON, or [DONE].
 EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 ERROR_SCHEMA = {

@@ -164,6 +164,7 @@ class EngineReplica:
             name=name,
             root=config.model,
             created=int(time.time()),
+            fingerprint=info.fingerprint,
             adapter=info.adapter,
             dtype=info.dtype,
             device=info.device,

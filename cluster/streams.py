@@ -72,6 +72,7 @@ class Choice:
     text: TextStream
     spelling: Spelling | None
     tokenizer: PreTrainedTokenizerFast
+    tells_end: bool = False
     echo: "Echo | None" = None
     tools: ToolParser | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -104,7 +105,7 @@ class Choice:
         shown_trace = None
         if self.spelling is not None and output.trace is not None:
             shown_trace = self.spelling.describe(output, output.trace, replica)
-        entries = output.logprobs[: len(shown)]
+        entries = output.logprobs if self.tells_end else output.logprobs[: len(shown)]
         offset = self.characters
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         if self.echo is not None:
@@ -125,13 +126,18 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """All choices of one HTTP request, under one set of sampling parameters a prompt."""
+    """All choices of one HTTP request, under one set of sampling parameters a prompt.
+
+    tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
+    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it.
+    """
 
     card: ModelCard
     requests: Sequence[Request]
     trace: bool
     echoes: Sequence[Echo] = ()
     tells_prompt: bool = False
+    tells_end: bool = False
     tools: Toolbox | None = None
     follows: str = "response_format"  # the field that says what the answer has to follow
     choices: list[Choice] = field(default_factory=list)
@@ -146,6 +152,7 @@ class Answer:
                 text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,
                 tokenizer=self.card.tokenizer,
+                tells_end=self.tells_end,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,
             )
@@ -187,7 +194,7 @@ class Answer:
 
     async def _all(self, carrier: Carrier, pace: "Pace | None") -> AsyncGenerator[Piece, None]:
         streams = [
-            self._of(choice, carrier.run(request), pace)
+            self._of(choice, carrier.run(request, self.card.fingerprint), pace)
             for choice, request in zip(self.choices, self.requests, strict=True)
         ]
         async with aclosing(merge(streams)) as merged:
@@ -307,7 +314,7 @@ def requests_for(
 ) -> list[Request]:
     """One engine request a prompt, named after the answer."""
     return [
-        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt, priority=priority)
+        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt, priority=priority, cut=True)
         for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
     ]
 

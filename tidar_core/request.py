@@ -140,7 +140,9 @@ class Request:
     and never sends them again, while limits and stops count from the end of `prompt`. Only requests with the same
     `cache_salt` share the K/V pages of a common prefix. Those of a lower `priority` are served first, and take the
     place of others where there is none left. `waited` is for how many seconds its reader has waited already, at a
-    replica that is gone: it comes before those of its priority that have waited less.
+    replica that is gone: it comes before those of its priority that have waited less. `cut`: where `max_tokens` is
+    beyond the positions of this engine, the answer ends with them; without it such a request is refused. Engines of one
+    model may have more positions or fewer, by the memory that each has.
     """
 
     request_id: str
@@ -150,6 +152,7 @@ class Request:
     cache_salt: str = ""
     priority: int = 0
     waited: float = 0.0
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,8 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
         while part := await reader.read(1 << 16):

@@ -188,7 +188,7 @@ class Reader:
     moments: list[float] = field(default_factory=list)
 
     async def read(self, carrier: Carrier) -> None:
-        async for news in carrier.run(self.request):
+        async for news in carrier.run(self.request, KIND.fingerprint):
             self.hear(news)
 
     def hear(self, news: News) -> None:

@@ -44,7 +44,7 @@ def connected(server: Guarded) -> socket.socket:
 
 def head(server: Guarded, path: str, *lines: str) -> bytes:
     start = (f"POST {path} HTTP/1.1", "Host: tidar", f"Authorization: Bearer {server.key}")
-    return "\r\n".join([*start, *lines, "", ""]).encode()
+    return "\r\n".join([*start, "Content-Type: application/json", *lines, "", ""]).encode()
 
 
 def large_body(server: Guarded, stated: bool) -> str:

@@ -18,11 +18,13 @@ from cluster.routing import Way
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
 KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
-OTHER = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
+OTHER = EngineKind("f1", "bfloat16", "cpu", "other kernels", True)
+OF_ANOTHER_MODEL = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
 End = Literal[
     "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled",
+    "other model", "fails",
     "deleted", "fits nobody",
 ]  # fmt: skip
 
@@ -72,12 +74,16 @@ class Scripted:
             raise LookupError("no replica fits the call")
         if self.act.end == "deleted":
             raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
-        mine = OTHER if self.act.end == "other kind" else KIND
+        mine = {"other kind": OTHER, "other model": OF_ANOTHER_MODEL}.get(self.act.end, KIND)
         yield Accepted(self.name, mine)
         if self.kind not in (None, mine):
             return
         if self.act.end == "refuses":
             self.say(Refusal(self.request.request_id, "too long here", None))
+            return
+        if self.act.end == "fails":
+            finish = Finish(FinishReason.ERROR, error="what was emitted already does not follow the grammar")
+            self.say(StepOutput(self.request.request_id, (), finish=finish))
             return
         known = [*self.request.prompt, *self.request.emitted]
         step = bool(self.request.emitted)
@@ -107,7 +113,7 @@ class Scripted:
             case "cancelled":
                 self.said.put_nowait(asyncio.CancelledError())
                 raise asyncio.CancelledError
-            case "dies" | "other kind":
+            case "dies" | "other kind" | "other model":
                 gone = ActorUnavailableError("gone", b"0" * 16)
                 self.said.put_nowait(gone)
                 raise gone
@@ -170,7 +176,7 @@ def carry(
 
     async def run() -> list[StepOutput]:
         outputs: list[StepOutput] = []
-        async for news in carrier.run(REQUEST):
+        async for news in carrier.run(REQUEST, KIND.fingerprint):
             for event in news.events:
                 assert isinstance(event, StepOutput)
                 outputs.append(event)

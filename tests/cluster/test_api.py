@@ -13,6 +13,7 @@ from cluster.directory import Directory
 from cluster.options import ServeOptions
 
 LIMIT = 2000
+JSON = {"Content-Type": "application/json"}
 
 
 class NoReplica:
@@ -85,10 +86,20 @@ async def parts(size: int) -> AsyncIterator[bytes]:
 
 def test_a_body_over_the_limit_is_413_stated_or_not(api: FastAPI) -> None:
     for content in (b" " * (LIMIT + 1), parts(2 * LIMIT)):
-        response = ask(api, "POST", "/v1/completions", content=content)
+        response = ask(api, "POST", "/v1/completions", content=content, headers=JSON)
         assert response.status_code == 413
         assert str(LIMIT) in error_of(response)["message"]
-    assert ask(api, "POST", "/v1/completions", content=b" " * LIMIT).status_code == 503
+    assert ask(api, "POST", "/v1/completions", content=b" " * LIMIT, headers=JSON).status_code == 503
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_a_page_of_another_site_may_send_unasked_is_refused(api: FastAPI, kind: str | None) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        headers = {} if kind is None else {"Content-Type": kind}
+        response = ask(api, "POST", path, content=b"{}", headers=headers)
+        assert response.status_code == 415
+        assert "application/json" in error_of(response)["message"]
+        assert ask(api, "POST", path, content=b"{}", headers=JSON | headers).status_code == (415 if headers else 503)
 
 
 def test_no_other_origin_is_let_in(api: FastAPI) -> None:

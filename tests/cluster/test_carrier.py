@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Never
 
 import grpc.aio
 import pytest
@@ -13,6 +14,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
 from cluster import handover
+from cluster.channels import Reception
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
@@ -132,6 +134,41 @@ def test_before_the_first_token_any_kind_will_do() -> None:
     assert not any(way.moved for way in cast.ways), "nothing to compute anew that another prompt would not cost"
 
 
+def test_a_replica_of_another_model_has_no_say() -> None:
+    """While a deployment changes its model both are there under one name."""
+    cast = Cast([Act(3, end="other model"), Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert cast.ways[1].never == {"r0"}
+    assert cast.calls[0].cancelled
+
+
+def test_a_replica_that_cannot_go_on_where_another_was_does_not_end_the_answer() -> None:
+    cast = Cast([Act(2), Act(end="fails"), Act()])
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert cast.ways[2].never == {"r1"}
+
+
+def test_what_fails_from_the_beginning_is_told() -> None:
+    outputs, _ = carry(Cast([Act(end="fails"), Act()]))
+    assert [output.finish and output.finish.reason for output in outputs] == [FinishReason.ERROR]
+
+
+def test_a_call_that_cannot_be_made_leaves_nothing_behind() -> None:
+    class Down(Cast):
+        def generate(self, *_: object) -> Never:
+            raise RuntimeError("Serve is going away")
+
+    async def run() -> dict[str, Reception]:
+        carrier = Carrier(Down([]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
+        with pytest.raises(RuntimeError, match="going away"):
+            await anext(carrier.run(REQUEST, KIND.fingerprint))
+        return carrier._channels._mail.waiting
+
+    assert asyncio.run(run()) == {}
+
+
 def test_a_call_that_nobody_accepts_is_made_again() -> None:
     cast = Cast([Act(end="never accepts"), Act()])
     outputs, metrics = carry(cast)
@@ -207,7 +244,7 @@ def test_where_no_replica_will_come_any_more_nobody_waits(acts: list[Act]) -> No
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     async def run() -> list[object]:
         carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
-        return [event async for news in carrier.run(REQUEST) for event in news.events]
+        return [event async for news in carrier.run(REQUEST, KIND.fingerprint) for event in news.events]
 
     (event,) = asyncio.run(run())
     assert isinstance(event, Refusal)
@@ -232,7 +269,7 @@ def test_closing_a_stream_cancels_its_call() -> None:
     cast = Cast([Act()])
 
     async def run() -> None:
-        events = Carrier(cast, Patience(1, 1), IngressMetrics("here"), NoOpTracer()).run(REQUEST)
+        events = Carrier(cast, Patience(1, 1), IngressMetrics("here"), NoOpTracer()).run(REQUEST, KIND.fingerprint)
         await anext(events)
         await events.aclose()
 

@@ -12,7 +12,7 @@ from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way
-from tests.cluster.scripted import REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tests.cluster.test_carrier import goes_on_behind
 from tidar_core.request import Request
 
@@ -34,7 +34,7 @@ def test_a_request_that_is_over_is_waited_for_no_more() -> None:
     async def run() -> dict[str, object]:
         carrier = Carrier(Cast([Act(2), Act()]), Patience(0.1, 5), IngressMetrics("here"), NoOpTracer())
         mail = carrier._channels._mail
-        async for _ in carrier.run(REQUEST):
+        async for _ in carrier.run(REQUEST, KIND.fingerprint):
             pass
         return dict(mail.waiting) | dict(carrier._channels._mail.waiting)
 

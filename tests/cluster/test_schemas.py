@@ -30,6 +30,7 @@ def card_for(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 64) -> Mod
         name="tiny",
         root="/models/tiny",
         created=0,
+        fingerprint="f1",
         adapter="drafter",
         dtype="float32",
         device="cpu",

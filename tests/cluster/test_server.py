@@ -93,6 +93,15 @@ def test_a_drawn_seed_repeats_its_answer(client: openai.OpenAI) -> None:
     assert again.choices[0].text == first.choices[0].text != second.choices[0].text
 
 
+def test_equal_prompts_are_answered_each_for_itself(client: openai.OpenAI) -> None:
+    """As those who sample many answers ask; by a seed that is given they are equal, as each is alone."""
+    body: Any = {"model": "tiny", "prompt": ["a"] * 4, "max_tokens": 40, "temperature": 1}
+    drawn = client.completions.create(**body)
+    assert len({choice.text for choice in drawn.choices}) == 4
+    first = client.completions.create(**body, seed=drawn.model_dump()["metrics"]["tidar"]["seed"])
+    assert {choice.text for choice in first.choices} == {drawn.choices[0].text}
+
+
 def test_a_chat_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
 
@@ -272,7 +281,7 @@ def test_bad_requests_are_told_so_and_disturb_nobody(client: openai.OpenAI, http
     stream.start()
     assert stream.begun.wait(60)
     for path, body, status, code in BAD:
-        response = http.post(path, content=body)
+        response = http.post(path, content=body, headers={"Content-Type": "application/json"})
         assert response.status_code == status, response.text
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
@@ -301,7 +310,8 @@ def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool)
     body = json.dumps(wanted).encode()
     address = httpx.URL(server.url)
     with socket.create_connection((address.host, address.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nContent-Length: {len(body)}\r\n\r\n"
+        lines = ("Host: tidar", "Content-Type: application/json", f"Content-Length: {len(body)}")
+        head = "\r\n".join(("POST /v1/completions HTTP/1.1", *lines, "", ""))
         connection.sendall(head.encode() + body)
         if stream:
             assert b"200 OK" in connection.recv(4096)

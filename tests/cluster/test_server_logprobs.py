@@ -133,3 +133,17 @@ def test_prompt_log_probabilities_in_vllms_form(http: httpx.Client) -> None:
     for wrong in ({"stream": True}, {"prompt_logprobs": 21}):
         refused = http.post("/v1/completions", json=body | wrong)
         assert (refused.status_code, "prompt_logprobs" in refused.text) == (400, True)
+
+
+def test_the_token_that_ends_a_completion_has_a_log_probability(client: openai.OpenAI) -> None:
+    """Evaluations count on as many as there are tokens; in a chat OpenAI tells none of it."""
+    ends: Any = {"model": "tiny", "logit_bias": {"2": 100}, "temperature": 0, "max_tokens": 4}
+    said = client.completions.create(prompt="a", logprobs=1, echo=True, **ends)
+    logprobs = said.choices[0].logprobs
+    assert logprobs is not None
+    assert said.usage is not None
+    assert (said.choices[0].text, said.choices[0].finish_reason, said.usage.completion_tokens) == ("a", "stop", 1)
+    assert len(logprobs.tokens or []) == len(logprobs.token_logprobs or []) == said.usage.total_tokens
+    chat = client.chat.completions.create(messages=[{"role": "user", "content": "a"}], logprobs=True, **ends)
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content == []

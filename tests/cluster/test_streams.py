@@ -278,7 +278,7 @@ class Told:
     def __init__(self, *news: tuple[StepOutput | Refusal, ...]):
         self._news = news
 
-    async def run(self, request: Request) -> AsyncGenerator[News, None]:
+    async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
         for events in self._news:
             yield News("r1", events)
 
@@ -356,8 +356,8 @@ def test_a_stream_counts_from_its_first_piece_to_its_end() -> None:
     pace, seen = Pace(1000), []
 
     class Looking(Told):
-        async def run(self, request: Request) -> AsyncGenerator[News, None]:
-            async for news in super().run(request):
+        async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
+            async for news in super().run(request, base):
                 seen.append(pace.interval("cpu") > 0)
                 yield news
 

@@ -69,7 +69,8 @@ class Watch:
         """One stream, over a connection that does not end at the process `avoided`."""
         body = json.dumps({**ASK, "max_tokens": self._tokens, "stream": True}).encode()
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            "POST /v1/completions HTTP/1.1\r\nHost: tidar\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", self._port)

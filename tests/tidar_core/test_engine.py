@@ -17,7 +17,7 @@ from tidar_core.config import Architecture, EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
-from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
+from tidar_core.request import Finish, FinishReason, Request, RequestError, SamplingParams
 from tidar_core.text import TextStream
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -288,6 +288,21 @@ def test_requests_that_can_never_run_are_refused(engine, prompt, max_tokens, mes
     with pytest.raises(RequestError, match=message):
         engine.submit(Request("bad", prompt, SamplingParams(max_tokens=max_tokens)))
     assert not engine.has_work
+
+
+def test_an_answer_may_end_with_the_positions_of_the_engine(engine):
+    """As where another replica has more of them: what was asked for by its measure is not refused."""
+    params = replace(GREEDY, max_tokens=50, ignore_eos=True)
+    prompt = (5, 6, 7) * 340
+    engine.submit(Request("cut", prompt, params, cut=True))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert sum(len(output.tokens) for output in outputs) == 1024 - len(prompt)
+    assert outputs[-1].finish == Finish(FinishReason.LENGTH)
+    for known in (prompt + (5,) * 4, prompt + (5,) * 9):
+        with pytest.raises(RequestError, match="exceed the 1024 positions"):
+            engine.submit(Request("none", known, params, cut=True))
 
 
 def test_abort_is_idempotent_and_ends_with_one_output(engine):

@@ -117,6 +117,8 @@ class Engine:
         if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
         wanted = len(request.prompt) + params.max_tokens
+        if request.cut and len(request.prompt) < self.info.max_model_len:
+            wanted = min(wanted, self.info.max_model_len)
         if wanted > self.info.max_model_len:
             raise RequestError(
                 f"{len(request.prompt)} prompt tokens and {params.max_tokens} to generate exceed the "
