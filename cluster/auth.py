@@ -55,6 +55,12 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
     return keys
 
 
+def route_of(scope: Scope) -> str:
+    """The path as routes have it: without the prefix that a Serve config may put the application under."""
+    root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
+    return path.removeprefix(root) or "/" if path == root or path.startswith(f"{root}/") else path
+
+
 class KeyGuard:
     """Answers 401 to a request without a key that is wanted, before anything else looks at it."""
 
@@ -65,7 +71,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            if not self._keys.admit(scope["path"], given.strip() if scheme.lower() == "bearer" else None):
+            if not self._keys.admit(route_of(scope), given.strip() if scheme.lower() == "bearer" else None):
                 error = ApiError(
                     401, "This server wants an API key: send it as a bearer token.", code="invalid_api_key"
                 )

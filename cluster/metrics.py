@@ -38,7 +38,8 @@ class Timing:
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0
-    resumed: bool = False  # its prompt and first token were another replica's
+    again: bool = False  # another replica was asked before, and has counted the prompt
+    resumed: bool = False  # the first token was another replica's
 
 
 class ReplicaMetrics:
@@ -91,7 +92,7 @@ class ReplicaMetrics:
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS)
 
     def arrived(self, prompt_tokens: int, timing: Timing) -> None:
-        if not timing.resumed:
+        if not timing.again:
             self._prompt.inc(prompt_tokens)
 
     def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:

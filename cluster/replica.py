@@ -201,9 +201,10 @@ class EngineReplica:
             return
         self._silences[address.ingress] = 0
         box = self._mailboxes.setdefault(address, Mailbox())
-        subscriber = Subscriber(Timing(time.monotonic(), resumed=bool(request.emitted)), box)
+        timing = Timing(time.monotonic(), again=request.waited > 0, resumed=bool(request.emitted))
+        subscriber = Subscriber(timing, box)
         self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
-        self._metrics.arrived(len(request.prompt), subscriber.timing)
+        self._metrics.arrived(len(request.prompt), timing)
         self._thread.submit(request)
         try:
             yield Accepted(self._replica, self._kind)

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cluster.api import build_api
-from cluster.auth import Keys, digest, read_keys
+from cluster.auth import Keys, digest, read_keys, route_of
 from cluster.directory import Directory
 from cluster.options import ServeOptions
 from tests.cluster.test_api import NoReplica
@@ -77,3 +77,19 @@ def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) ->
 @pytest.mark.parametrize("header", ["bearer first-key", "BEARER first-key", "Bearer  first-key", "Bearer first-key "])
 def test_a_key_may_be_written_as_http_allows(client: TestClient, header: str) -> None:
     assert client.get("/v1/models", headers={"Authorization": header}).status_code != 401
+
+
+def test_a_prefix_of_the_application_opens_and_closes_nothing(tmp_path: Path) -> None:
+    """As where a Serve config puts it under a `route_prefix`, beside others."""
+    (tmp_path / "metrics").write_text("scraper\n")
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions(metrics_keys=str(tmp_path / "metrics")))  # type: ignore[arg-type]
+    client = TestClient(api, root_path="/llm", follow_redirects=False)
+    assert client.get("/llm/metrics").status_code == 401
+    assert client.get("/llm/metrics", headers=bearer("scraper")).status_code == 503  # no replica, but a key
+    assert client.get("/llm/health").status_code == 503
+    for root, path, route in (
+        ("/llm", "/llm", "/"),
+        ("/llm", "/llmetrics", "/llmetrics"),
+        ("", "/metrics", "/metrics"),
+    ):
+        assert route_of({"root_path": root, "path": path}) == route

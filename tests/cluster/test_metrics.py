@@ -2,6 +2,7 @@
 
 import pickle
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.metrics import Load, ReplicaMetrics, Timing, render
@@ -101,12 +102,15 @@ def test_a_page_of_nobody_is_empty() -> None:
     assert render([]) == b""
 
 
-def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_first_token() -> None:
-    metrics, timing = ReplicaMetrics("tiny", "r1", block_length=4), Timing(started=10.0, resumed=True)
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_second_first_token(resumed: bool) -> None:
+    metrics = ReplicaMetrics("tiny", "r1", block_length=4)
+    timing = Timing(started=10.0, again=True, resumed=resumed)
     metrics.arrived(5, timing)
     metrics.stepped(step(0, 0, 0), timing, now=10.5)
     metrics.stepped(step(1, 0, 0), timing, now=11.0)
     page = render([metrics.collect(Load(0, 0, 0, 12))]).decode()
     assert 'vllm:prompt_tokens_total{engine="r1",model_name="tiny"} 0.0' in page
-    assert 'vllm:time_to_first_token_seconds_count{engine="r1",model_name="tiny"} 0.0' in page
+    told = 0.0 if resumed else 1.0
+    assert f'vllm:time_to_first_token_seconds_count{{engine="r1",model_name="tiny"}} {told}' in page
     assert 'vllm:inter_token_latency_seconds_count{engine="r1",model_name="tiny"} 1.0' in page

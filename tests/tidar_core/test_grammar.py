@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -359,23 +358,6 @@ def test_without_the_package_a_request_is_told_so(engine: Engine, monkeypatch: p
     fresh = Grammars(engine.tokenizer, engine.info.vocab_size, engine.info.eos_ids)
     with pytest.raises(RequestError, match="xgrammar"):
         fresh.compiled(Grammar("regex", "a")).result()
-
-
-def test_a_grammar_whose_process_was_killed_is_tried_again(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a kernel that is short of memory: nothing of the grammar's."""
-    fresh = Grammars(engine.tokenizer, engine.info.vocab_size, engine.info.eos_ids)
-    ask = grammars.Guard._ask
-
-    def killed_once(self: grammars.Guard, process: subprocess.Popen[str], job: str) -> str:
-        monkeypatch.undo()
-        process.kill()
-        return ask(self, process, job)
-
-    monkeypatch.setattr(grammars.Guard, "_ask", killed_once)
-    grammar = Grammar("regex", "[a-z]{2}")
-    with pytest.raises(RequestError, match="too much memory or time"):
-        fresh.compiled(grammar).result()
-    assert fresh.compiled(grammar).result() is fresh.compiled(grammar).result()
 
 
 def test_what_is_kept_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
