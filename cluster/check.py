@@ -45,7 +45,7 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
         return None
     if document.get("kind") == "RayService":
         try:
-            inner = yaml.safe_load(document.get("spec", {}).get("serveConfigV2", ""))
+            inner = yaml.safe_load((document.get("spec") or {}).get("serveConfigV2") or "")
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: serveConfigV2 is no YAML: {' '.join(str(error).split())}") from None
         return inner if isinstance(inner, dict) else {}

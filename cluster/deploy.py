@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Never
 import httpx
 import ray
 from ray import serve
+from ray._common.utils import get_ray_address_file
 from ray._private import auto_init_hook, parameter
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
@@ -53,7 +54,8 @@ Say = Callable[[str], None]
 
 
 def say_now(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # the terminal may be closed already, and there is an end to be made
+        print(line, flush=True)
 
 
 def up(options: UpOptions, say: Say = say_now) -> None:
@@ -118,7 +120,7 @@ def running_cluster() -> str | None:
         return None
     if wanted not in ("", "auto"):
         return wanted
-    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    note = Path(get_ray_address_file(None))
     try:
         address = note.read_text().strip()
         host, _, port = address.rpartition(":")

@@ -14,6 +14,7 @@ import time
 
 import ray
 from ray.util.state import list_actors
+from ray.util.state.exception import RayStateApiException
 
 SERVE_CLASSES = ("ServeReplica:", "ProxyActor")
 LOOK_SECONDS = 1.0
@@ -33,19 +34,23 @@ def drain(seconds: int, node: str | None) -> bool:
     tell += ["--deadline-remaining-seconds", str(seconds)]
     subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True)
     said = None
-    while left := serve_actors(node):
+    while (left := serve_actors(node)) != []:
         if time.monotonic() > end:
             return False
-        if left != said:
+        if left is not None and left != said:
             print(f"draining: {', '.join(left)}", flush=True)
             said = left
         time.sleep(LOOK_SECONDS)
     return True
 
 
-def serve_actors(node: str) -> list[str]:
-    """What of Serve lives on a node: replicas, and the proxy."""
-    actors = list_actors(filters=[("node_id", "=", node), ("state", "=", "ALIVE")], limit=1000)
+def serve_actors(node: str) -> list[str] | None:
+    """What of Serve lives on a node: replicas, and the proxy; None where nobody knows, as in a new head's start."""
+    try:
+        actors = list_actors(filters=[("node_id", "=", node), ("state", "=", "ALIVE")], limit=1000)
+    except RayStateApiException as error:
+        print(f"what is left is not known now: {' '.join(str(error).split())[:200]}", flush=True)
+        return None
     return sorted(str(actor.class_name) for actor in actors if str(actor.class_name).startswith(SERVE_CLASSES))
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as one wish to end, that is neither lost nor repeated."""
+"""Ctrl-C, SIGTERM and a closed terminal as one wish to end, that is neither lost nor repeated."""
 
 import signal
 import sys
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """While entered, either signal raises KeyboardInterrupt in the main thread, whatever it is doing, unless it is
-    `put_off`.
+    """While entered, each of these signals raises KeyboardInterrupt in the main thread, whatever it is doing, unless it
+    is `put_off`; not a SIGHUP that is ignored, as under `nohup`.
 
     Python drops an exception that is raised inside some of its own hooks (at a fork, in a destructor), so a long
     piece of work asks `check` between its steps too. It would say so in some lines of its own, a forked child perhaps
@@ -26,7 +26,10 @@ class Interrupts:
         self._tell_dropped = sys.unraisablehook
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
+        self._before = before
         self._tell_dropped, sys.unraisablehook = sys.unraisablehook, self._dropped
         self.listen()
         return self
@@ -39,13 +42,13 @@ class Interrupts:
         sys.unraisablehook = self._tell_dropped
 
     def listen(self) -> None:
-        """Take both signals (again, where something else took one meanwhile)."""
-        for number in SIGNALS:
+        """Take the signals (again, where something else took one meanwhile)."""
+        for number in self._before:
             signal.signal(number, self._interrupt)
 
     def ignore(self) -> None:
         """From here on nothing interrupts: the way down has begun."""
-        for number in SIGNALS:
+        for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
     @contextmanager

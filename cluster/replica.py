@@ -329,8 +329,8 @@ class EngineReplica:
             found = self._subscribers.get(event.request_id)
             if found is None:  # aborted meanwhile
                 continue
-            if isinstance(event, Refusal):
-                self._end(found, event, FinishReason.ERROR, now)
+            if isinstance(event, Refusal) or (event.finish is not None and event.finish.param is not None):
+                self._end(found, event, None, now)  # the request's own fault: no failure of the engine's
                 continue
             if event.finish is not None and event.finish.reason is FinishReason.ABORT:
                 # Of an earlier call by the same name, whose line was cut: this one has begun meanwhile, and ends too.
@@ -343,10 +343,12 @@ class EngineReplica:
             else:
                 self._end(found, event, event.finish.reason, now)
 
-    def _end(self, subscriber: Subscriber, event: Event, reason: FinishReason, now: float) -> None:
+    def _end(self, subscriber: Subscriber, event: Event, reason: FinishReason | None, now: float) -> None:
+        """The last event of a request; counted by its reason, where it has one."""
         if subscriber.ended:
             return
         subscriber.ended = True
         subscriber.over.set()
-        self._metrics.ended(reason, subscriber.timing, now)
+        if reason is not None:
+            self._metrics.ended(reason, subscriber.timing, now)
         subscriber.mailbox.push(event)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from tidar_core.config import ConfigError
@@ -71,7 +72,7 @@ def model_table(base: str, key: str | None) -> Table:
                 "context": f"{model['max_model_len']} tokens",
             }
             for name, value in rows.items():
-                head.add_row(name, str(value))
+                head.add_row(name, escape(str(value)))
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"what answers at {base} is no TiDAR server: give the address of `tidar up`") from None
     if not head.row_count:
@@ -129,7 +130,7 @@ def replica_table(now: Look, before: Look | None = None) -> Table:
     several = len(set(now.models.values())) > 1
     for name in names:
         table.add_row(
-            f"{name} {now.models[name]}" if several else name,
+            escape(f"{name} {now.models[name]}" if several else name),
             *cells([name], now, before),
             end_section=name == names[-1],
         )

@@ -25,10 +25,11 @@ export class KeptKey {
   }
 
   keep(value) {
+    const had = this.value;
     this.value = value;
     try {
       if (value) localStorage.setItem(this.#name, value);
-      else localStorage.removeItem(this.#name);
+      else if (localStorage.getItem(this.#name) === had) localStorage.removeItem(this.#name); // not another tab's new one
     } catch {
       // As above.
     }
@@ -52,6 +53,11 @@ export class Follower {
     if (insist) this.#near = true;
     if (this.#near) document.scrollingElement.scrollTop = document.scrollingElement.scrollHeight;
   }
+}
+
+/** Whether a key goes to an input method: Safari calls the Enter that ends a composition 229, and says it is over. */
+export function composes(event) {
+  return event.isComposing || event.keyCode === 229;
 }
 
 /** Make a text field as high as what is written in it. */

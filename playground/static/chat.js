@@ -1,6 +1,6 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
-import { fitHeight, Follower } from "./browser.js";
+import { composes, fitHeight, Follower } from "./browser.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
 import { newRecording } from "./recording.js";
@@ -40,7 +40,7 @@ export class Chat {
     const prompt = this.#find("#t-prompt");
     prompt.addEventListener("input", () => this.#fitPrompt());
     prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
       event.preventDefault();
       this.#find("#t-ask").requestSubmit();
     });
@@ -104,7 +104,7 @@ export class Chat {
       meters: this.#meters,
       ribbon: this.#ribbon,
       badge: this.#find("[data-badge]"),
-      follow: (options) => this.#follower.follow(options),
+      follow: (options) => this.#root.dataset.tab === "chat" && this.#follower.follow(options),
       status: (line) => this.#status(line),
       useSeed: (seed) => this.#page.settings.useSeed(seed),
       lookInside: (recording) => this.#page.lookInside(recording),

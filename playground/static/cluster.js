@@ -10,6 +10,7 @@ import { between, byReplica, parseMetrics } from "./prometheus.js";
 const EVERY_MS = 1000;
 const KEPT = 60; // readings: a minute
 const WINDOW = 5; // readings over which rates are taken
+const GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
 const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
@@ -116,7 +117,8 @@ export class Cluster {
       const title = several ? `${values.model}, replica ${name}` : `Replica ${name}`;
       card.title.textContent = title;
       card.root.setAttribute("aria-label", title);
-      card.readings = [...card.readings, { now, values }].slice(-KEPT - WINDOW);
+      const known = card.readings.at(-1)?.now > now - GAP ? card.readings : [];
+      card.readings = [...known, { now, values }].slice(-KEPT - WINDOW);
       this.#showCard(card);
     }
     this.#find(".replicas-empty").hidden = replicas.size > 0;

@@ -17,7 +17,7 @@ export function operatingPoint(recording) {
 export function drawCurve(canvas, cost, recording, blockLength) {
   const times = recording ? stepTimes(recording.steps) : [];
   const point = operatingPoint(recording);
-  const end = Math.max(cost.rows.at(-1), ...times.map(({ rows }) => rows));
+  const end = times.reduce((found, { rows }) => Math.max(found, rows), cost.rows.at(-1));
   const rows = [1, ...cost.rows.filter((row) => row > 1), ...(end > cost.rows.at(-1) ? [end] : [])];
   const plain = rows.map((x) => ({ x, y: plainStep(cost, x) }));
   const drafting = rows.map((x) => ({ x, y: draftingStep(cost, x, Math.max(1, (blockLength || 1) - 1)) }));

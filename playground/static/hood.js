@@ -104,7 +104,7 @@ export class Hood {
   #drawRows(current) {
     const traces = this.#drawn.steps.map((step) => step.trace).filter(Boolean);
     const decode = traces.map(({ step, rows }, i) => ({ x: i, rows, step })).filter(({ step }) => step > 0);
-    const most = Math.max(1, ...decode.map(({ rows }) => rows.verify + rows.mask));
+    const most = decode.reduce((found, { rows }) => Math.max(found, rows.verify + rows.mask), 1);
     this.#rows.show((canvas) => {
       canvas.axes({ xStart: -0.5, xEnd: traces.length - 0.5, yEnd: most, xLabel: "step", yLabel: "rows" });
       canvas.columns(decode.map(({ x, rows }) => ({ x, from: 0, to: rows.verify })), "verify");

@@ -75,7 +75,7 @@ export class Lane {
   #show(run) {
     this.#meters.show({ ...run.finalRates(), perSecond: this.speed(), firstToken: this.firstToken() }, { insist: true });
     this.#over = run;
-    this.#inside.hidden = false;
+    this.#inside.hidden = !run.recording.steps.some((step) => step.trace);
     this.#state(run.complete ? `measured ${this.runs.length === 1 ? "once" : `${this.runs.length} times`}` : "broken off");
   }
 

@@ -3,7 +3,7 @@
 // Both runs at once would share one engine's steps and slow each other down, so they take turns. Each run has a cache
 // salt of its own: the second would otherwise find the first one's prompt in the cache and start sooner.
 
-import { fitHeight } from "./browser.js";
+import { composes, fitHeight } from "./browser.js";
 import { Inspector } from "./inspector.js";
 import { Lane } from "./lane.js";
 import { formatTime } from "./meters.js";
@@ -32,7 +32,7 @@ export class Race {
     const prompt = this.#find("#r-prompt");
     prompt.addEventListener("input", () => fitHeight(prompt));
     prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+      if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
       event.preventDefault();
       this.#find("#r-ask").requestSubmit();
     });
@@ -86,6 +86,7 @@ export class Race {
     const mode = this.#find("[name=r-drafts]:checked").value;
     const rounds = Number(this.#find("[name=r-rounds]:checked").value);
     const common = this.#page.settings.read();
+    const { model } = this.#page.server; // of all runs, whatever is chosen meanwhile
     if (common.temperature > 0 && !common.seed) common.seed = drawSeed();
     this.#find(".verdict").hidden = true;
     for (const lane of Object.values(this.#lanes)) lane.clear();
@@ -98,22 +99,23 @@ export class Race {
         const drafts = name === "off" ? "off" : mode;
         const count = rounds > 1 ? `, round ${round + 1} of ${rounds}` : "";
         this.#status(`Measuring ${name === "off" ? "without" : "with"} drafts${count}…`);
-        await this.#measure(name, asked, { ...common, drafts, cacheSalt: `race-${salt}-${round}-${name}` }, running);
+        const settings = { ...common, drafts, cacheSalt: `race-${salt}-${round}-${name}` };
+        await this.#measure(name, model, asked, settings, running);
         const { failure } = this.#lanes[name].latest;
         if (failure) return this.#failed(failure);
         if (running.signal.aborted) return this.#status("Stopped: nothing to compare.");
       }
     }
-    this.#judge(rounds);
+    this.#judge(rounds, model, common);
   }
 
-  async #measure(name, asked, settings, running) {
+  async #measure(name, model, asked, settings, running) {
     const { server, shelf } = this.#page;
     const lane = this.#lanes[name];
     const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
-    const body = chatBody(server.model.id, [...messages, { role: "user", content: asked }], settings);
+    const body = chatBody(model.id, [...messages, { role: "user", content: asked }], settings);
     const title = name === "off" ? "Race, without drafts" : "Race, with drafts";
-    const recording = newRecording({ title, asked, model: server.model, settings });
+    const recording = newRecording({ title, asked, model, settings });
     await lane.measure(recording, (signal) => server.chat(body, signal), running.signal);
     shelf.put(recording);
   }
@@ -126,7 +128,7 @@ export class Race {
 
   // ---- what came out ----
 
-  #judge(rounds) {
+  #judge(rounds, model, settings) {
     const { off, drafts } = this.#lanes;
     const speeds = [off.speed(), drafts.speed()];
     const ratio = speeds[0] && speeds[1] ? speeds[1] / speeds[0] : null;
@@ -134,14 +136,14 @@ export class Race {
     for (const lane of [off, drafts]) lane.toTop();
     this.#find("[data-speed-up]").textContent = ratio === null ? "–" : `${two.format(ratio)}×`;
     this.#find("[data-speed-words]").textContent = speedWords(ratio, drafts);
-    const same = this.#compare([...off.runs, ...drafts.runs]);
+    const same = this.#compare([...off.runs, ...drafts.runs], model);
     this.#find("[data-same]").textContent = same.line;
     this.#find("[data-same]").dataset.state = same.state;
-    this.#find("[data-how]").textContent = how(rounds, off, drafts, this.#page.settings.read());
+    this.#find("[data-how]").textContent = how(rounds, off, drafts, settings);
     this.#status(`Done. ${same.line}`);
   }
 
-  #compare(runs) {
+  #compare(runs, model) {
     const [reference] = runs;
     const answers = runs.map(({ text, recording }) => ({ text, steps: recording.steps }));
     const parted = answers.map((answer) => firstDifference(answers[0], answer)).find(Boolean);
@@ -152,8 +154,7 @@ export class Race {
     }
     const [one, other] = parted.said.map(quoted);
     const where = parted.kind === "text" ? `character ${parted.at + 1}` : `token ${parted.at + 1}`;
-    const { exact } = this.#page.server.facts;
-    const why = exact
+    const why = model.tidar?.exact
       ? "This server says that it is exact, so this should not be: please report it."
       : "This server does not claim to be exact: where two scores nearly tie, a token may fall either way.";
     return { state: "different", line: `The texts differ from ${where} on: ${one} and ${other}. ${why}` };

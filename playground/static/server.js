@@ -5,7 +5,7 @@ import { fetchText, listModels, postJson, stream } from "./stream.js";
 
 /**
  * Routes lie beside the playground: /playground/ and /v1/. Tells "models" when the list of models is known or could
- * not be had (`failure`), and "key" when a key was kept or dropped.
+ * not be had (`failure`) and when one of them was chosen, and "key" when a key was kept or dropped.
  */
 export class Server extends EventTarget {
   models = [];
@@ -19,6 +19,12 @@ export class Server extends EventTarget {
   constructor(root) {
     super();
     this.#root = root;
+  }
+
+  /** Answers come from this model from now on. */
+  choose(id) {
+    this.chosen = id;
+    this.dispatchEvent(new Event("models"));
   }
 
   get model() {

@@ -11,7 +11,7 @@ export class Settings {
     this.#form = this.#find("#t-form");
     this.#form.addEventListener("submit", (event) => event.preventDefault());
     root.addEventListener("input", () => this.show());
-    this.#find("#t-model").addEventListener("change", (event) => (server.chosen = event.target.value));
+    this.#find("#t-model").addEventListener("change", (event) => server.choose(event.target.value));
     server.addEventListener("models", () => this.#showModels());
     this.show();
   }

@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -138,6 +139,13 @@ def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{free_port()}")
     assert running_cluster() is None, "the note of a cluster that is gone"
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = f"127.0.0.1:{there.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        assert running_cluster() == address
+        monkeypatch.delenv("RAY_TMPDIR")
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        assert running_cluster() == address, "Ray keeps its files there too"
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="no Ray cluster runs here"):
         running_cluster()
@@ -234,7 +242,7 @@ def test_a_cluster_of_our_own_leaves_rays_port_to_others() -> None:
     assert parameter.RayParams().dashboard_agent_listen_port == usual
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[sys.UnraisableHookArgs] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
@@ -256,6 +264,17 @@ def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.
         assert told == [], "the user has no use for Python's own word on it"
     assert signal.getsignal(number) is before
     assert sys.unraisablehook == told.append
+
+
+def test_a_terminal_that_closes_ends_nothing_that_nohup_started() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGHUP)
+            interrupts.check()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")

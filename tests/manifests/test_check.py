@@ -123,6 +123,9 @@ def test_the_command_ends_as_a_script_expects(tmp_path: Path) -> None:
     assert "cannot be read" in runner.invoke(app, ["check", str(wrong)]).stderr
     wrong.write_text("kind: Service")
     assert "neither a Serve config" in runner.invoke(app, ["check", str(wrong)]).stderr
+    for empty in (None, {}, {"serveConfigV2": None}):
+        wrong.write_text(yaml.safe_dump({"kind": "RayService", "spec": empty}))
+        assert runner.invoke(app, ["check", str(wrong)]).stderr.startswith(f"{wrong}: ")
     service = {"kind": "RayService", "spec": {"serveConfigV2": yaml.safe_dump(spoiled((*APP, "arg"), {}))}}
     wrong.write_text(yaml.safe_dump(service))
     assert "unknown key 'arg'" in runner.invoke(app, ["check", str(wrong)]).stderr
