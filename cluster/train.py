@@ -49,11 +49,13 @@ def workers_on_ray(count: int, options: ConvertOptions, screen: Screen) -> Itera
 
 def check_room(count: int, gpus: bool, threads: int) -> None:
     """Raise ConfigError where the cluster has no room for the workers; without it they would wait for ever."""
-    there = ray.cluster_resources()
+    there, free = ray.cluster_resources(), ray.available_resources()
     for kind, each in _resources(gpus, threads).items():
-        if there.get(kind, 0) < count * each:
+        if free.get(kind, 0) < count * each:
+            taken = there.get(kind, 0) - free.get(kind, 0)
             raise ConfigError(
-                f"{count} workers need {count * each} {kind}s, Ray sees {there.get(kind, 0):.0f}: lower --workers"
+                f"{count} workers need {count * each} {kind}s, Ray sees {there.get(kind, 0):.0f}"
+                f"{f', of which others have {taken:.0f}' if taken else ''}: lower --workers"
             )
 
 

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+import torch
+
 from tests.tiny import tiny_checkpoint
+from tidar_core.bench.checking import Check, each_or_failed
 from tidar_core.bench.gpu import Phase, phases, run_gpu_bench, steps_chart
 
 
@@ -67,3 +70,14 @@ def test_the_chart_has_a_line_a_shape():
     assert "line [1.000, 1.100]\n    line [1.000, 1.500]\n```" in chart
     assert '"rows in a step" [1, 16]' in chart
     assert steps_chart({"phases": {}}) == ""
+
+
+def test_a_check_that_raises_is_one_that_failed_and_keeps_no_other_from_its_own(capsys):
+    def checks():
+        yield Check("add_norm", "7 rows", "float32", 0.0, 1e-4)
+        raise RuntimeError("out of resources")
+
+    found = list(each_or_failed("rows", torch.float32, checks()))
+    assert [check.passed for check in found] == [True, False]
+    assert (found[1].kernel, found[1].case) == ("rows", "RuntimeError")
+    assert "out of resources" in capsys.readouterr().err

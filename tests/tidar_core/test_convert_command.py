@@ -65,6 +65,15 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert sum(step.accepted for answer in answers[0] for step in answer.steps) > 10
 
+    # Where its training is gone, nothing untrained takes its place.
+    kept = (tmp_path / "drafter" / "adapter.safetensors").read_bytes()
+    (tmp_path / "drafter.work" / "training").rename(tmp_path / "elsewhere")
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 50, *SMALL)
+    assert status == 1
+    assert f"holds what 40 steps have trained, and the training itself is gone from {tmp_path}" in output
+    assert (tmp_path / "drafter" / "adapter.safetensors").read_bytes() == kept
+    (tmp_path / "elsewhere").rename(tmp_path / "drafter.work" / "training")
+
     # Started again with more steps, it goes on: no new data, and the steps that were there are kept.
     shards = sorted((tmp_path / "drafter.work" / "data").iterdir())
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 50, *SMALL)

@@ -120,6 +120,7 @@ def test_tokens_per_step_rise_and_a_run_goes_on(trained):
     expected = 1 + sum(accumulate(contract.holds, mul))
     assert contract.training["tokens_per_step"] == pytest.approx(expected, abs=0.005), "both are of the same drafts"
     assert "Measured: " in (directory / "out" / "README.md").read_text()
+    assert json.loads((directory / "out" / "config.json").read_text())["dtype"] == "bfloat16", "as the weights are"
 
 
 def test_it_serves_itself_and_equals_its_own_plain_decoding(trained):

@@ -12,7 +12,7 @@ from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Plan
-from tidar_core.convert.growing import GROWING_FILE, read_growing
+from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
 from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
@@ -96,6 +96,27 @@ def test_what_was_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch)
     expected, found = documents(whole), documents(killed)
     assert len(expected.keys() & found.keys()) > 10
     assert all(found[job] == expected[job] for job in expected.keys() & found.keys())
+
+
+def test_what_a_kill_near_the_end_left_is_learnt_from(engine, tmp_path, monkeypatch):
+    """The time of the goal is used up: the next run has none to go on in. A slow machine may not have one whole."""
+    monkeypatch.setattr(own_words, "FLUSH_SECONDS", 0.0)
+    long, killed = replace(SHORT, answer_tokens=400), open_store(tmp_path, HEADER)
+    with pytest.raises(Killed):
+        gather_own_words(
+            engine_source(engine), engine.tokenizer, long, killed, Goal(seconds=3600.0), progress=kill_after(120)
+        )
+    forget_all(engine)
+    left, before = read_growing(killed.directory), documents(killed)
+    assert waits_to_be_cut(killed.directory, killed.read().done)
+    source = Told(engine, 8)
+    gather_own_words(source, engine.tokenizer, long, killed, Goal(seconds=1e-3))
+    assert source.beginnings == [], "nothing more is generated"
+    assert not waits_to_be_cut(killed.directory, killed.read().done)
+    assert read_growing(killed.directory) == []
+    new = documents(killed).keys() - before.keys()
+    assert new
+    assert new <= {kept.number for kept in left}
 
 
 def test_a_prompt_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch):

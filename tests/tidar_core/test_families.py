@@ -122,6 +122,14 @@ def test_the_stated_length_bounds_what_a_model_stretches_to_and_a_window_does_no
     assert lengths(sliding_window=1000, max_position_embeddings=ORIGINAL) == (ORIGINAL, None)
 
 
+def test_gemma_3_states_the_positions_that_it_has_scaled(tmp_path: Path) -> None:
+    """Unlike others whose scaling is linear."""
+    rope = {"rope_type": "linear", "factor": 8.0}
+    for architecture, positions in (("gemma3_text", 1024), ("llama", 8192)):
+        path = tiny_checkpoint(tmp_path / architecture, architecture, rope=rope, max_positions=1024)
+        assert load_config(find_model(str(path))).max_positions == positions
+
+
 def test_a_model_that_scales_far_queries_has_the_positions_before(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
     path = tiny_checkpoint(tmp_path, "ministral3", rope={**yarn, "llama_4_scaling_beta": 0.1})

@@ -1,6 +1,8 @@
 """What checks of kernels are made of: their outcome, their sizes, and steps with pages to run kernels on."""
 
-from collections.abc import Sequence
+import math
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -34,6 +36,18 @@ class Check:
 
     def as_record(self) -> dict[str, object]:
         return {**asdict(self), "passed": self.passed}
+
+
+def each_or_failed(kernels: str, dtype: torch.dtype, checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks as far as they come: what raises counts as one that failed, and keeps no other kernel from its own.
+    Raises AcceleratorError, after which a device computes nothing any more."""
+    try:
+        yield from checks
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        yield Check(kernels, type(error).__name__, str(dtype)[6:], math.nan, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def phases(model: str) -> list[Phase]:
     decode = ("decode", "--model", model, "--device", "cuda", "--max-tokens", "128", "--rounds", "1")
     batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
     found = [
-        Phase(f"kernels {small}", ("kernels", "--shape", small), 120),
+        Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
         Phase("decode", (*decode, *batches), 110),
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]

@@ -16,6 +16,7 @@ from tidar_core.bench.checking import (
     ALLOWED,
     Check,
     Sizes,
+    each_or_failed,
     in_8_bits,
     numbers_of,
     random_cache,
@@ -53,15 +54,19 @@ def check_kernels(
 ) -> Iterator[Check]:
     """All kernels of `ops` at a model's shape, on inputs drawn from torch's generators as they stand."""
     chosen = sizes or Sizes()
-    yield from _check_rows(ops, config, dtype, device)
-    yield from _check_attention(ops, config, dtype, device, chosen)
-    yield from _check_products(ops, config, dtype, device, chosen)
+    groups = {
+        "rows": _check_rows(ops, config, dtype, device),
+        "attention": _check_attention(ops, config, dtype, device, chosen),
+        "products": _check_products(ops, config, dtype, device, chosen),
+        "second view": _check_second_view(ops, config, dtype, device, chosen),
+        "picks": _check_picks(config, device),
+        "succession": _check_succession(ops, config, device, chosen),
+        "blocks": _check_blocks(config, dtype, device, chosen),
+    }
     if ops.bind_layers is not None and dtype != torch.float16:
-        yield from _check_layers(config, dtype, device, chosen)
-    yield from _check_second_view(ops, config, dtype, device, chosen)
-    yield from _check_picks(config, device)
-    yield from _check_succession(ops, config, device, chosen)
-    yield from _check_blocks(config, dtype, device, chosen)
+        groups["layers"] = _check_layers(config, dtype, device, chosen)
+    for kernels, checks in groups.items():
+        yield from each_or_failed(kernels, dtype, checks)
 
 
 def _check_rows(ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Iterator[Check]:

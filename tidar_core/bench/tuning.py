@@ -19,7 +19,14 @@ from tidar_core.bench.launches import SHARED_MEMORY
 from tidar_core.bench.measures import RANK, Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.triton_gemm import MOST_SPLITS, GemmTiles, exact_linear, gemm_tiles, product_planner
+from tidar_core.kernels.triton_gemm import (
+    MOST_SPLITS,
+    WIDEST_RANK,
+    GemmTiles,
+    exact_linear,
+    gemm_tiles,
+    product_planner,
+)
 from tidar_core.model.weights import LowRank
 
 ROWS = (1, 64)
@@ -44,7 +51,7 @@ def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
                 for splits in sorted(some)
                 for stages in STAGES
                 for warps in ((4, 8) if many else (4,))
-                if stages * (start.rows + wide + RANK) * step * dtype.itemsize <= SHARED_MEMORY
+                if stages * (start.rows + wide + WIDEST_RANK) * step * dtype.itemsize <= SHARED_MEMORY
             ]
     return list(dict.fromkeys(found))
 

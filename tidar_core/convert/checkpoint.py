@@ -146,6 +146,10 @@ def _path(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.safetensors"
 
 
+def has_checkpoint(directory: Path) -> bool:
+    return bool(_checkpoints(directory))
+
+
 def _checkpoints(directory: Path) -> list[Path]:
     """A user's copy of one beside them is not among them."""
     found = directory.glob("step-*.safetensors")

@@ -1,6 +1,7 @@
 """The `tidar convert` command."""
 
 import re
+import shlex
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -121,8 +122,8 @@ def convert_command(
             learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
         )  # fmt: skip
         options = ConvertOptions(
-            model=model, out=out.absolute(), data=data, minutes=minutes, own_tokens=own_tokens, steps=steps,
-            prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
+            model=model, out=out.expanduser().absolute(), data=data, minutes=minutes, own_tokens=own_tokens,
+            steps=steps, prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
             layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
             mode=mode,
         )  # fmt: skip
@@ -134,9 +135,9 @@ def convert_command(
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here", highlight=False)
         raise typer.Exit(130) from None
-    serve = f"--model {model} --adapter {out}" if mode == "adapter" else f"--model {out}"
+    said = shlex.join(["--model", model, "--adapter", str(out)] if mode == "adapter" else ["--model", str(out)])
     console.print(
-        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {serve}",
+        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {said}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
 

@@ -215,7 +215,8 @@ class FullTraining:
             )
         cosine = 0.5 * (1 + math.cos(math.pi * used))
         for group in self.optimizer.param_groups:
-            group["lr"] = config.final_rate + (config.learning_rate - config.final_rate) * cosine
+            final = min(config.final_rate, config.learning_rate)
+            group["lr"] = final + (config.learning_rate - final) * cosine
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         seconds = time.monotonic() - began

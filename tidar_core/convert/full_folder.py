@@ -69,6 +69,12 @@ def kept_tokens_per_step(out: Path) -> float:
     return float(found) if isinstance(found, int | float) else 0.0
 
 
+def full_steps(out: Path) -> int:
+    """Steps that the weights in `out` were trained for; 0 where there are none, or nothing says so."""
+    found = None if (contract := _contract(out)) is None else contract.training.get("steps")
+    return found if isinstance(found, int) else 0
+
+
 def _cannot_use(out: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out")
 

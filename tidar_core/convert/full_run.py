@@ -4,6 +4,7 @@ The folder that comes out is a checkpoint in transformers' layout with `tidar.js
 The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document.
 """
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -134,6 +135,12 @@ def measure(
     return best
 
 
+def state_dtype(config: Path, dtype: str) -> None:
+    """Writes into a config.json what the weights beside it are in: transformers writes what they are trained in."""
+    stated = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**stated, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
+
+
 def write_model(
     training: FullTraining,
     out: Path,
@@ -166,6 +173,7 @@ def write_model(
         shutil.rmtree(part, ignore_errors=True)
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in training.model.state_dict().items()}
         training.model.save_pretrained(part, state_dict=weights)
+        state_dtype(part / "config.json", "bfloat16")
         tokenizer.save_pretrained(part)
         (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (part / "README.md").write_text(_card(out.name, record), encoding="utf-8")

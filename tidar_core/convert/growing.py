@@ -4,7 +4,7 @@ A conversation follows from its job and from what the model said to it, so that 
 needs minutes for the first whole document, and would begin anew each time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -55,6 +55,11 @@ def take_up(conversation: Conversation, kept: Growing | None) -> tuple[Wish | No
             wish = conversation.advance(completion)
     fits = wish is not None and len(said) < wish.params.max_tokens  # no longer, where answers are to be shorter now
     return wish, said if fits else ()
+
+
+def waits_to_be_cut(directory: Path, done: Collection[int]) -> bool:
+    """Whether a run that was killed left conversations of its own plan there that are not `done`."""
+    return any(kept.number >= 0 and kept.number not in done for kept in read_growing(directory))
 
 
 def write_growing(directory: Path, conversations: Iterable[Growing]) -> None:

@@ -116,8 +116,8 @@ def gather_own_words(
 
     Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk half a
     minute later at most. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
-    prompts: a later run goes on with those, and with all that a kill interrupts. Raises ConfigError where the
-    disk is full or the model says nothing that can be used.
+    prompts: a later run goes on with those, and with all that a kill interrupts as far as there is time. Raises
+    ConfigError where the disk is full or the model says nothing that can be used.
     """
     stored = store.read()
     seen = set(stored.corpus.keys.tolist())
@@ -180,6 +180,13 @@ def gather_own_words(
             go_on(completion.key, conversation, conversation.advance(completion))
         if run.due:
             flush()
+    # Of a run that was killed, and there is no time to go on with it.
+    for kept in [kept for kept in left.values() if kept.number >= 0]:
+        del left[kept.job]
+        conversation = Conversation(plan_job(plan, kept.number), plan, tokenizer, seen)
+        _, said = take_up(conversation, kept)
+        conversation.cut(said)
+        run.finish(conversation)
     if run.in_vain and not run.answered:
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:

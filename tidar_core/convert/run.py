@@ -12,8 +12,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
-from tidar_core.convert.card import check_folder, counts_of, kept_tokens_per_step, made_from, write_folder
-from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.card import (
+    check_folder,
+    counts_of,
+    kept_tokens_per_step,
+    made_from,
+    trained_steps,
+    write_folder,
+)
+from tidar_core.convert.checkpoint import Progress, has_checkpoint
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import (
@@ -26,9 +33,10 @@ from tidar_core.convert.drafter import (
 )
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
-from tidar_core.convert.full_folder import check_replaceable, take_back
+from tidar_core.convert.full_folder import check_replaceable, full_steps, take_back
 from tidar_core.convert.full_run import train_full
 from tidar_core.convert.given import check_text, read_prompts
+from tidar_core.convert.growing import waits_to_be_cut
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.lock import alone_in
 from tidar_core.convert.options import ConvertOptions, Screen, Train
@@ -97,6 +105,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_replaceable(options.out, [path for path in read if path is not None])
     else:
         check_folder(options.out)
+    _check_result(options)
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
         _check_drafter(options, _shape(source, load_config(source), tokenizer))
@@ -112,6 +121,20 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         if options.mode == "full":
             return _train_full(options, device, source, tokenizer, stored, spent, screen)
         return train(options, spent, screen)
+
+
+def _check_result(options: ConvertOptions) -> None:
+    """Raises ConfigError where `out` holds what a training made that is gone: one that begins anew would at once put
+    something untrained in its place."""
+    adapter = options.mode == "adapter"
+    steps = trained_steps(options.out) if adapter else full_steps(options.out)
+    goes_on = adapter and Path(options.start).resolve() == options.out.resolve()
+    if steps and not goes_on and not has_checkpoint(options.work / "training"):
+        instead = f", or go on from it with --start {options.out}" if adapter else ""
+        raise ConfigError(
+            f"{options.out} holds what {steps:,} steps have trained, and the training itself is gone from "
+            f"{options.work}: choose another --out{instead}"
+        )
 
 
 def _told_of(stored: Corpus) -> str:
@@ -142,7 +165,8 @@ def _gather(
         known = read_header(directory)
         if known.tokenizer == tokenizer_fingerprint(tokenizer):
             stored = _open(options, directory, known, tokenizer, screen).read()
-            if _reached(goal, stored) and not unanswered(tokenizer, prompts, stored):
+            to_do = unanswered(tokenizer, prompts, stored) or waits_to_be_cut(directory, stored.done)
+            if _reached(goal, stored) and not to_do:
                 if known.model != source.name:
                     screen.line(f"{directory} holds the words of {known.model}: they are trained on as they are")
                 return stored.corpus, stored.seconds

@@ -94,12 +94,15 @@ def cuda_capture(device: torch.device) -> Capture:
 
     def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                work()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    work()
+        finally:  # what was launched before it failed may still run, and shares memory with what comes instead
+            torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # The stream as it was, also where a capture that failed leaves another one behind.
+        with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, pool=pool):
             result = work()
         return graph.replay, result
 

@@ -276,12 +276,14 @@ def product_planner(
     """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. bytes_behind: so much of
     the weight behind a product is asked for within it, in steps of few rows."""
     measured = measured or {}
-    arrivals: dict[torch.device, Tensor] = {}
+    # The last is the longest. Those before stay: graphs that were captured with them count there.
+    arrivals: dict[torch.device, list[Tensor]] = {}
 
     def arrived(count: int, device: torch.device) -> Tensor:
-        if device not in arrivals or len(arrivals[device]) < count:
-            arrivals[device] = torch.zeros(max(count, ARRIVALS), dtype=torch.int32, device=device)
-        return arrivals[device]
+        made = arrivals.setdefault(device, [])
+        if not made or len(made[-1]) < count:
+            made.append(torch.zeros(max(count, ARRIVALS), dtype=torch.int32, device=device))
+        return made[-1]
 
     def plan(
         x: Tensor,

@@ -85,7 +85,7 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         raise ConfigError(f"{directory.name}: its rope_parameters are not supported, only one rope_theta for all is")
     scaling = read_scaling(rope, config.max_position_embeddings, directory.name)
     stated_positions = config.max_position_embeddings
-    positions = scaled_positions(stated_positions, scaling)
+    positions = scaled_positions(stated_positions, scaling, architecture)
     if rope.get("llama_4_scaling_beta"):  # from there on queries are scaled by their position, which is not done here
         positions = min(positions, int(rope.get("original_max_position_embeddings") or stated_positions))
     window, windowed = _window(config, architecture, max(positions, stated_positions), directory.name)

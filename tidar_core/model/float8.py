@@ -11,7 +11,7 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
-LEAST_SCALE = 2.0**-126
+LEAST_EXPONENT = -126
 
 
 def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,8 +20,9 @@ def to_float8(rows: Tensor) -> tuple[Tensor, Tensor]:
     What is not a number stays so; a row with an infinite one has NaN as its scale."""
     largest = rows.abs().float().nan_to_num(nan=0.0, posinf=inf).amax(dim=-1)
     fraction, exponent = torch.frexp(torch.where(largest > 0, largest / LARGEST, 1.0))
-    powers = torch.ldexp(torch.ones_like(largest), torch.where(fraction == 0.5, exponent - 1, exponent))
-    scales = torch.where(largest < inf, powers.clamp_min(LEAST_SCALE), torch.nan)
+    exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp_min(LEAST_EXPONENT)
+    powers = ((exponent + 127) << 23).to(torch.int32).view(torch.float32)  # exact: a GPU's pow need not be
+    scales = torch.where(largest < inf, powers, torch.nan)
     return (rows.float() / scales[..., None]).to(FLOAT8), scales
 
 

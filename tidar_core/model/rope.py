@@ -95,15 +95,16 @@ def is_long(config: ModelConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.long
 
 
-def scaled_positions(max_positions: int, scaling: RopeScaling | None) -> int:
+def scaled_positions(max_positions: int, scaling: RopeScaling | None, architecture: str = "") -> int:
     """Positions that the model knows: `max_positions` as its configuration states them, or more by its scaling.
 
     A yarn checkpoint may state the length before or after scaling; a linear one states it before, by transformers'
-    rule; a llama3 one after. longrope's are those before it is `stretched`.
+    rule, but for Gemma 3's; a llama3 one after. longrope's are those before it is `stretched`.
     """
     if scaling is not None and scaling.rope_type == "longrope":
         return min(max_positions, int(scaling.original_max_position_embeddings or max_positions))
-    if scaling is None or scaling.rope_type not in ("linear", "yarn"):
+    scaled_already = architecture == "gemma3_text"
+    if scaling is None or scaling.rope_type not in ("linear", "yarn") or scaled_already:
         return max_positions
     before = scaling.original_max_position_embeddings or max_positions
     return max(max_positions, int(before * scaling.factor))

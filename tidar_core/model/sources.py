@@ -41,9 +41,9 @@ def find_model(name: str) -> ModelSource:
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, leaves an unknown ~user as it is
     if name == DEFAULT_MODEL:
         return _embedded_model() or _hub_model(DEFAULT_MODEL_HUB_ID, DEFAULT_MODEL)
-    if name and path.is_dir():
+    if name and os.path.isdir(path):  # unlike Path.is_dir, False where a folder above must not be read
         return _model_in(path.resolve())
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise ConfigError(f"{name} is no GGUF file: give a .gguf file, a checkpoint's directory or a hub id")
         path = path.absolute()
