@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.trained import Killed, run_command
@@ -201,6 +202,24 @@ def test_text_is_too_little_is_said(tmp_path):
     )
     assert status == 1
     assert "give more --text" in said
+
+
+def test_weights_that_are_not_there_are_not_made_up(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(200)))
+    common = (model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--steps", 2)
+    status, said = run_command(*common)
+    assert status == 1
+    assert "model.layers.1.mlp.up_proj.weight" in said
+    (model / "model.safetensors").unlink()
+    torch.save(weights, model / "pytorch_model.bin")
+    status, said = run_command(*common)
+    assert status == 1
+    assert "safetensors" in said
+    assert "Traceback" not in said
 
 
 # The folder

@@ -1,12 +1,15 @@
 """The room that an engine has: positions of its model, pages for K/V, and prefixes that are kept in them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
+from tidar_core.config import ConfigError
+from tidar_core.engine import start
 from tidar_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -63,3 +66,9 @@ def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tok
     assert small._runner.cache.keys.eq(0).all()
     (answer,) = answer_all(small, [(5, 6, 7)], [replace(GREEDY, max_tokens=tokens - 3, drafts="full")])
     assert len(answer.tokens) == tokens - 3
+
+
+def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    with pytest.raises(ConfigError, match="no memory is left for keys and values"):
+        tiny_engine(tmp_path, cache_tokens=0)

@@ -29,8 +29,10 @@ from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measur
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
 from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
+from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
+from tidar_core.model.loading import check_tensors
 from tidar_core.model.sources import ModelSource
 
 MASK_TOKEN = "<|mask|>"
@@ -53,7 +55,8 @@ def train_full(
 ) -> Progress:
     """Trains from the checkpoint, or from where an earlier run stopped; the best model so far is in `out`.
 
-    Raises ConfigError where there is nothing to learn from, where the loss is not a number and on a full disk.
+    Raises ConfigError where there is nothing to learn from, where weights are missing, where the loss is not a number
+    and on a full disk.
     """
     learnt, held = corpus.split()
     usable = [int(index) for index in learnt if teaches(*corpus.document(int(index)), config.longest)]
@@ -61,6 +64,7 @@ def train_full(
     judged = [tokens for tokens in judged if len(tokens) > config.block]
     if not usable or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
+    check_tensors(source, load_config(source))  # transformers would make up what is missing
     model = dense_model(source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, tokenizer)
     training = FullTraining(model.to(device), mask, config, corpus.document)

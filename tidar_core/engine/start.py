@@ -241,7 +241,8 @@ def _gpu_ops(
 def _cache_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
 ) -> int:
-    """Pages to hold, at least one; no more than all sequences at their longest could use."""
+    """Pages to hold, at least one; no more than all sequences at their longest could use. Raises ConfigError where
+    there is no memory for one."""
     most = -(-positions // config.page_size) * config.max_running
     if config.cache_tokens:
         return max(1, min(most, config.cache_tokens // config.page_size))
@@ -251,7 +252,12 @@ def _cache_pages(
         room = GPU_CACHE_SHARE * torch.cuda.mem_get_info(device)[0]
     else:
         room = min(CPU_CACHE_SHARE * psutil.virtual_memory().available, CPU_CACHE_MOST)
-    return max(1, min(most, int(room) // page_bytes))
+    if room < page_bytes:
+        raise ConfigError(
+            f"no memory is left for keys and values beside the weights of {model.architecture}: free some on "
+            f"{device.type}, or serve the model in fewer bits (--dtype)"
+        )
+    return min(most, int(room) // page_bytes)
 
 
 def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType, long: bool) -> str:

@@ -57,8 +57,11 @@ class CompileError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept between starts, if it can be written."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "tidar"
+    """Where compiled kernels are kept between starts, if it can be written. For a user without a home it lies where
+    nothing can be."""
+    named, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    kept = f"{home}/.cache" if os.path.isabs(home) else os.devnull
+    return Path(named if os.path.isabs(named) else kept) / "tidar"
 
 
 def compiled_library() -> ctypes.CDLL:
@@ -88,8 +91,6 @@ def compiled_library() -> ctypes.CDLL:
 
 def _writable(directory: Path) -> bool:
     """Whether files can be made there; makes the directory, and clears it of what was abandoned."""
-    if not directory.is_absolute():  # of a user without a home
-        return False
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

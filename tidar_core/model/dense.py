@@ -17,7 +17,9 @@ def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
     """The model in one dtype; quantized weights are unpacked. choices: more for `from_pretrained`."""
     if source.gguf_file is None and not _is_plain(source):
         return _rebuilt_model(source, dtype, **choices)
-    if source.gguf_file is not None:
+    if source.gguf_file is None:
+        choices["use_safetensors"] = True  # what is pickled is never touched
+    else:
         choices["gguf_file"] = source.gguf_file
         if hasattr(transformers, "GgufConfig"):  # where it would leave them packed if it could
             choices["quantization_config"] = transformers.GgufConfig(dequantize=True)

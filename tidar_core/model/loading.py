@@ -304,6 +304,12 @@ def _tensors_to_read(checkpoint: Checkpoint, config: ModelConfig, model: str) ->
     return wanted
 
 
+def check_tensors(source: ModelSource, config: ModelConfig) -> None:
+    """Raises ConfigError where a tensor that the decoder needs is not there or cannot be read; reads headers alone."""
+    with open_checkpoint(source, config) as checkpoint:
+        _tensors_to_read(checkpoint, config, source.name)
+
+
 def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that the decoder needs, as transformers calls them."""
     hidden, inner = config.hidden_size, config.intermediate_size
