@@ -10,7 +10,7 @@ import { between, byReplica, parseMetrics } from "./prometheus.js";
 const EVERY_MS = 1000;
 const KEPT = 60; // readings: a minute
 const WINDOW = 5; // readings over which rates are taken
-const GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
+const LONGEST_GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
 const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
@@ -117,7 +117,7 @@ export class Cluster {
       const title = several ? `${values.model}, replica ${name}` : `Replica ${name}`;
       card.title.textContent = title;
       card.root.setAttribute("aria-label", title);
-      const known = card.readings.at(-1)?.now > now - GAP ? card.readings : [];
+      const known = card.readings.at(-1)?.now > now - LONGEST_GAP ? card.readings : [];
       card.readings = [...known, { now, values }].slice(-KEPT - WINDOW);
       this.#showCard(card);
     }
