@@ -49,11 +49,6 @@ def ended_badly(output: StepOutput) -> bool:
     return output.finish is not None and output.finish.reason is FinishReason.ABORT
 
 
-def failed(output: StepOutput) -> bool:
-    """The engine could not go on with the request."""
-    return output.finish is not None and output.finish.reason is FinishReason.ERROR
-
-
 class Attempt:
     """A call that is made at once. call: makes it, for a mailbox. silence: what comes after the call's own end comes
     within so many seconds."""
@@ -142,9 +137,10 @@ class Attempt:
         if isinstance(item, Refusal):
             raise Lost(f"refused: {item.message}", refused=self.replica)
         if isinstance(item, StepOutput):
+            assert item.finish is not None
             if ended_badly(item):
                 raise Lost("aborted", self.replica)
-            raise Lost(f"failed: {item.finish and item.finish.error}", refused=self.replica)
+            raise Lost(f"failed: {item.finish.error}", refused=self.replica)
         assert isinstance(item, Exception)
         self._judge(item)
 
@@ -184,8 +180,8 @@ class Attempt:
         while True:
             for item in came:
                 if isinstance(item, StepOutput) and not ended_badly(item):
-                    if failed(item):
-                        raise Lost(f"failed: {item.finish and item.finish.error}")
+                    if item.finish is not None and item.finish.reason is FinishReason.ERROR:
+                        raise Lost(f"failed: {item.finish.error}")
                     items.append(item)
                 elif isinstance(item, Refusal) and self.start.kind is None:
                     raise Lost(f"refused: {item.message}")  # the client's to hear, once it comes from no rival

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from cluster.attempts import Attempt, Start, ended_badly, failed
+from cluster.attempts import Attempt, Start, ended_badly
 from cluster.channels import Call, Channels, Lost, Turn
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
@@ -32,7 +32,7 @@ from cluster.metrics import IngressMetrics
 from cluster.replica import HEARTBEAT_SECONDS, EngineKind
 from cluster.routing import Way
 from cluster.tracing import AttemptSpan
-from tidar_core.request import Request, StepOutput
+from tidar_core.request import FinishReason, Request, StepOutput
 
 log = logging.getLogger("ray.serve")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
@@ -112,11 +112,9 @@ class Story:
 
     def at_fault(self, output: StepOutput, start: Start) -> bool:
         """Whether an attempt failed at what others had brought, before it brought anything: another may do better."""
-        return failed(output) and bool(self.emitted) and len(start.request.emitted) == self._known
-
-    @property
-    def _known(self) -> int:
-        return len(self.request.emitted) + len(self.emitted)
+        failed = output.finish is not None and output.finish.reason is FinishReason.ERROR
+        resumed = len(start.request.emitted) == len(self.request.emitted) + len(self.emitted)
+        return failed and resumed and bool(self.emitted)
 
     def take(self, output: StepOutput, start: Start) -> StepOutput:
         """Note what a step of an attempt brought; the output as if there had been no other attempt before."""
@@ -245,12 +243,12 @@ class Carrier:
         if not set(self._replicas.replicas) - never:
             return
         log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
-        self._metrics.rival_begun()
         try:
             story.rival = self._begin(story, Way(never=never, marks=story.marks, moved=bool(story.emitted)))
         except Exception as error:  # nothing of the attempt's, whose replica may speak again
             log.info("no rival for request %s: %s", story.request.request_id, error)
             return
+        self._metrics.rival_begun()
         story.rival.race(attempt)
 
     def _drop_rival(self, story: Story, cause: str) -> None:
