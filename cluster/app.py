@@ -115,7 +115,9 @@ def replica_count(options: ServeOptions, served: ServedModel) -> dict[str, Any]:
     policy = AutoscalingPolicy(policy_function=POLICY, policy_kwargs={"answers_each": options.target_ongoing_requests})
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,
-        initial_replicas=max(1, options.min_replicas),  # one at least: it says what the model is, and that it loads
+        # At first one at least, which says what the model is, and that it loads. Stated, it would also be where a
+        # fleet under load begins anew at each change of the options.
+        initial_replicas=1 if options.min_replicas == 0 else None,
         max_replicas=served.engines,
         metrics_interval_s=MEASURE_SECONDS,
         look_back_period_s=LOOK_BACK_SECONDS,

@@ -44,8 +44,12 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
     if not isinstance(document, dict):
         return None
     if document.get("kind") == "RayService":
+        spec = document.get("spec") or {}
+        text = spec.get("serveConfigV2") or "" if isinstance(spec, dict) else None
+        if not isinstance(text, str):
+            raise ConfigError(f"{path}: spec.serveConfigV2 is no text: write `serveConfigV2: |` before it")
         try:
-            inner = yaml.safe_load((document.get("spec") or {}).get("serveConfigV2") or "")
+            inner = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{path}: serveConfigV2 is no YAML: {' '.join(str(error).split())}") from None
         return inner if isinstance(inner, dict) else {}
@@ -109,8 +113,9 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
     except ConfigError as error:
         yield f"args: {error}"
     deployments = application.get("deployments")
-    for deployment in deployments if isinstance(deployments, list) else ():
+    for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
         if not isinstance(deployment, dict):
+            yield f"deployments[{number}] is no mapping: give its name and settings"
             continue
         name = str(deployment.get("name"))
         if name not in names:

@@ -58,7 +58,8 @@ class Directory:
         self._card: ModelCard | None = None
         self._backend: Tokenizer | None = None
         self._task: asyncio.Task[None] | None = None
-        self._described: set[str] = set()  # the replicas of which one gave the card
+        self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
+        self._describer: str | None = None
         self._found = asyncio.Event()
 
     async def start(self) -> None:
@@ -230,8 +231,10 @@ class Directory:
         self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive:
             self._found.set()
-        if alive and alive != self._described:
+        if alive - self._described or (alive and self._describer not in alive):
             await self._read_card(alive)
+        elif alive:  # some are gone: to read the same card again would keep streams waiting that they leave behind
+            self._described = alive
 
     async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers; those that do not answer in time are left out."""
@@ -276,4 +279,4 @@ class Directory:
         name = min(alive - self._described or alive)
         for card in (await self._ask_each([name], METRICS_SECONDS, "describe")).values():
             self._backend = prepare(card)
-            self._card, self._described = card, alive
+            self._card, self._described, self._describer = card, alive, name

@@ -179,16 +179,22 @@ class Carrier:
         marks = b"" if story.tries else story.marks
         avoid = self._replicas.silent | self._channels.quiet
         never = frozenset(story.refused)
-        return self._begin(story, Way(never=never, avoid=avoid, marks=marks, moved=bool(story.emitted)))
+        return self._begin(story, Way(never=never, avoid=avoid, marks=marks))
 
     def _begin(self, story: Story, way: Way) -> Attempt:
         start = story.start(doubled(self._patience.silence, story.tries, LONGEST_WAIT_SECONDS))
+        way = replace(way, moved=bool(story.emitted), counted=story.replica is not None)
         span = AttemptSpan(self._tracer, story.request.request_id, start.number, len(story.emitted))
 
         def call(mailbox: str) -> Call:
             return self._replicas.generate(start.request, mailbox, start.kind, way)
 
-        return Attempt(start, span, self._channels, call, self._patience.silence)
+        try:
+            return Attempt(start, span, self._channels, call, self._patience.silence)
+        except Exception as error:
+            span.failed(error)
+            span.over()
+            raise
 
     def _leave(self, attempt: Attempt) -> None:
         if attempt.finished:  # its last words are still to come
@@ -244,7 +250,7 @@ class Carrier:
             return
         log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
         try:
-            story.rival = self._begin(story, Way(never=never, marks=story.marks, moved=bool(story.emitted)))
+            story.rival = self._begin(story, Way(never=never, marks=story.marks))
         except Exception as error:  # nothing of the attempt's, whose replica may speak again
             log.info("no rival for request %s: %s", story.request.request_id, error)
             return
@@ -295,8 +301,10 @@ class Carrier:
             story.lost_at = now
         self._note(story, lost)
         again = 0
+        if attempt.accepted is not None or lost.replica is not None:
+            story.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
         if lost.replica is not None:
-            story.cause, again = lost.cause, story.losses.count(lost.replica)
+            again = story.losses.count(lost.replica)
             story.losses.append(lost.replica)
         log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
         if rival is None or not rival.won:
@@ -313,10 +321,12 @@ class Carrier:
         """Raises ApiError where there shall be no further attempt."""
         patience, lost_ones = self._patience, len(set(story.losses))
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
-        if lost_ones >= patience.losses or now - (story.lost_at or now) > give_up:
+        stuck = len(story.losses) >= patience.losses and now - story.heard_at > give_up
+        if lost_ones >= patience.losses or stuck or now - (story.lost_at or now) > give_up:
             tried = f"{lost_ones} engine replicas were lost under this request"
+            stayed = f"it was lost {len(story.losses)} times within {give_up:g} s without a new token"
             waited = f"no engine replica took this request on within {give_up:g} s"
-            message = tried if lost_ones >= patience.losses else waited
+            message = tried if lost_ones >= patience.losses else stayed if stuck else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
             raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
 

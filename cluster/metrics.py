@@ -17,6 +17,11 @@ LABELS = ("model_name", "engine")
 FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+# Why streams go on elsewhere. Prometheus counts no increase where a series first appears: these stand at 0 before.
+USUAL_CAUSES = (
+    *("silent", "quiet", "aborted", "failed", "refused", "ended early", "call failed", "engine failed"),
+    *("cancelled by the server", "ActorDiedError", "ActorUnavailableError", "AioRpcError", "RequestCancelledError"),
+)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -154,6 +159,8 @@ class IngressMetrics:
             "tidar:stream_handovers", "Requests that went on at another replica.", ("ingress", "cause"),
             registry=self._registry,
         )  # fmt: skip
+        for cause in USUAL_CAUSES:
+            self._handovers.labels(ingress, cause)
         self._gaps = Histogram(
             "tidar:stream_handover_seconds",
             "From losing a replica to being accepted by the next, or from calling the next where that came before.",

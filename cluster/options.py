@@ -49,6 +49,9 @@ class ServedModel:
     engines: int
 
 
+ONLY_ASLEEP = ("downscale_to_zero_delay_s", "wake_seconds")  # options that say nothing of a model that never sleeps
+
+
 class ServeOptions(BaseModel):
     """The models behind the API; also the `args` of the application builder in a Serve config file.
 
@@ -151,10 +154,12 @@ class ServeOptions(BaseModel):
         counts = {"replicas": self.replicas != 1}
         counts |= {f"models.{name}.replicas": further.replicas is not None for name, further in self.models.items()}
         said = [place for place, given in counts.items() if given]
+        unused = [name for name, value in self._scaling.items() if value != type(self).model_fields[name].default]
         if self.max_replicas is None:
-            unused = [name for name, value in self._scaling.items() if value != type(self).model_fields[name].default]
             if unused:
                 raise ValueError(f"{unused[0]} needs max_replicas; without it there are always `replicas` engines")
+        elif self.min_replicas and (sleeping := [name for name in unused if name in ONLY_ASLEEP]):
+            raise ValueError(f"{sleeping[0]} needs min_replicas 0; with {self.min_replicas} the model never sleeps")
         elif said:
             raise ValueError(
                 f"{said[0]} and max_replicas both say how many engines there are; leave one of the two out"
@@ -197,6 +202,7 @@ class ServeOptions(BaseModel):
             "upscale_delay_s": self.upscale_delay_s,
             "downscale_delay_s": self.downscale_delay_s,
             "downscale_to_zero_delay_s": self.downscale_to_zero_delay_s,
+            "wake_seconds": self.wake_seconds,
         }
 
     @property

@@ -30,13 +30,14 @@ UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counte
 class Way:
     """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
     prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached. `moved`: it is for a stream that
-    has begun elsewhere."""
+    has begun elsewhere. `counted`: some replica has counted the call's prompt."""
 
     never: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
     only: str | None = None
     marks: bytes = b""
     moved: bool = False
+    counted: bool = False
 
 
 ANYWHERE = Way()

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any
 
 import httpx
@@ -31,17 +32,25 @@ class Look:
     models: Mapping[str, str] = field(default_factory=dict)
 
 
-def show_status(address: str, key: str | None = None, live: bool = False, console: Console | None = None) -> None:
-    """Print the model and a row a replica; `key` is sent where one is given. live: go on until Ctrl-C.
+def show_status(
+    address: str,
+    key: str | None = None,
+    metrics_key: str | None = None,
+    live: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print the model and a row a replica. key: sent where one is given; metrics_key: in its place for the metrics.
+    live: go on until Ctrl-C.
 
     Raises ConfigError where nothing answers at `address`.
     """
     console = console or Console()
     base = (address if "://" in address else f"http://{address}").rstrip("/")
     console.print(model_table(base, key), highlight=False)
-    before = look(base, key)
+    metrics_key = metrics_key or key
+    before = look(base, metrics_key)
     time.sleep(FIRST_SECONDS)
-    now = look(base, key)
+    now = look(base, metrics_key)
     if not live:
         console.print(replica_table(now, before))
         return
@@ -49,7 +58,7 @@ def show_status(address: str, key: str | None = None, live: bool = False, consol
         while True:
             time.sleep(LIVE_SECONDS)
             try:
-                before, now = now, look(base, key)
+                before, now = now, look(base, metrics_key)
             except ConfigError as error:
                 shown.update(f"{error}", refresh=True)  # it may come back
                 continue
@@ -89,12 +98,20 @@ def look(base: str, key: str | None) -> Look:
 def fetch(url: str, key: str | None) -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(url, timeout=10, headers=headers)
+        # No proxy that the environment names reaches this machine's own addresses.
+        response = httpx.get(url, timeout=10, headers=headers, trust_env=not is_loopback(httpx.URL(url).host))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"nothing answers at {url} ({error}): is `tidar up` running there?") from None
     if response.status_code != 200:
         raise ConfigError(f"{url} answers {response.status_code}: {message_of(response)}")
     return response
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def message_of(response: httpx.Response) -> str:

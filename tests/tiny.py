@@ -26,8 +26,9 @@ from tidar_core.model.adapter import Adapter, identify_base, save_adapter
 from tidar_core.model.adapter_config import AdapterConfig, Projection
 from tidar_core.model.configuration import load_config
 from tidar_core.model.gguf import gguf_name
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

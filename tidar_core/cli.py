@@ -136,6 +136,9 @@ def named(pairs: list[str], option: str, kind: str) -> dict[str, str]:
 def status(
     address: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
     key: Annotated[str | None, typer.Option(envvar="TIDAR_API_KEY", help="An API key, where one is wanted.")] = None,
+    metrics_key: Annotated[
+        str | None, typer.Option(envvar="TIDAR_METRICS_KEY", help="One of --metrics-keys, where those differ.")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print it once, as to a pipe.")] = False,
 ) -> None:
     """Show what a running server serves: model, replicas, load, tokens per second, acceptance; on a terminal until
@@ -145,7 +148,7 @@ def status(
             from cluster.status import show_status
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
-        show_status(address, key, live=sys.stdout.isatty() and not once)
+        show_status(address, key, metrics_key, live=sys.stdout.isatty() and not once)
 
 
 @app.command()

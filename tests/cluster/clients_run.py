@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tests.servers import Server, running, start
 from tidar_core.config import DEFAULT_MODEL
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 OPENAI = """
 import sys

@@ -165,7 +165,7 @@ class Stage:
             for sample in metric.samples:
                 if sample.name == "tidar:stream_rivals_total":
                     begun = int(sample.value)
-                if sample.name == "tidar:stream_handovers_total":
+                if sample.name == "tidar:stream_handovers_total" and sample.value:
                     causes[sample.labels["cause"]] = int(sample.value)
         return begun, causes
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.app import replica_count
 from cluster.autoscaling import FULL, LONG_WAIT_SECONDS, START_SECONDS, LoadPolicy, Reading, read, replicas_wanted
 from cluster.options import FurtherModel, ServeOptions
 from tests.cluster.scale_run import PROMPTS, follow, replicas_there, verdict
@@ -107,6 +108,21 @@ def test_replicas_that_start_are_let_come() -> None:
     assert LoadPolicy()(context(idle, 1, 3, since_up=START_SECONDS + 1)) == (0, {}), "they never came"
     busy = metrics_of(a=Reading(40, 32, 0, 0))
     assert LoadPolicy(answers_each=4.0)(context(busy, 1, 3, since_up=5)) == (10, {})
+
+
+def test_requests_that_wait_while_one_starts_do_not_start_another() -> None:
+    waiting = metrics_of(a=Reading(5, 32, 0.1, 2 * LONG_WAIT_SECONDS))
+    assert LoadPolicy()(context(waiting, 1, 1)) == (2, {})
+    assert LoadPolicy()(context(waiting, 1, 2, since_up=5)) == (2, {})
+    one_of_many = metrics_of(a=Reading(5, 32, 0.1, 60), **{name: Reading(1, 32, 0, 0) for name in "bcd"})
+    assert LoadPolicy()(context(one_of_many, 4, 4)) == (1, {}), "a router that finds the others is what it wants"
+
+
+@pytest.mark.parametrize(("least", "initial"), [(0, 1), (2, None)])
+def test_a_change_of_the_options_leaves_a_fleet_as_large_as_it_is(least: int, initial: int | None) -> None:
+    options = ServeOptions(model="tiny", min_replicas=least, max_replicas=8)
+    (served,) = options.served.values()
+    assert replica_count(options, served)["autoscaling_config"].initial_replicas == initial
 
 
 def asleep(server: Server) -> bool:

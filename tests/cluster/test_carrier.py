@@ -1,6 +1,7 @@
 """The hand-over by itself, with replicas that do as a script says: what is passed on never shows it."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Never
@@ -116,6 +117,24 @@ def test_a_handover_is_counted_by_its_cause() -> None:
     assert 'tidar:stream_handover_seconds_count{ingress="here"} 2.0' in page
 
 
+def test_usual_causes_are_there_before_they_count() -> None:
+    """Prometheus sees no increase where a series first appears."""
+    page = render([IngressMetrics("here").collect()]).decode()
+    for cause in ("silent", "ActorDiedError"):
+        assert f'tidar:stream_handovers_total{{cause="{cause}",ingress="here"}} 0.0' in page
+
+
+def test_what_an_engine_says_of_its_failure_is_no_name_of_a_series() -> None:
+    _, metrics = carry(Cast([Act(2), Act(end="refuses"), Act()]))
+    assert 'handovers_total{cause="refused",ingress="here"} 1.0' in render([metrics.collect()]).decode()
+
+
+def test_a_prompt_is_counted_by_the_first_replica_that_has_it() -> None:
+    cast = Cast([Act(end="never accepts"), Act(0), Act(2), Act()])
+    carry(cast)
+    assert [way.counted for way in cast.ways] == [False, False, True, True]
+
+
 def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_again() -> None:
     cast = Cast([Act(2), Act(end="other kind"), Act()])
     outputs, _ = carry(cast)
@@ -173,7 +192,7 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     cast = Cast([Act(end="never accepts"), Act()])
     outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert b"handovers_total{" not in render([metrics.collect()])  # nobody had it
+    assert set(re.findall(rb"handovers_total{.*} (.*)", render([metrics.collect()]))) == {b"0.0"}  # nobody had it
     assert [way.marks for way in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
 
 

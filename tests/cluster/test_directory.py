@@ -232,6 +232,30 @@ def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: Model
     asyncio.run(run())
 
 
+def test_the_card_is_not_read_again_because_another_replica_is_gone(card: ModelCard) -> None:
+    """It brings the whole tokenizer, just when streams are to be handed over."""
+    asked: list[str | None] = []
+
+    class Counted(Handle):
+        async def answer(self, method: str, way: Way) -> Any:
+            if method == "describe":
+                asked.append(way.only)
+            return await super().answer(method, way)
+
+    async def run() -> None:
+        handle = Counted({"r0", "r1", "r2"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        for gone in ("", "r2", "r1"):
+            handle.there = handle.there - {gone}
+            await directory._look()
+        assert asked == ["r0"]
+        handle.there = {"r1"}
+        await directory._look()
+        assert asked == ["r0", "r1"]
+
+    asyncio.run(run())
+
+
 def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
     """It may have another drafter than those before it."""
 

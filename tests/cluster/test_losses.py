@@ -8,11 +8,12 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
+from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
 from cluster.metrics import IngressMetrics
 from cluster.replica import Accepted, Batch, EngineKind
 from cluster.routing import Way
-from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Listening, Scripted, carry, undisturbed
 from tests.cluster.test_carrier import goes_on_behind
 from tidar_core.request import Request
 
@@ -56,6 +57,23 @@ def test_patience_begins_anew_with_each_loss() -> None:
     outputs, _ = carry(cast, Patience(silence=0.1, give_up=0.3))
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert len(cast.calls) == 3
+
+
+def test_a_replica_that_is_lost_again_and_again_is_not_tried_for_ever() -> None:
+    """As a single engine that is stopped for longer than it may be silent, time after time."""
+
+    class Same(Cast):
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+            super().generate(request, mailbox, kind, way).name = "r0"
+            return self.calls[-1]
+
+        def listen(self, replica: str, mailbox: str) -> Listening:
+            return Listening(self.calls[-1])
+
+    cast = Same([Act(0, end="silent")])
+    with pytest.raises(ApiError, match=r"it was lost \d+ times within 1 s without a new token"):
+        carry(cast, Patience(silence=0.1, give_up=1))
+    assert 4 <= len(cast.calls) < 20
 
 
 def test_who_refuses_what_was_begun_elsewhere_is_not_asked_again() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from cluster.api import build_api
 from cluster.directory import Directory
@@ -17,6 +18,7 @@ from tests.cluster.fuzz import fuzz
 from tests.cluster.guarded import ORIGIN, Guarded
 from tests.cluster.rough import half_open, large_body, memory, slow_reader, tiny_requests
 from tests.cluster.test_api import NoReplica
+from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 
@@ -56,6 +58,14 @@ def test_no_route_but_the_page_and_health_answers_without_a_key(stranger: httpx.
     assert guarded.key not in page.text
     assert stranger.get("/metrics", headers={"Authorization": f"Bearer {guarded.metrics_key}"}).status_code == 200
     assert stranger.get("/metrics", headers=guarded.headers).status_code == 401
+
+
+def test_status_takes_a_key_for_the_api_and_one_for_the_metrics(guarded: Guarded) -> None:
+    asked = ["status", "--once", "--address", guarded.url, "--key", guarded.key]
+    assert CliRunner().invoke(app, asked).exit_code == 1
+    told = CliRunner().invoke(app, [*asked, "--metrics-key", guarded.metrics_key])
+    assert told.exit_code == 0, told.output
+    assert "tokens/s" in told.output
 
 
 def test_the_documents_routes_are_the_applications() -> None:

@@ -32,8 +32,8 @@ from tidar_core.convert.shards import DataHeader, Document, content_key, open_st
 from tidar_core.convert.trainer import StepReport, TrainConfig
 from tidar_core.model.adapter import tokenizer_fingerprint
 from tidar_core.model.adapter_config import read_adapter_config
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 STEPS, ROWS = 40, 128
 

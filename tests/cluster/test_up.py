@@ -129,6 +129,13 @@ def test_options_of_a_config_file_are_checked(fields: dict[str, Any]) -> None:
         ServeOptions(**fields)
 
 
+@pytest.mark.parametrize("name", ["wake_seconds", "downscale_to_zero_delay_s"])
+def test_what_only_a_model_that_sleeps_needs_is_refused_elsewhere(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} needs min_replicas 0"):
+        ServeOptions(max_replicas=2, **{name: 5.0})
+    assert ServeOptions(max_replicas=2, min_replicas=0, **{name: 5.0}).sleeps
+
+
 def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert running_cluster() is None
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -165,6 +172,11 @@ def test_status_of_a_running_server(server: Server) -> None:
     assert "float32 on cpu" in result.output
     assert "tokens/s" in result.output
     assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{PORT}")
+
+
+def test_status_asks_this_machine_past_any_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
+    assert tidar("status", "--address", server.url).exit_code == 0
 
 
 def test_status_on_a_terminal_goes_on_until_ctrl_c(server: Server, tmp_path: Path) -> None:

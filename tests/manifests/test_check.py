@@ -60,6 +60,7 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "replicas"), 0, "args: replicas is 0: a model that may sleep has min_replicas 0 and max_r"),
         ((*APP, "args", "min_replicas"), 0, "args: min_replicas needs max_replicas; without it there are always"),
         ((*APP, "args", "max_replicas"), 8, "Engine: autoscaling_config would take the place of the args' max_replic"),
+        ((*APP, "args", "wake_seconds"), 5, "args: wake_seconds needs max_replicas"),
         ((*APP, "args", "max_replica"), 8, "args: unknown key 'max_replica': did you mean 'max_replicas'?"),
         ((*APP, "args", "downscale_delay_s"), -1, "args: downscale_delay_s is -1: input should be greater than or"),
         ((*APP, "args", "device"), "cpu", "args: accelerator H100 is a GPU, but device is cpu; leave one of"),
@@ -69,6 +70,7 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "accelerator"), "h100", "accelerator 'h100' is no GPU that Ray knows: did you mean 'H100'?"),
         ((*APP, "args", "accelerator"), "TPU", "is no GPU that Ray knows: there are V100"),
         ((*APP, "import_path"), "cluster.app:biuld", "import_path 'cluster.app:biuld' is none of cluster.app:build, "),
+        (ENGINE, "Engine", "deployments[0] is no mapping: give its name and settings"),
         ((*ENGINE, "name"), "Engin", "unknown deployment 'Engin': did you mean 'Engine'?"),
         ((*ENGINE, "num_replica"), 2, "deployments[0]: unknown key 'num_replica': did you mean 'num_replicas'?"),
         ((*ENGINE, "num_replicas"), 0, "deployment Engine: num_replicas is 0: no request would wake the model"),
@@ -126,6 +128,9 @@ def test_the_command_ends_as_a_script_expects(tmp_path: Path) -> None:
     for empty in (None, {}, {"serveConfigV2": None}):
         wrong.write_text(yaml.safe_dump({"kind": "RayService", "spec": empty}))
         assert runner.invoke(app, ["check", str(wrong)]).stderr.startswith(f"{wrong}: ")
+    for odd in ([], "text", {"serveConfigV2": {"applications": []}}, {"serveConfigV2": [1]}):
+        wrong.write_text(yaml.safe_dump({"kind": "RayService", "spec": odd or ["x"]}))
+        assert "write `serveConfigV2: |`" in runner.invoke(app, ["check", str(wrong)]).stderr
     service = {"kind": "RayService", "spec": {"serveConfigV2": yaml.safe_dump(spoiled((*APP, "arg"), {}))}}
     wrong.write_text(yaml.safe_dump(service))
     assert "unknown key 'arg'" in runner.invoke(app, ["check", str(wrong)]).stderr

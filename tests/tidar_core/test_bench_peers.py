@@ -19,8 +19,9 @@ from tidar_core.bench.peers.worker import compiled_steps, device_name
 from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.config import ConfigError
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 ROOM = Room(64, 2)
 

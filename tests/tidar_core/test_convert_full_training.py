@@ -26,8 +26,8 @@ from tidar_core.convert.full_folder import kept_tokens_per_step, part_of
 from tidar_core.convert.trainer import Budget
 from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 
 @dataclass

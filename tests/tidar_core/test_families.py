@@ -26,6 +26,7 @@ LONGROPE = {
     "stated": {"original_max_position_embeddings": ORIGINAL},
     "max_positions": STRETCHED,
 }
+STRAY: dict[str, Any] = {"stated": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}}
 GRANITE = {"residual_multiplier": 0.5, "attention_multiplier": 0.3, "logits_scaling": 5.0}
 CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "granite": ("granite", {"tied": False}),
@@ -86,6 +87,36 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
         {"heads": 3, "kv_heads": 1, "head_dim": 32, "rope": {"partial_rotary_factor": 0.75}},
     ),
     "phi3, longrope": ("phi3", LONGROPE),
+    "phi3, longrope of a part of each head": (
+        "phi3",
+        {
+            **LONGROPE,
+            "heads": 3,
+            "kv_heads": 1,
+            "head_dim": 32,
+            "rope": {
+                **LONGROPE["rope"],
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * each for each in range(12)],
+                "long_factor": [2.0 + each for each in range(12)],
+            },
+        },
+    ),
+    "glm4, yarn": (
+        "glm4",
+        {
+            "head_dim": 32,
+            "rope": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    **{f"{name}, windows that it has not": (name, STRAY) for name in ("seed_oss", "granite", "olmo2", "ministral3")},
+    "phi3, windows in all layers": ("phi3", STRAY),
+    "mistral, windows in some layers": ("mistral", STRAY),
     "llama, longrope": ("llama", LONGROPE),
 }
 

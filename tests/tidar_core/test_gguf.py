@@ -17,8 +17,8 @@ from tests.tiny import CHAT_TEMPLATE, SENTENCES, tiny_checkpoint, tiny_gguf
 from tidar_core.config import ConfigError
 from tidar_core.model import gguf as gguf_module
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,12 @@ from tidar_core.config import Architecture, ConfigError
 from tidar_core.model import quantized as quantized_module
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import fingerprint, load_tokenizer
+from tidar_core.model.loading import fingerprint
 from tidar_core.model.quantization import Quantization, read_quantization
 from tidar_core.model.quantized import StoredLinear, unpacked
 from tidar_core.model.quantized_layouts import quantized_matrix
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 ONE_OF_EACH: tuple[tuple[str, Architecture], ...] = (
     ("fp8, blocks", "qwen3"),

@@ -70,6 +70,14 @@ def test_the_text_part_of_a_larger_model_says_what_the_whole_says(tmp_path: Path
         torch.testing.assert_close(apart(tokens).logits, whole(tokens).logits, rtol=0, atol=2e-5)
 
 
+def test_what_ends_an_answer_of_the_whole_ends_one_of_its_text_part(tmp_path: Path) -> None:
+    """Copies of Gemma 3 without a generation_config.json name both tokens at the top of config.json alone."""
+    whole_model(tmp_path, "gemma3", tied=True)
+    (tmp_path / "generation_config.json").unlink()
+    edit_json(tmp_path / "config.json", eos_token_id=[1, 106])
+    assert load_config(find_model(str(tmp_path))).eos_ids == (1, 106)
+
+
 def test_a_type_of_its_own_is_taken_for_what_its_contract_says(tmp_path: Path) -> None:
     plain = tiny_checkpoint(tmp_path / "plain", "qwen2")
     path = tiny_checkpoint(tmp_path / "model", "qwen2")

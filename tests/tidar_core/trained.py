@@ -25,8 +25,9 @@ from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import identify_base, load_adapter
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import AdapterWeights
 from tidar_core.request import SamplingParams
 

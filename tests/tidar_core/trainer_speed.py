@@ -31,8 +31,9 @@ from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import run_layers
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 BLOCK, ANCHORS, DOCUMENTS = 8, 24, 4

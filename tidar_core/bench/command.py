@@ -354,8 +354,8 @@ def peers(
         from tidar_core.bench.prompts import chat_text, mixed_prompts
         from tidar_core.kernels.cpu_build import cache_directory
         from tidar_core.model.configuration import load_config
-        from tidar_core.model.loading import load_tokenizer
         from tidar_core.model.sources import find_model
+        from tidar_core.model.tokenizer import load_tokenizer
 
         source = find_model(model)
         names = peer or [name for name in PeerName if name == "transformers" or (directory / name).exists()]

@@ -15,8 +15,9 @@ from tidar_core.convert.shards import Kind
 from tidar_core.engine import Engine
 from tidar_core.model.adapter import default_adapter_for, identify_base, load_trained
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import arithmetic_dtype
 

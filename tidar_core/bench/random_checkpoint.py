@@ -27,8 +27,8 @@ from transformers import (
 
 from tidar_core.bench.shapes import SHAPES
 from tidar_core.config import DEFAULT_MODEL, Architecture, ModelConfig
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 
 KINDS: dict[Architecture, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -26,8 +26,9 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import widened
 from tidar_core.transfer import choose_device
 

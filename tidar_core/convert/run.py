@@ -66,8 +66,9 @@ from tidar_core.model.adapter import (
 from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
 from tidar_core.transfer import choose_device, enough_memory
 

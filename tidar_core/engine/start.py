@@ -28,12 +28,13 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.float8 import FLOAT8, packed, rounded
-from tidar_core.model.loading import load_tokenizer, load_weights
+from tidar_core.model.loading import load_weights
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory

@@ -121,7 +121,8 @@ def rotary_tables(config: ModelConfig, device: torch.device) -> Rotary:
 
 def _tables(config: ModelConfig, inverse: Tensor, factor: float, device: torch.device) -> tuple[Tensor, Tensor]:
     angles = torch.outer(torch.arange(config.max_positions, dtype=torch.float32), inverse)
-    return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+    scale = torch.where(inverse == 0, config.rotary_scale, factor)  # a scaling is nothing to what does not rotate
+    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
 
 
 @dataclass(frozen=True, slots=True)

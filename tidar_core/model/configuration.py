@@ -25,6 +25,8 @@ _NORMS: dict[Architecture, Norms] = {
     "olmo3": "behind",
 }  # others: before
 _GEMMA = ("gemma", "gemma3_text")
+# Of all others transformers heeds no `layer_types`, which a file may state all the same.
+_WINDOWS_BY_LAYER = ("cwm", "exaone4", "gemma3_text", "ministral", "mistral", "olmo3", "qwen2", "qwen3", "smollm3")
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -240,7 +242,7 @@ def _window(
 ) -> tuple[int | None, tuple[int, ...]]:
     """How many positions a token sees in layers with a window, None where that is all `positions`, and which these
     layers are. Raises ConfigError."""
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) if architecture in _WINDOWS_BY_LAYER else None
     if kinds is None and architecture in ("mistral", "ministral3", "phi3"):
         kinds = ["sliding_attention"] * config.num_hidden_layers
     windowed = tuple(index for index, kind in enumerate(kinds or ()) if kind == "sliding_attention")

@@ -1,4 +1,4 @@
-"""A model's weights and tokenizer, read from its source.
+"""A model's weights, read from its source.
 
 Only safetensors and GGUF are read, tensor by tensor, straight into the fused tensors of the decoder. Pickled weights
 and code that comes with a checkpoint are never touched.
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, ModelConfig, Norms
 from tidar_core.model.gguf import GgufCheckpoint, read_header
@@ -23,7 +22,6 @@ from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, one_line, read_json
-from tidar_core.model.splits import split_as_named
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
@@ -146,24 +144,6 @@ def read_fused(
     return fused
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
-    """The model's tokenizer, with its chat template where it has one. Raises ConfigError."""
-    try:
-        if source.gguf_file is None:
-            tokenizer = _tokenizer_of_directory(source.directory)
-        else:  # AutoTokenizer would first read the whole file, in seconds, only to find this class
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                source.directory, gguf_file=source.gguf_file, local_files_only=True
-            )
-    except Exception as error:  # whatever a broken file makes the library raise
-        raise ConfigError(f"{source.name}: its tokenizer cannot be read ({one_line(error)})") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(f"{source.name}: it has no tokenizer.json, and no fast tokenizer can be made of its files")
-    if source.gguf_path is not None:
-        split_as_named(tokenizer, read_header(source.gguf_path))
-    return tokenizer
-
-
 def fingerprint(weights: ModelWeights) -> str:
     """A short hash of the base weights: 16 hex digits over some rows of every tensor, rounded to bf16.
 
@@ -189,18 +169,6 @@ def _named_tensors(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
     yield "final_norm", weights.final_norm
     if weights.head is not weights.embedding:
         yield "head", weights.head
-
-
-def _tokenizer_of_directory(directory: Path) -> Any:
-    """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
-    configuration.py. How positions rotate is nothing to it, and only that class could read it; a type that is not known
-    has none."""
-    path = directory / "config.json"
-    stated = read_json(path) if path.is_file() else {}
-    named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
-    has_a_class = stated.get("model_type") != "llama" and stated.get("model_type") in CONFIG_MAPPING
-    given = {} if has_a_class else {"config": PreTrainedConfig.from_dict(named)}
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
 
 
 class _SafetensorsCheckpoint:

@@ -111,7 +111,8 @@ def scaled_positions(max_positions: int, scaling: RopeScaling | None, architectu
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Radians a position, fp32 [head_dim / 2], and the factor on cos and sin; bit for bit as in transformers.
+    """Radians a position, fp32 [head_dim / 2], and the factor on cos and sin of those that rotate; bit for bit as in
+    transformers.
 
     Unscaled: RoFormer, arXiv 2104.09864. yarn: arXiv 2309.00071.
     """

@@ -1,9 +1,11 @@
-"""How a GGUF file's byte-level vocabulary cuts text into words before it merges bytes.
+"""How a byte-level vocabulary cuts text into words before it merges bytes, where files do not say it, or say it wrong.
 
-The file only names the way (`tokenizer.ggml.pre`). The names are llama.cpp's; of those, what Llama, Qwen2 and Qwen3
+A GGUF file only names the way (`tokenizer.ggml.pre`). The names are llama.cpp's; of those, what Llama, Qwen2 and Qwen3
 architectures come with is known here. A name that is not is refused: text cut otherwise than in training still reads
 well, so nobody would notice the wrong tokens.
 """
+
+import json
 
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -84,6 +86,18 @@ def split_as_named(tokenizer: PreTrainedTokenizerFast, header: GgufHeader) -> No
         backend.model.ignore_merges = True
         if "tokenizer.ggml.add_bos_token" not in header.metadata:
             tokenizer.add_bos_token = True  # type: ignore[misc]  # it has a setter
+
+
+def split_as_mistral(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Put right the tokenizer.json of Mistral Small 3.1 and its kin, which have the words of Tekken and the cuts of
+    Llama 3 (https://github.com/huggingface/transformers/pull/42299); any other is left as it is."""
+    backend = tokenizer.backend_tokenizer
+    cuts = backend.pre_tokenizer
+    if not isinstance(cuts, pre_tokenizers.Sequence) or "[INST]" not in tokenizer.get_vocab():
+        return
+    first = json.loads(cuts[0].__getstate__())
+    if first.get("pattern") == {"Regex": _LLAMA3[0]}:
+        cuts[0] = pre_tokenizers.Split(Regex(_TEKKEN[0]), behavior="isolated")
 
 
 def _named(header: GgufHeader) -> str:

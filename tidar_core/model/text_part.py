@@ -62,6 +62,8 @@ def _part_of(directory: Path, named: Any) -> dict[str, Any]:
         return {}
     part = text.to_dict()
     part["tie_word_embeddings"] = any(getattr(each, "tie_word_embeddings", False) for each in (text, whole))
+    if (ends := read_json(directory / "config.json").get("eos_token_id")) is not None:
+        part["eos_token_id"] = ends
     rope = part.get("rope_parameters") or {}
     part["rope_parameters"] = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     return part

@@ -16,8 +16,8 @@ import torch
 import tidar_core
 from tidar_core.config import ConfigError, ServedDType
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import load_tokenizer
 from tidar_core.model.sources import ModelSource
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.request import DraftMode
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -1,0 +1,89 @@
+"""Tokenizers and chat templates whose files are known wrong, or say what a string is in a way of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.tiny import edit_json, tiny_checkpoint
+from tidar_core.convert.template import open_user_turn
+from tidar_core.model import splits
+from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
+
+ASKED = "What is the capital of France?"
+# Each in the manner of a family of models that also see: they say the parts of a turn that are text.
+CHOSEN = (
+    "{% for turn in messages %}{{ turn.role }}: "
+    "{% for part in turn['content'] | selectattr('type', 'equalto', 'text') %}"
+    "{{ part['text'] }} {% endfor %}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LOOKED_AT = (
+    "{% for turn in messages %}{{ turn.role }}{% if turn['content'][0]['type'] == 'image' %}:{% else %}: {% endif %}"
+    "{% for part in turn['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<end>\n"
+    "{% endfor %}"
+)
+EITHER = (
+    "{% for turn in messages %}{% if turn.content is string %}{{ turn.content }}{% else %}"
+    "{{ turn.content[0].text }}{% endif %}{% endfor %}"
+)
+
+
+def with_template(directory: Path, template: str, name: str = "chat_template.jinja") -> PreTrainedTokenizerFast:
+    model = tiny_checkpoint(directory, "llama")
+    edit_json(model / "tokenizer_config.json", chat_template=None)
+    text = json.dumps({"chat_template": template}) if name.endswith(".json") else template
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / name).write_text(text)
+    return load_tokenizer(find_model(str(model)))
+
+
+def said(tokenizer: PreTrainedTokenizerFast, content: Any) -> str:
+    return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+@pytest.mark.parametrize("template", [CHOSEN, LOOKED_AT], ids=["chosen", "looked at"])
+def test_a_template_of_parts_says_what_a_turn_says_as_a_string(tmp_path: Path, template: str, name: str) -> None:
+    tokenizer = with_template(tmp_path, template, name)
+    text = said(tokenizer, ASKED)
+    assert ASKED in text
+    assert said(tokenizer, [{"type": "text", "text": ASKED}]) == text
+    turn = open_user_turn(tokenizer, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}])
+    assert turn is not None
+    assert "Hello" in tokenizer.decode(list(turn.tokens))
+
+
+def test_a_template_that_takes_strings_is_left_as_it_is(tmp_path: Path) -> None:
+    assert with_template(tmp_path, EITHER).chat_template == EITHER
+
+
+def mistral(directory: Path, pattern: str, *words: str) -> PreTrainedTokenizerFast:
+    """A Mistral checkpoint whose tokenizer.json cuts text by a pattern, with further words."""
+    model = tiny_checkpoint(directory, "mistral")
+    stated = json.loads((model / "tokenizer.json").read_text())
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    rest = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    stated["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [cut, rest]}
+    stated["model"]["vocab"] |= {word: len(stated["model"]["vocab"]) + place for place, word in enumerate(words)}
+    (model / "tokenizer.json").write_text(json.dumps(stated))
+    return load_tokenizer(find_model(str(model)))
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    cuts = tokenizer.backend_tokenizer.pre_tokenizer
+    assert cuts is not None
+    return [piece for piece, _ in cuts.pre_tokenize_str("helloWorld 12345")]
+
+
+def test_tekken_with_the_cuts_of_llama_3_is_put_right(tmp_path: Path) -> None:
+    """As Mistral Small 3.1 was published; digits stand alone in Tekken, and words end where case changes."""
+    tekken = ["hello", "World", "Ġ", "1", "2", "3", "4", "5"]
+    assert pieces(mistral(tmp_path / "published", splits._LLAMA3[0], "[INST]")) == tekken
+    assert pieces(mistral(tmp_path / "right", splits._TEKKEN[0], "[INST]")) == tekken
+
+
+def test_a_mistral_with_llama_3s_own_words_is_left_as_it_is(tmp_path: Path) -> None:
+    assert pieces(mistral(tmp_path, splits._LLAMA3[0])) == ["helloWorld", "Ġ", "123", "45"]

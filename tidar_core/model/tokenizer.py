@@ -1,0 +1,79 @@
+"""A model's tokenizer and chat template, read from its source, and put right where files are known to be wrong."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+from tidar_core.config import ConfigError
+from tidar_core.model.gguf import read_header
+from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.splits import split_as_mistral, split_as_named
+
+_MISTRALS = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
+_PROBE = "Qz7TurnContentZq7"
+# Put before a template that takes no strings: what it is given as one, it gets as its only part.
+_AS_PARTS = (
+    "{%- set given = namespace(turns=[]) -%}{%- for turn in messages -%}"
+    "{%- set text = turn.content -%}{%- if text is none or text is undefined or text is string -%}"
+    "{%- set turn = dict(turn, content=[{'type': 'text', 'text': text or ''}]) -%}{%- endif -%}"
+    "{%- set given.turns = given.turns + [turn] -%}{%- endfor -%}{%- set messages = given.turns -%}"
+)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
+    """The model's tokenizer, with its chat template where it has one, which takes what turns say as strings. Raises
+    ConfigError."""
+    try:
+        if source.gguf_file is None:
+            tokenizer = _of_directory(source.directory)
+        else:  # AutoTokenizer would first read the whole file, in seconds, only to find this class
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(
+                source.directory, gguf_file=source.gguf_file, local_files_only=True
+            )
+    except Exception as error:  # whatever a broken file makes the library raise
+        raise ConfigError(f"{source.name}: its tokenizer cannot be read ({one_line(error)})") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"{source.name}: it has no tokenizer.json, and no fast tokenizer can be made of its files")
+    if source.gguf_path is not None:
+        split_as_named(tokenizer, read_header(source.gguf_path))
+    if _wants_parts(tokenizer):
+        tokenizer.chat_template = f"{_AS_PARTS}{tokenizer.chat_template}"
+    return tokenizer
+
+
+def _of_directory(directory: Path) -> Any:
+    """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
+    configuration.py. How positions rotate is nothing to it, and only that class could read it; a type that is not known
+    has none."""
+    path = directory / "config.json"
+    stated = read_json(path) if path.is_file() else {}
+    named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
+    kind = stated.get("model_type")
+    has_a_class = kind != "llama" and kind in CONFIG_MAPPING
+    given: dict[str, Any] = {} if has_a_class else {"config": PreTrainedConfig.from_dict(named)}
+    if kind in _MISTRALS:
+        given["fix_mistral_regex"] = False  # nobody can follow the warning; what is wrong is put right below
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
+    if kind in _MISTRALS and isinstance(tokenizer, PreTrainedTokenizerFast):
+        split_as_mistral(tokenizer)
+    beside = directory / "chat_template.json"  # where a processor's template was, and of some models is
+    if tokenizer.chat_template is None and beside.is_file():
+        tokenizer.chat_template = read_json(beside).get("chat_template")
+    return tokenizer
+
+
+def _wants_parts(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether a template says nothing of a turn that is a string, as those of many models that also see: they would
+    answer a question that they were never told."""
+
+    def says(content: Any) -> bool:
+        try:
+            turns = [{"role": "user", "content": content}]
+            return _PROBE in str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except Exception:  # a template may refuse in any way it likes
+            return False
+
+    if not isinstance(tokenizer.chat_template, str):
+        return False
+    return not says(_PROBE) and says([{"type": "text", "text": _PROBE}])
