@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import Answer
 from tidar_core.config import EngineConfig
-from tidar_core.engine import Engine, load_engine
+from tidar_core.engine import Engine, flight, load_engine, said_ahead
 from tidar_core.grammar import Grammar
 from tidar_core.layout import WithinBlock
 from tidar_core.request import FinishReason, Request, SamplingParams
@@ -79,9 +81,12 @@ def test_plain_decoding_is_planned_ahead_too(tmp_path: Path, adapter: str) -> No
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-def test_what_was_said_counts_before_the_host_knows_it(tmp_path: Path, within_block: WithinBlock) -> None:
+def test_what_was_said_counts_before_the_host_knows_it(
+    tmp_path: Path, within_block: WithinBlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Penalties and bias of all kinds, beside requests without: what the step under way says, and the drafts behind it,
     are counted on the device."""
+    monkeypatch.setattr(said_ahead, "ROWS_AT_ONCE", 5)  # fewer than there are, and sequences lie across the runs
     changes: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7, "frequency_penalty": 0.4},
@@ -154,6 +159,67 @@ def test_who_waits_for_pages_stops_nobody(tmp_path: Path) -> None:
     assert ahead >= 56
     while engine.has_work:
         engine.step()
+
+
+def test_who_was_refused_pages_comes_in_when_its_prefix_was_computed_for_another(tmp_path: Path) -> None:
+    prompt = tuple(random.Random(0).randrange(3, 512) for _ in range(130))
+    engine = tiny_engine(tmp_path, overlap=True, cache_tokens=14 * 16, max_model_len=14 * 16)
+    for choice in (0, 1):
+        params = replace(SAMPLED, max_tokens=32, choice=choice, drafts="off", ignore_eos=True)
+        engine.submit(Request(str(choice), prompt, params))
+    first = {}
+    for step in range(12):
+        for output in engine.step():
+            first.setdefault(output.request_id, step)
+    assert first["1"] <= first["0"] + 3, "not only once the other is through"
+    while engine.has_work:
+        engine.step()
+
+
+def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a stream that was handed over is cut, and all of its drafts hold up to there."""
+    follows: dict[int, list[int]] = {}
+
+    def oracle(
+        runner: Any, hidden: Any, logits: Any, rules: Any, anchors: Tensor, counts: list[int], **_: Any
+    ) -> Tensor:
+        picked = [(follows.get(anchor, []) + [3] * 8)[:n] for anchor, n in zip(anchors.tolist(), counts, strict=True)]
+        return torch.tensor([token for drafts in picked for token in drafts])
+
+    engine = tiny_engine(tmp_path, overlap=True)
+    limit = engine.info.max_model_len
+    runner, highest = engine._runner, []
+
+    def carry(rows: Any, *further: Any) -> None:
+        runner.ops.carry(rows, *further)
+        highest.append(int(rows.positions.max()))
+
+    engine._runner = replace(runner, ops=replace(runner.ops, carry=carry))
+    monkeypatch.setattr(flight, "pick_drafts", oracle)
+    held = 0
+    for room in range(14, 18):
+        prompt = tuple(random.Random(room).randrange(3, 512) for _ in range(limit - room))
+
+        def said(params: SamplingParams, name: str, prompt: tuple[int, ...] = prompt) -> tuple[list[int], int]:
+            engine.submit(Request(name, prompt, params, cut=True))
+            outputs = []
+            while engine.has_work:
+                outputs += engine.step()
+            steps = [output.trace for output in outputs if output.trace is not None]
+            return [token for output in outputs for token in output.tokens], sum(step.accepted for step in steps)
+
+        alone = replace(GREEDY, max_tokens=100, ignore_eos=True)
+        plain, _ = said(replace(alone, drafts="off"), f"plain {room}")
+        follows.clear()
+        for place, token in enumerate(plain):
+            follows.setdefault(token, plain[place + 1 :])
+        for block in (2, 3, 4):
+            drafted, accepted = said(replace(alone, drafts="full", block=block), f"full {room} {block}")
+            assert drafted == plain
+            held += accepted
+    assert held > 0
+    assert highest
+    assert max(highest) < limit
 
 
 def test_who_goes_away_leaves_nothing(tmp_path: Path) -> None:

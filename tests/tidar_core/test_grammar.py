@@ -369,6 +369,33 @@ def test_what_is_kept_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert Grammar("regex", "[a-z]{6}") in kept._known
 
 
+def test_a_grammar_is_asked_for_its_size_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It walks all of itself for the answer, while the engine's thread waits."""
+
+    class Sized:
+        asked = 0
+
+        @property
+        def memory_size_bytes(self) -> int:
+            self.asked += 1
+            return 1
+
+    fresh, made = Grammars(engine.tokenizer, engine.info.vocab_size, engine.info.eos_ids), []
+    monkeypatch.setattr(fresh, "_compile", lambda grammar: made.append(Sized()) or made[-1])
+    for _ in range(3):
+        for text in "abc":
+            fresh.compiled(Grammar("regex", text)).result()
+    assert [one.asked for one in made] == [1, 1, 1]
+
+
+def test_a_stop_token_without_which_a_grammar_cannot_go_on_is_named(engine: Engine) -> None:
+    (stop,) = engine.tokenizer("b", add_special_tokens=False)["input_ids"]
+    finish = finish_of(engine, Grammar("ebnf", 'root ::= "b"'), stop_token_ids=frozenset({stop}))
+    assert finish.reason is FinishReason.ERROR
+    assert finish.param == "stop_token_ids"
+    assert "but those of stop_token_ids" in finish.error
+
+
 @given(text=st.text(min_size=1, max_size=8))
 @settings(max_examples=25, deadline=None)
 def test_texts_of_any_kind_are_said_word_for_word(engine: Engine, text: str) -> None:

@@ -39,6 +39,20 @@ def test_nobody_gives_way_to_one_who_would_still_not_fit(tmp_path):
         small.step()
 
 
+def test_a_long_prompt_of_greater_urgency_leaves_others_a_row(tmp_path):
+    engine = tiny_engine(tmp_path, step_rows=16)
+    engine.submit(Request("runs", (5, 6, 7), replace(GREEDY, max_tokens=100)))
+    for _ in range(5):
+        engine.step()
+    engine.submit(Request("urgent", tuple(range(3, 303)), replace(GREEDY, max_tokens=5), priority=-1))
+    spoke = []
+    while "urgent" not in spoke:
+        told = [output.request_id for output in engine.step() if output.tokens]
+        assert "runs" in told
+        spoke += told
+    assert spoke.count("runs") == 20, "300 tokens, 15 rows a step"
+
+
 def test_who_was_admitted_last_gives_way(tmp_path):
     small = tiny_engine(tmp_path, cache_tokens=6 * 16, max_model_len=96)
     for name in ("first", "second"):

@@ -25,7 +25,8 @@ def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[
     if finish is None and len(emitted) >= room:
         emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
     if sequence.constraint is not None:
-        emitted, finish = _follow(sequence.constraint, emitted, finish)
+        has_stops = bool(sequence.request.params.stop_token_ids)
+        emitted, finish = _follow(sequence.constraint, emitted, finish, has_stops)
     if sequence.stop_watch is not None:
         by_id = finish is not None and isinstance(finish.stop, int)  # the text of that token is not in the answer
         shown = sequence.stop_watch.push(emitted[:-1] if by_id else emitted)
@@ -34,8 +35,11 @@ def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[
     return emitted, finish
 
 
-def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -> tuple[list[int], Finish | None]:
-    """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does."""
+def _follow(
+    constraint: Constraint, emitted: list[int], finish: Finish | None, has_stops: bool
+) -> tuple[list[int], Finish | None]:
+    """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does.
+    has_stops: the request names tokens that end it, which then stand only where the grammar may end."""
     until = constraint.advance(emitted)
     if constraint.error is not None:
         return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
@@ -44,7 +48,11 @@ def _follow(constraint: Constraint, emitted: list[int], finish: Finish | None) -
     if finish is not None and finish.reason is FinishReason.ERROR:
         mask = constraint.mask()
         if mask is not None and not mask.any():
-            finish = Finish(FinishReason.ERROR, error="no token can go on with the grammar here", param="grammar")
+            told = "no token can go on with the grammar here"
+            finish = Finish(FinishReason.ERROR, error=told, param="grammar")
+            if has_stops:
+                told += " but those of stop_token_ids, with which it may not end here"
+                finish = Finish(FinishReason.ERROR, error=told, param="stop_token_ids")
     if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
         finish = Finish(FinishReason.STOP)
     return emitted, finish

@@ -41,6 +41,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._building = threading.Lock()  # takes a second: whoever asks for a grammar must not wait for it
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._sizes: dict[Grammar, int] = {}  # of those that are done: to ask one walks all of it
         self._guards = threading.local()
         self._compiler: tuple[GrammarCompiler, str] | None = None
 
@@ -61,16 +62,15 @@ class Grammars:
 
     def _forget(self) -> None:
         """Drops what was not used for longest, beyond what may be kept."""
-        sizes = {
-            grammar: future.result().memory_size_bytes if future.done() and not future.exception() else 0
-            for grammar, future in self._known.items()
-        }
-        total = sum(sizes.values())
-        for grammar, size in list(sizes.items())[:-1]:
+        for grammar, future in self._known.items():
+            if grammar not in self._sizes and future.done() and not future.exception():
+                self._sizes[grammar] = future.result().memory_size_bytes
+        total = sum(self._sizes.values())
+        for grammar in list(self._known)[:-1]:
             if len(self._known) <= KEPT and total <= KEPT_BYTES:
                 break
             del self._known[grammar]
-            total -= size
+            total -= self._sizes.pop(grammar, 0)
 
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         try:

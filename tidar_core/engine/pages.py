@@ -71,6 +71,10 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def knows(self, key: bytes) -> bool:
+        """Whether `take_known` would find a page under a key."""
+        return key in self._page_of
+
     def publish(self, page: int, key: bytes, mark: bool = False) -> None:
         """An owned page is complete and will not be written again: others may find it under `key`, and `marks` tells
         of it where it is a `mark`."""

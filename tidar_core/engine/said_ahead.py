@@ -18,6 +18,8 @@ from tidar_core.penalties import NOTHING_SAID
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import on_device, sent
 
+ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it while it is changed
+
 
 def changes_scores(params: SamplingParams) -> bool:
     return params.penalises or bool(params.logit_bias)
@@ -51,19 +53,22 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
     seen, times = _counted([plans[place] for place in chosen], vocab, device)
     committed = under_way[which]
     times.scatter_add_(1, _or_none(committed, none), torch.ones_like(committed, dtype=torch.float32))
-    seen, times = seen[owner], times[owner]
     drafts = in_hand[which][owner]
     drafts = drafts.masked_fill(torch.arange(drafts.shape[1], device=device) >= ahead[:, None], -1)
-    times.scatter_add_(1, _or_none(drafts, none), torch.ones_like(drafts, dtype=torch.float32))
-    seen, times = (seen | (times > 0))[:, :vocab], times[:, :vocab]
 
     params = [plans[place].sequence.request.params for place in chosen]
     told = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in params]
-    factor, frequency, presence = on_device(told, device, torch.float32)[owner].T.unsqueeze(-1)
+    factors, biases = on_device(told, device, torch.float32), _biases(params, vocab, device)
     changed = scores.float() if scores.dtype is not torch.float32 else scores.clone()
-    x = changed[rows] + _biases(params, vocab, device)[owner]
-    x = torch.where(seen, torch.where(x > 0, x / factor, x * factor), x)
-    changed[rows] = x - (frequency * times + presence * (times > 0))
+    for start in range(0, len(own), ROWS_AT_ONCE):
+        run = slice(start, start + ROWS_AT_ONCE)
+        whose, said = owner[run], _or_none(drafts[run], none)
+        often = times[whose].scatter_add_(1, said, torch.ones_like(said, dtype=torch.float32))
+        before, often = (seen[whose] | (often > 0))[:, :vocab], often[:, :vocab]
+        factor, frequency, presence = factors[whose].T.unsqueeze(-1)
+        x = changed[rows[run]] + biases[whose]
+        x = torch.where(before, torch.where(x > 0, x / factor, x * factor), x)
+        changed[rows[run]] = x - (frequency * often + presence * (often > 0))
     return changed
 
 

@@ -3,6 +3,7 @@
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,18 +58,38 @@ class Limits:
 
 
 class _Chosen:
-    """Who runs in the step that is planned, with how many known tokens, `rows` of them in all."""
+    """Who runs in the step that is planned, with how many known tokens, `rows` of them in all, `most` at most. Each of
+    `decoding` that has not come yet has one row kept for it: a long prompt of greater urgency does not silence it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, decoding: Iterable[Sequence]) -> None:
         self.counts: dict[Sequence, int] = {}
         self.rows = 0
+        self._most = most
+        self._kept = dict.fromkeys(decoding)
+
+    def room(self, sequence: Sequence) -> int:
+        """Rows that a sequence may have now: where there are any, one at least."""
+        left = self._most - self.rows
+        return max(left - len(self._kept) + (sequence in self._kept), min(1, left))
 
     def put(self, sequence: Sequence, count: int) -> None:
         self.counts[sequence] = count
         self.rows += count
+        self._kept.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
         self.rows -= self.counts.pop(sequence, 0)
+        self._kept.pop(sequence, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Who was the last to find too few pages, how many there were for it, and the first of its prefix that nobody had
+    computed: others may have by now."""
+
+    sequence: Sequence | None
+    room: int
+    missed: bytes | None
 
 
 class Scheduler:
@@ -85,8 +106,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
         """In the order in which they were admitted."""
-        self._refused: tuple[Sequence | None, int] = None, 0
-        """Who was the last to find too few pages, and how many there were for it."""
+        self._refused = _Refused(None, 0, None)
 
     def add(self, sequence: Sequence) -> None:
         sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
@@ -110,12 +130,13 @@ class Scheduler:
 
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
-        chosen = _Chosen()
+        decoding = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
+        chosen = _Chosen(self.limits.step_rows, decoding)
         for sequence in sorted(self.running, key=_priority):
             self._admit(chosen, before=_priority(sequence))
             if sequence not in self.running:
                 continue  # preempted for one before it
-            count = min(len(sequence.tokens) - sequence.computed, self.limits.step_rows - chosen.rows)
+            count = min(len(sequence.tokens) - sequence.computed, chosen.room(sequence))
             if count > 0 and self._reserve(sequence, count, chosen):
                 chosen.put(sequence, count)
         self._admit(chosen)
@@ -124,15 +145,17 @@ class Scheduler:
     def _admit(self, chosen: _Chosen, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
         while self.waiting and (before is None or _priority(self.waiting[0]) < before):
-            sequence, budget = self.waiting[0], self.limits.step_rows - chosen.rows
+            sequence = self.waiting[0]
+            budget = chosen.room(sequence)
             if budget <= 0 or (self._full() and not self._yielding(sequence)):
                 return
             cached = sequence.cached
             self._reuse(sequence)
             if not self._make_way(sequence, chosen):
+                missed = next(iter(sequence.prefix_keys[len(sequence.page_keys) :]), None)
                 self._release(sequence)
                 sequence.cached = cached
-                self._refused = sequence, self._room(sequence)
+                self._refused = _Refused(sequence, self._room(sequence), missed)
                 return
             count = min(len(sequence.tokens) - sequence.computed, budget)
             self.waiting.remove(sequence)
@@ -152,25 +175,26 @@ class Scheduler:
             return None
         if self._may_admit():
             return None
-        going = [(sequence, remaining) for sequence in self.running if (remaining := sequence.remaining) > 1]
+        most = self.limits.max_positions
+        going = [(s, left) for s in self.running if (left := min(s.remaining, most - len(s.tokens))) > 1]
         if not going:
             return None
         sources = [places[sequence] for sequence, _ in going]
         before = [under_way[source] for source in sources]
         in_hand = [_drafts_to_come(plan) for plan in before]
-        views = [self._view(sequence, most) for (sequence, _), most in zip(going, in_hand, strict=True)]
+        views = [self._view(sequence, drafts) for (sequence, _), drafts in zip(going, in_hand, strict=True)]
         shapes = self.policy.choose(views, prompt_rows=0)
-        plans, missing, page_size, max_positions = [], [], self.limits.page_size, self.limits.max_positions
-        for (sequence, remaining), plan, most, wanted in zip(going, before, in_hand, shapes, strict=True):
+        plans, missing, page_size = [], [], self.limits.page_size
+        for (sequence, remaining), plan, drafts_in_hand, wanted in zip(going, before, in_hand, shapes, strict=True):
             position, committed = plan.position, len(plan.drafts) + 1
             shape = wanted
             if wanted is not PLAIN:
                 shape = fit_shape(
                     wanted,
-                    drafts_in_hand=most,
+                    drafts_in_hand=drafts_in_hand,
                     remaining=max(1, remaining - committed),
                     position=position + committed,
-                    max_positions=max_positions,
+                    max_positions=most,
                 )
             drafts = tuple(range(1, shape.drafts + 1)) if shape.drafts else ()
             plans.append(SequencePlan(sequence, position, (0,), drafts, shape, True))
@@ -286,10 +310,12 @@ class Scheduler:
         """Whether somebody who waits may come in with the next step."""
         if not self.waiting:
             return False
-        first, (refused, room) = self.waiting[0], self._refused
+        first, refused = self.waiting[0], self._refused
         if self._full() and not self._yielding(first):
             return False
-        return first is not refused or self._room(first) > room
+        if first is not refused.sequence or self._room(first) > refused.room:
+            return True
+        return refused.missed is not None and self.pool.knows(refused.missed)
 
     def _full(self) -> bool:
         return len(self.running) >= self.limits.max_running
