@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tidar_core.engines import prompts, tiny_engine
+from tidar_core.bench import acceptance as measured
 from tidar_core.bench import prompts as sets
 from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
+from tidar_core.bench.drive import Answer
 from tidar_core.config import ConfigError
-from tidar_core.request import SamplingParams
+from tidar_core.request import Finish, FinishReason, SamplingParams, StepTrace
 
 
 @given(st.lists(st.integers(0, 500)), st.lists(st.integers(0, 500), min_size=1, max_size=LONGEST_LOOP))
@@ -53,3 +55,13 @@ def test_the_sets_that_are_installed_have_their_sizes():
             texts = sets.read_set(name)
             assert len(texts) == count
             assert all(texts)
+
+
+def test_drafts_behind_the_end_of_an_answer_are_no_failures(tmp_path, monkeypatch):
+    def step(number, accepted, anchor):
+        return StepTrace(number, 0.1 * number, (5, 6, 7), accepted, anchor, 4, (), None, 4, 0, 0)
+
+    answer = Answer(list(range(7)), [step(1, 3, 9), step(2, 1, 9), step(3, 2, None)], Finish(FinishReason.STOP, 6))
+    monkeypatch.setattr(measured, "answer_all", lambda *_: [answer])
+    result = measure_acceptance(None, [(1,)], SamplingParams(max_tokens=8))
+    assert result.acceptance_by_position == (1.0, 2 / 3, 1 / 2)

@@ -1,12 +1,20 @@
 """`tidar bench gpu`: phases fail, hang and end by themselves, and what was found is kept."""
 
+import json
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
+from typer.testing import CliRunner
 
 from tests.tiny import tiny_checkpoint
+from tidar_core.bench import gpu, kernels, measures
 from tidar_core.bench.checking import Check, each_or_failed
 from tidar_core.bench.gpu import Phase, phases, run_gpu_bench, steps_chart
+from tidar_core.bench.measures import Measure
+from tidar_core.bench.shapes import SHAPES
+from tidar_core.cli import app
 
 
 def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
@@ -79,5 +87,48 @@ def test_a_check_that_raises_is_one_that_failed_and_keeps_no_other_from_its_own(
 
     found = list(each_or_failed("rows", torch.float32, checks()))
     assert [check.passed for check in found] == [True, False]
-    assert (found[1].kernel, found[1].case) == ("rows", "RuntimeError")
+    assert (found[1].kernel, found[1].case) == ("rows", "RuntimeError: out of resources")
     assert "out of resources" in capsys.readouterr().err
+
+
+def test_a_kernel_that_raises_ends_its_own_measures_alone(monkeypatch):
+    picked = Measure("toy", "pick", "a row", 1.0, 1, None)
+
+    def broken(subject):
+        yield Measure("toy", "linear", "a row", 1.0, 1, None)
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(measures, "measure_products", broken)
+    monkeypatch.setattr(measures, "measure_attention", lambda subject: iter(()))
+    monkeypatch.setattr(measures, "measure_small", lambda subject: iter([picked]))
+    found = list(measures.measure_all(SimpleNamespace(dtype=torch.bfloat16)))
+    assert [type(one) for one in found] == [Measure, Check, Measure]
+    assert (found[1].kernel, found[1].passed) == ("measuring products", False)
+
+
+def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path, monkeypatch):
+    model = str(tiny_checkpoint(tmp_path / "tiny"))
+    works = ("decode", "--model", model, "--batch", "1", "--rounds", "1", "--prompts", "1", "--max-tokens", "4")
+    chosen = [Phase("works", (*works, "--device", "cpu", "--no-full"), 120)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "phases", lambda model: chosen)
+    told = CliRunner().invoke(app, ["bench", "gpu"])
+    assert told.exit_code == 0, told.output
+    assert re.search(r"works: batch 1 off \d+ tokens/s; batch 1 auto \d+ tokens/s", told.output)
+    (record,) = tmp_path.glob("tidar-gpu-*.json")
+    assert json.loads(record.read_text())["phases"]["works"]["decode"]
+    chosen.append(Phase("no GPU", ("decode", "--device", "nothing"), 120))
+    told = CliRunner().invoke(app, ["bench", "gpu", "--json", str(tmp_path / "named.json")])
+    assert told.exit_code == 1
+    assert "no GPU: exit status 2" in told.output
+    assert len(json.loads((tmp_path / "named.json").read_text())["phases"]) == 2
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_what_is_timed_was_checked_before():
+    words = [phase.command for phase in phases("any")]
+    for name in SHAPES:
+        checked = min(place for place, said in enumerate(words) if said[:3] == ("kernels", "--shape", name))
+        timed = min(place for place, said in enumerate(words) if said[:3] == ("steps", "--shape", name))
+        assert checked < timed

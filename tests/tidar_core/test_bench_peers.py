@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM, CompileConfig
+from typer.testing import CliRunner
 
 import tidar_core
 from tests.tiny import tiny_checkpoint, tiny_gguf
@@ -17,6 +18,7 @@ from tidar_core.bench.peers import compare
 from tidar_core.bench.peers.compare import WORKER, Engine, Room, compare_engines, model_for, own_engines, peer_engine
 from tidar_core.bench.peers.worker import compiled_steps, device_name
 from tidar_core.bench.prompts import human_eval_prompts
+from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
@@ -174,3 +176,44 @@ def test_the_script_is_a_script():
     )
     assert done.returncode != 0
     assert "usage: install.sh DIR" in done.stderr
+
+
+def test_paths_are_those_of_the_folder_in_which_it_is_called(tmp_path, monkeypatch):
+    tiny_checkpoint(tmp_path / "tiny", max_positions=4096)
+    monkeypatch.chdir(tmp_path)
+    words = [
+        "--model",
+        "tiny",
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+        "--prompts",
+        "1",
+        "--max-tokens",
+        "4",
+        "--drafts",
+        "off",
+    ]
+    told = CliRunner().invoke(app, ["bench", "peers", "envs", "--peer", "transformers", *words])
+    assert told.exit_code == 0, told.output
+    assert "prompts of humaneval" in told.output
+    (tmp_path / "envs" / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "envs" / "vllm" / "bin" / "python").symlink_to(shutil.which("false"))
+    told = CliRunner().invoke(app, ["bench", "peers", "envs", "--peer", "vllm", *words])
+    assert told.exit_code == 1
+    assert "vllm ended by itself (status 1)" in " ".join(told.output.split())
+
+
+ONE_ROUND = """
+import sys
+print('{"device": "none"}', flush=True)
+sys.stdin.readline()
+print('{"tokens": 1, "seconds": 1}', flush=True)
+"""
+
+
+def test_an_engine_that_dies_between_two_rounds_is_named():
+    dies = Engine("dies", (sys.executable, "-c", ONE_ROUND))
+    with pytest.raises(ConfigError, match="dies ended by itself"):
+        compare_engines([dies], ["a"], batches=[1], rounds=3, at_least=1, max_tokens=1, honour_end=True)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_checkpoint
+from tidar_core.bench.exact import Comparison, ExactResult, shows_drafts
 from tidar_core.bench.perplexity import measure_perplexity
 from tidar_core.bench.prefix import measure_prefix
 from tidar_core.bench.prompts import read_text
@@ -68,3 +69,14 @@ def test_a_checkpoint_of_a_shape_is_read_as_that_shape(tmp_path, monkeypatch, sh
 def test_a_shape_that_is_not_known_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"Qwen9 is no shape that is known: choose among SmolLM2-135M, Qwen2\.5-1\.5B"):
         write_random_checkpoint("Qwen9", str(tmp_path))
+
+
+def test_an_exact_run_without_drafts_that_hold_and_fall_shows_nothing_of_drafts():
+    def ran(way: str, verified: int, held: int) -> dict[str, object]:
+        return ExactResult("greedy", "plain decoding", Comparison(way, 1, 0, 0), verified, held).as_record()
+
+    plain = ran("off, alone", 0, 0)
+    assert shows_drafts([plain, ran("full, alone", 9, 4)])
+    for verified, held in ((0, 0), (9, 0), (9, 9)):
+        assert not shows_drafts([plain, ran("full, alone", verified, held)])
+    assert not shows_drafts([plain])

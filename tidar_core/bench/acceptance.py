@@ -34,7 +34,10 @@ def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], param
     steps = [step for answer in answers for step in answer.steps if step.drafted]
     by_position = []
     for draft in range(max((len(step.drafted) for step in steps), default=0)):
-        verified = [step for step in steps if len(step.drafted) > draft]
+        # Where an answer ended within the drafts, nobody knows of those behind its end.
+        verified = [s for s in steps if len(s.drafted) > draft and (s.anchor is not None or s.accepted > draft)]
+        if not verified:
+            break
         by_position.append(sum(step.accepted > draft for step in verified) / len(verified))
     return AcceptanceResult(
         prompts=len(answers),

@@ -17,6 +17,7 @@ from tidar_core.model.float8 import to_float8
 from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
 
+SAID = 400  # characters of what raised
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
@@ -46,8 +47,14 @@ def each_or_failed(kernels: str, dtype: torch.dtype, checks: Iterator[Check]) ->
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        traceback.print_exc()
-        yield Check(kernels, type(error).__name__, str(dtype)[6:], math.nan, 0.0)
+        yield raised(kernels, dtype, error)
+
+
+def raised(kernels: str, dtype: torch.dtype, error: Exception) -> Check:
+    """What raised instead of a result, as a check that failed: its traceback goes to stderr, the end of its message is
+    the case."""
+    traceback.print_exception(error)
+    return Check(kernels, f"{type(error).__name__}: {str(error)[-SAID:]}", str(dtype)[6:], math.nan, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

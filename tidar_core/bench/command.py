@@ -1,7 +1,6 @@
 """The `tidar bench` commands."""
 
 from dataclasses import asdict, replace
-from enum import StrEnum
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -11,44 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
+from tidar_core.bench.choices import DTypeChoice, KVChoice
 from tidar_core.bench.device_command import Exact, JsonFile, gpu, kernels, steps, training, write_record
+from tidar_core.bench.peers.command import peers
 from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
 from tidar_core.request import DraftMode
-
-
-class PeerName(StrEnum):
-    """The peers that a worker can run."""
-
-    VLLM = "vllm"
-    TRANSFORMERS = "transformers"
-    LLAMA_CPP = "llama.cpp"
-
-
-class DTypeChoice(StrEnum):
-    """`config.ServedDType`, where several may be named."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-    FLOAT8 = "float8"
-    INT8 = "int8"
-    INT4 = "int4"
-
-
-class DraftsChoice(StrEnum):
-    """`request.DraftMode`, where several may be named."""
-
-    OFF = "off"
-    AUTO = "auto"
-    FULL = "full"
-
-
-class KVChoice(StrEnum):
-    """`config.KVDType`, where several may be named."""
-
-    MODEL = "model"
-    FLOAT8 = "float8"
-
 
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
@@ -73,15 +40,18 @@ def exact(
     plain decoding, bit for bit. Exit status 1 if any answer differs.
     """
     with user_errors():
-        from tidar_core.bench.exact import run_exact
+        from tidar_core.bench.exact import run_exact, shows_drafts
         from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
 
+        texts = human_eval_prompts(prompts)
         config = EngineConfig(model, adapter, dtype, device, threads)
         engine = load(replace(config, max_running=max(config.max_running, batch)))
         if not engine.info.block_length:
             Console(stderr=True).print(f"{model} has no drafter: batches alone are compared, no drafts", style="yellow")
-        chosen = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
+        chosen = [plain_prompt(engine.tokenizer, text) for text in texts]
         table = Table("rule", "against", "way", "equal", "near ties", "different", title=f"{model}, {dtype}")
+        for heading in ("drafts verified", "held"):
+            table.add_column(heading)
         comparisons: list[dict[str, object]] = []
         for result in run_exact(engine, model, chosen, batch=batch, max_tokens=max_tokens):
             comparisons.append(result.as_record())
@@ -91,6 +61,10 @@ def exact(
         Console().print(f"the engine proves its rows exact at warm-up: {engine.info.exact}")
         if any(compared["different"] for compared in comparisons):
             raise typer.Exit(1)
+        if engine.info.block_length > 1 and not shows_drafts(comparisons):
+            raise ConfigError(
+                "this shows nothing of drafts: some are to hold and some not; take more prompts or tokens"
+            )
 
 
 @bench.command()
@@ -170,12 +144,12 @@ def decode(
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
         from tidar_core.request import SamplingParams
 
-        most = max(batch or [0], default=0)
+        most, texts = max(batch or [0], default=0), human_eval_prompts()
         config = EngineConfig(
             model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap, kv_dtype=kv_dtype
         )
         engine = load(replace(config, max_running=max(config.max_running, most)))
-        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
+        chosen = [chat_prompt(engine.tokenizer, text) for text in texts]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
         results = measure_decode(
             engine, chosen, batches=batch or [1, 8, 32], modes=modes, rounds=rounds, at_least=prompts,
@@ -205,7 +179,9 @@ def perplexity(
         Path | None, typer.Option(help="A text, its paragraphs taken apart. [default: the three prompt sets]")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many texts, of each set.")] = 40,
-    dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Repeat it to compare; the first is one.")] = None,
+    dtype: Annotated[
+        list[DTypeChoice] | None, typer.Option(help="Repeat it to compare. [default: those of the device]")
+    ] = None,
     kv_dtype: Annotated[
         list[KVChoice] | None, typer.Option(help="K/V pages; each is combined with each dtype.")
     ] = None,
@@ -217,13 +193,18 @@ def perplexity(
     with user_errors():
         from tidar_core.bench.perplexity import measure_perplexity
         from tidar_core.bench.prompts import read_set, read_text
+        from tidar_core.transfer import choose_device
 
         texts = read_text(text, prompts) if text else [one for name in PromptSet for one in read_set(name, prompts)]
         results = []
-        dtypes = dtype or [DTypeChoice.BFLOAT16, DTypeChoice.INT8, DTypeChoice.INT4]
+        rounded = [DTypeChoice.INT8, DTypeChoice.INT4]
+        if choose_device(device).type == "cuda":
+            rounded = [DTypeChoice.FLOAT8]
+        dtypes = dtype or [DTypeChoice.BFLOAT16, *rounded]
         for name, kept in product(dtypes, kv_dtype or [KVChoice.MODEL]):
             config = EngineConfig(model, "none", name.value, device, threads, kv_dtype=kept.value)
             results.append(measure_perplexity(load(config), texts))
+            write_record(json_file, {"model": model, "perplexity": [result.as_record() for result in results]})
         table = Table("dtype", "K/V", "texts", "tokens", "nats a token", "perplexity", "against the first", title=model)
         for r in results:
             ratio = r.perplexity / results[0].perplexity
@@ -231,7 +212,6 @@ def perplexity(
                 r.dtype, r.kv_dtype, str(r.texts), str(r.tokens), f"{r.nats:.4f}", f"{r.perplexity:.3f}", f"{ratio:.4f}"
             )
         Console().print(table)
-        write_record(json_file, {"model": model, "perplexity": [result.as_record() for result in results]})
 
 
 @bench.command()
@@ -277,9 +257,9 @@ def policy(
         from tidar_core.bench.policy import run_policy_bench
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
 
-        config = EngineConfig(model, adapter, dtype, device, threads)
+        config, texts = EngineConfig(model, adapter, dtype, device, threads), human_eval_prompts(prompts)
         engine = load(config)
-        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts(prompts)]
+        chosen = [chat_prompt(engine.tokenizer, text) for text in texts]
         results = run_policy_bench(
             engine, config, chosen, batches=batch or [1, 4, 8, 16, 32], max_tokens=max_tokens, tokens=tokens
         )
@@ -307,8 +287,9 @@ def soak(
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
         from tidar_core.bench.soak import run_soak
 
+        texts = human_eval_prompts()
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
-        chosen = [chat_prompt(engine.tokenizer, text) for text in human_eval_prompts()]
+        chosen = [chat_prompt(engine.tokenizer, text) for text in texts]
         result = run_soak(engine, chosen, 60 * minutes, Console(stderr=True).print)
         table = Table("figure", "value", title=f"{model}, {dtype}")
         for name, value in result.as_record().items():
@@ -319,75 +300,5 @@ def soak(
             raise typer.Exit(1)
 
 
-@bench.command()
-def peers(
-    directory: Annotated[
-        Path, typer.Argument(help="Where install.sh put the peers' environments; transformers needs none.")
-    ] = Path("peers"),
-    peer: Annotated[
-        list[PeerName] | None,
-        typer.Option(help="A peer; repeat it for several. [default: transformers and those installed]"),
-    ] = None,
-    model: Model = DEFAULT_MODEL,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
-    honour_end: Annotated[bool, typer.Option(help="End where the model does; else all do the same work.")] = True,
-    dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Of ours; repeat it. [default: bfloat16]")] = None,
-    drafts: Annotated[list[DraftsChoice] | None, typer.Option(help="Of ours; repeat it. [default: off, auto]")] = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Tokens per second beside other engines, each on a GPU where it can use one: same weights, prompts (HumanEval,
-    and MT-Bench where it is installed) and machine, in turn."""
-    with user_errors():
-        from tidar_core.bench.peers.compare import (
-            DRAFTS,
-            PeerResult,
-            Room,
-            compare_engines,
-            model_for,
-            own_engines,
-            peer_engine,
-            peer_python,
-        )
-        from tidar_core.bench.prompts import chat_text, mixed_prompts
-        from tidar_core.kernels.cpu_build import cache_directory
-        from tidar_core.model.configuration import load_config
-        from tidar_core.model.sources import find_model
-        from tidar_core.model.tokenizer import load_tokenizer
-
-        source = find_model(model)
-        names = peer or [name for name in PeerName if name == "transformers" or (directory / name).exists()]
-        for name in names:
-            peer_python(name, directory)  # before a model is written for it
-        folder, tokenizer, batches = cache_directory() / "peers", load_tokenizer(source), batch or [1, 8, 32]
-        read, sets = mixed_prompts()
-        texts = [chat_text(tokenizer, text) for text in read]
-        longest, positions = max(len(tokenizer(text)["input_ids"]) for text in texts), load_config(source).max_positions
-        if longest + max_tokens > positions:
-            fit = f"the {max(0, positions - longest)} that fit behind the longest prompt"
-            raise ConfigError(f"--max-tokens {max_tokens} is more than {fit}")
-        room = Room(min(positions, -(-(longest + max_tokens) // 64) * 64), max(batches))
-        engines = own_engines(
-            model, room, [choice.value for choice in dtype or [DTypeChoice.BFLOAT16]],
-            [choice.value for choice in drafts or ()] or DRAFTS,
-        )  # fmt: skip
-        engines += [peer_engine(name, directory, model_for(name, source, folder), room) for name in names]
-
-        def keep(found: list[PeerResult]) -> None:
-            peers = [result.as_record() for result in found]
-            write_record(json_file, {"model": source.name, "prompts": sets, "peers": peers})
-
-        results = compare_engines(
-            engines, texts, batches=batches, rounds=rounds, at_least=prompts, max_tokens=max_tokens,
-            honour_end=honour_end, say=Console(stderr=True).print, keep=keep,
-        )  # fmt: skip
-        table = Table("batch", "engine", "device", "tokens/s", "against the first", title=source.name)
-        for r in results:
-            table.add_row(str(r.batch), r.engine, r.device, f"{r.tokens_per_second:.1f}", f"{r.ratio:.2f}")
-        Console().print(table)
-
-
-for device_command in (gpu, kernels, steps, training):
-    bench.command()(device_command)
+for further in (peers, gpu, kernels, steps, training):
+    bench.command()(further)

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,17 +72,28 @@ def gpu(
 ) -> None:
     """All that only a GPU can tell, the most needed first: kernels, decoding, step times, exactness.
 
-    Each phase is a bench command in a process of its own; the record is written after each of them.
+    Each phase is a bench command in a process of its own; the record is written after each of them, to
+    tidar-gpu-DATE.json here where no other file is named. Exit status 1 if a phase failed.
     """
     with user_errors():
-        from tidar_core.bench.gpu import phases, run_gpu_bench, steps_chart
+        from datetime import UTC, datetime
+
+        from tidar_core.bench.gpu import outcome, phases, run_gpu_bench, steps_chart
         from tidar_core.bench.kernels import require_gpu
+        from tidar_core.bench.prompts import human_eval_prompts
 
         require_gpu()
+        human_eval_prompts(1)  # nearly every phase needs them
+        path = json_file or Path(f"tidar-gpu-{datetime.now(UTC):%Y-%m-%dT%H%M%S}.json")
         say = Console(stderr=True).print
-        record = run_gpu_bench(phases(model), minutes, say, lambda found: write_record(json_file, found))
+        record = run_gpu_bench(phases(model), minutes, say, lambda found: write_record(path, found))
+        write_record(path, record)
+        for name, found in record["phases"].items():
+            Console().print(f"{name}: {outcome(found)}", markup=False, highlight=False)
         Console().print(steps_chart(record), markup=False, highlight=False)
-        write_record(json_file, record)
+        Console().print(f"all of it is in {path}", highlight=False)
+        if any(found.get("failed") for found in record["phases"].values()):
+            raise typer.Exit(1)
 
 
 def steps(
@@ -119,6 +131,7 @@ def _shapes(named: list[str] | None) -> tuple[str, ...]:
 
 def kernels(
     shape: Shapes = None,
+    measure: Annotated[bool, typer.Option(help="Times and fp32 too; without, the checks in bf16 alone.")] = True,
     tune: Annotated[bool, typer.Option(help="Search for better tiles too: what is found is in the record.")] = False,
     json_file: JsonFile = None,
 ) -> None:
@@ -127,7 +140,8 @@ def kernels(
         from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
 
         say = Console(stderr=True).print
-        record = run_kernel_bench(say, _shapes(shape), tuned=tune, keep=lambda found: write_record(json_file, found))
+        keep = partial(write_record, json_file)
+        record = run_kernel_bench(say, _shapes(shape), measured=measure, tuned=tune, keep=keep)
         right = show_kernel_bench(record, Console())
         write_record(json_file, record)
         if not right:
@@ -143,6 +157,8 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
             record = {**record, "engine": asdict(record["engine"])}
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
         try:
-            path.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+            whole = path.with_name(f".{path.name}.part")  # who is stopped here leaves the record before this one
+            whole.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
+            whole.replace(path)
         except OSError as error:
             raise ConfigError(f"the record cannot be written: {error}") from None

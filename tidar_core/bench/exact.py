@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from tidar_core.bench.drive import answer_all
+from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.engine import Engine
 from tidar_core.model.dense import dense_model
 from tidar_core.model.sources import ModelSource, find_model
@@ -37,21 +37,20 @@ def decode_ways(
 ) -> dict[str, list[list[int]]]:
     """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`, or of all prompts
     where they are fewer."""
-    return dict(_each_way(engine, prompts, params, batch))
+    ways = _each_way(engine, prompts, params, batch)
+    return {way: [answer.tokens for answer in answers] for way, answers in ways}
 
 
 def _each_way(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
-) -> Iterator[tuple[str, list[list[int]]]]:
+) -> Iterator[tuple[str, list[Answer]]]:
     """Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it."""
     for mode in MODES if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):
-            answers: list[list[int]] = []
+            answers: list[Answer] = []
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
-                answers += [
-                    answer.tokens for answer in answer_all(engine, some, [params(mode)] * len(some), f"{mode} {size}")
-                ]
+                answers += answer_all(engine, some, [params(mode)] * len(some), f"{mode} {size}")
             yield f"{mode}, {'alone' if size == 1 else f'batch of {size}'}", answers
 
 
@@ -151,14 +150,25 @@ def rescore(
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """One line of `tidar bench exact`: the token rule, what it is held against, and what came out."""
+    """One line of `tidar bench exact`: the token rule, what it is held against, what came out, and how many drafts were
+    verified and held: where none was, nothing was shown of them."""
 
     rule: str
     against: str
     comparison: Comparison
+    drafts_verified: int
+    drafts_held: int
 
     def as_record(self) -> dict[str, object]:
-        return {"rule": self.rule, "against": self.against, **self.comparison.as_record()}
+        drafts = {"drafts_verified": self.drafts_verified, "drafts_held": self.drafts_held}
+        return {"rule": self.rule, "against": self.against, **self.comparison.as_record(), **drafts}
+
+
+def shows_drafts(results: Sequence[dict[str, object]]) -> bool:
+    """Whether drafts were verified under full drafting, of which some held and some did not, for every token rule;
+    results: records of `ExactResult`."""
+    full = [one for one in results if str(one["way"]).startswith("full")]
+    return bool(full) and all(0 < int(str(one["drafts_held"])) < int(str(one["drafts_verified"])) for one in full)
 
 
 def run_exact(
@@ -174,10 +184,12 @@ def run_exact(
             reference = load_reference(find_model(model), torch.float32, engine.info.device)
             expected = reference_answers(reference, prompts, max_tokens)
         for way, answers in _each_way(engine, prompts, partial(params, max_tokens), batch):
-            this = {way: answers}
+            this = {way: [answer.tokens for answer in answers]}
+            steps = [step for answer in answers for step in answer.steps]
+            drafts = sum(len(step.drafted) for step in steps), sum(step.accepted for step in steps)
             if reference is not None:
                 (compared,) = compare_with_reference(reference, prompts, expected, this)
-                yield ExactResult(rule, "transformers", compared)
+                yield ExactResult(rule, "transformers", compared, *drafts)
             if plain:
-                yield ExactResult(rule, "plain decoding", compare_ways(plain | this)[1])
+                yield ExactResult(rule, "plain decoding", compare_ways(plain | this)[1], *drafts)
             plain = plain or this

@@ -20,7 +20,7 @@ from typing import Any
 from tidar_core.bench.shapes import SHAPES
 
 LAST_SECONDS = 10.0  # less than this is not worth a phase's start
-TAIL = 600  # characters of a failed phase's output that are kept
+KEPT = 4000  # characters from either end of a failed phase's output that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +40,28 @@ def phases(model: str) -> list[Phase]:
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
         Phase("decode", (*decode, *batches), 110),
+        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "4"), 60),
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
+    ]
+    # What is timed is right: heads of another size are other kernels.
+    found += [
+        Phase(f"kernels {name}, checks", ("kernels", "--shape", name, "--no-measure"), 60) for name in reversed(large)
     ]
     found += [Phase(f"steps {name}", ("steps", "--shape", name), 110) for name in reversed(large)]
     # With drafts off too ours is to have twice transformers' tokens per second: its ratio is to be a half at most.
     beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
+    few = ("--batch", "1", "--batch", "32")
     found += [
+        Phase("decode, one step at a time", (*decode, *few, "--no-overlap"), 60),
         Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 150),
-        Phase(
-            "decode, sampled", (*decode, "--batch", "1", "--batch", "32", "--temperature", "0.7", "--top-p", "0.9"), 60
-        ),
-        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "8"), 90),
-        Phase("decode, one step at a time", (*decode, *batches, "--no-overlap"), 90),
+        Phase("decode, sampled", (*decode, *few, "--temperature", "0.7", "--top-p", "0.9"), 60),
+        Phase("prefix", ("prefix", "--model", model, "--device", "cuda"), 40),
         Phase("decode without graphs", (*decode, "--batch", "1", "--prompts", "4", "--no-graphs"), 60),
-        Phase("decode, not exact", (*decode, "--batch", "1", "--batch", "32", "--no-exact"), 90),
+        Phase("decode, not exact", (*decode, *few, "--no-exact"), 90),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
     ]
     found += [
-        Phase(
-            "decode, 8 bits",
-            (*decode, "--batch", "1", "--batch", "32", "--dtype", "float8", "--kv-dtype", "float8"),
-            90,
-        ),
+        Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 90),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
     found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
@@ -108,11 +108,29 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             output.seek(0)
-            said = output.read()[-TAIL:]
+            said = output.read()
+            said = said if len(said) <= 2 * KEPT else f"{said[:KEPT]}\n…\n{said[-KEPT:]}"
         found = _read(path)
     if status is None:
         return found | {"error": f"stopped after {seconds:.0f} s", "output": said}
-    return found if status == 0 else found | {"error": f"exit status {status}", "output": said}
+    return found if status == 0 else found | {"error": f"exit status {status}", "failed": True, "output": said}
+
+
+def outcome(found: dict[str, Any]) -> str:
+    """What a phase came to, in a line."""
+    said = [found["error"]] if "error" in found else []
+    if checks := found.get("checks"):
+        said.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
+    for one in found.get("decode", ()):
+        said.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
+    for one in found.get("steps", ()):
+        if one["context"] == 512 and one["rows"] == 1:
+            said.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
+    for one in found.get("peers", ()):
+        said.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
+    if compared := found.get("comparisons"):
+        said.append(f"{sum(one['different'] for one in compared)} answers differ")
+    return "; ".join(said) or "done"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -32,17 +32,20 @@ def run_kernel_bench(
     report: Callable[[str], None],
     shapes: Sequence[str] = tuple(SHAPES),
     *,
+    measured: bool = True,
     tuned: bool = False,
     keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Checks and measures as one record: device, versions, seed, ceilings, checks, measures, tiles.
 
-    With `tuned` the tiles of every weight are searched for as well. keep gets the record after each of them, as far as
+    Without `measured` there are only the checks in bf16. With `tuned` the tiles of every weight are searched for as
+    well. keep gets the record after each of them, as far as
     it is. Raises ConfigError.
     """
     require_gpu()
     import triton
 
+    from tidar_core.bench.checking import Check
     from tidar_core.bench.kernel_checks import check_kernels
     from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
     from tidar_core.bench.tuning import compile_candidates, tune
@@ -74,11 +77,13 @@ def run_kernel_bench(
 
     for name in shapes:
         check(name, torch.bfloat16)
-        report(f"{name}: measuring")
         ops = triton_ops(SHAPES[name], torch.bfloat16, device)
         subject = Subject(name, SHAPES[name], ops, torch.bfloat16, device, ceilings, extent)
-        add("measures", map(asdict, measure_all(subject)))
-        check(name, torch.float32)  # compiles everything once more: last, should the time be over
+        if measured:
+            report(f"{name}: measuring")
+            for one in measure_all(subject):
+                add("checks" if isinstance(one, Check) else "measures", [one.as_record()])
+            check(name, torch.float32)  # compiles everything once more: last, should the time be over
         if tuned:
             report(f"{name}: searching tiles")
             add("tiles", tune(subject))

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from tidar_core.bench.checking import random_cache, step_rows
+from tidar_core.bench.checking import Check, raised, random_cache, step_rows
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
@@ -54,6 +54,9 @@ class Measure:
     microseconds: float
     bytes: int
     share: float | None
+
+    def as_record(self) -> dict[str, object]:
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +213,13 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
             yield subject.measure(kernel, f"{count} rows", work, 8, 0)
 
 
-def measure_all(subject: Subject) -> Iterator[Measure]:
-    """Everything that is measured at one shape."""
-    yield from measure_products(subject)
-    yield from measure_attention(subject)
-    yield from measure_small(subject)
+def measure_all(subject: Subject) -> Iterator[Measure | Check]:
+    """Everything that is measured at one shape. A kernel that raises ends its own part, which is a check that failed.
+    Raises AcceleratorError, as `each_or_failed`."""
+    for name, part in (("products", measure_products), ("attention", measure_attention), ("small", measure_small)):
+        try:
+            yield from part(subject)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            yield raised(f"measuring {name}", subject.dtype, error)

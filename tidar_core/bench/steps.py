@@ -16,7 +16,7 @@ from torch import Tensor
 from tidar_core.bench.checking import in_8_bits, random_cache, step_rows
 from tidar_core.bench.measures import RANK, Subject, again, seconds_a_call
 from tidar_core.bench.shapes import random_adapter, random_weights
-from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
@@ -143,9 +143,10 @@ def measure_steps(
 
 
 def measure_prefill(
-    subject: Subject, model: _Model, lengths: tuple[int, ...], chunk: int = 1024
+    subject: Subject, model: _Model, lengths: tuple[int, ...], chunk: int = EngineConfig().step_rows
 ) -> Iterator[PrefillTime]:
-    """Prompts of each length that the model has room for, read chunk by chunk."""
+    """Prompts of each length that the model has room for, read in chunks of as many rows as the engine reads a step;
+    unlike the engine's, all of them are one graph."""
     config, device, page = subject.config, subject.device, subject.extent.page_size
     for length in lengths:
         if length > config.max_positions:

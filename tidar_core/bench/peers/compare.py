@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -89,7 +89,8 @@ def peer_python(name: str, directory: Path) -> Path:
 
 def peer_engine(name: str, directory: Path, model: str, room: Room) -> Engine:
     """A peer by its name. Raises ConfigError as `peer_python` does."""
-    return Engine(name, (str(peer_python(name, directory)), str(WORKER), name, model, *room.words))
+    shown = f"{name}, one prompt at a time" if name == "llama.cpp" else name
+    return Engine(shown, (str(peer_python(name, directory)), str(WORKER), name, model, *room.words))
 
 
 def model_for(peer: str, source: ModelSource, folder: Path) -> str:
@@ -175,7 +176,7 @@ def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, hono
 def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[tuple[str, Ask]]:
     """The engine's process, ready; gives the name of its device, and the function that sends it a round."""
     say(f"starting {engine.name}")
-    root = str(Path(tidar_core.__file__).parent.parent)
+    root = str(Path(tidar_core.__file__).absolute().parent.parent)
     with TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             engine.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=root
@@ -195,14 +196,16 @@ def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[tuple[str, 
             return read
 
         def ask(question: dict[str, Any]) -> dict[str, Any]:
-            questions.write(json.dumps(question) + "\n")
-            questions.flush()
+            with suppress(BrokenPipeError):  # the reply, which is none, tells who ended
+                questions.write(json.dumps(question) + "\n")
+                questions.flush()
             return reply()
 
         try:
             yield reply()["device"], ask
         finally:
-            questions.close()
+            with suppress(BrokenPipeError):
+                questions.close()
             try:
                 process.wait(ENDS_WITHIN)
             except subprocess.TimeoutExpired:
