@@ -1,7 +1,6 @@
 # make up: everything from nothing to a served model. make test: everything that the tests need, and the tests.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint manifests/constraints.txt
 ARGS ?=
 
 .PHONY: up install test check servers computing longest browser promtool clean
@@ -21,9 +20,9 @@ install: .venv/.installed
 	manifests/image/install.sh --editable .venv
 	@touch $@
 
-.venv/.test-installed: .venv/.installed
-	$(PIP) --editable '.[cluster,test]'
-	@touch $@
+.venv/.test-installed: pyproject.toml manifests/constraints.txt manifests/image/install.sh | .venv/bin/python
+	EXTRAS=test manifests/image/install.sh --editable .venv
+	@touch .venv/.installed $@
 
 # The browser test needs a Chromium: the one without windows of its own (see tests/playground/conftest.py) where the
 # package manager brings it, else the system's, or Playwright's own.
@@ -55,7 +54,7 @@ check: .venv/.test-installed
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
 LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_triton_compiled.py test_triton_interpreted.py)
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
-SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
 
 test: servers longest
 
@@ -63,10 +62,11 @@ servers: check computing browser promtool
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
 
 computing: .venv/.test-installed
-	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
+	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) worksteal $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
 
+# A file each: what a file prepares for all of its tests takes minutes, and two processes would do it twice.
 longest: computing
-	OMP_NUM_THREADS=1 $(LEFT_OVER) $(SIDE_BY_SIDE) $(LONGEST) $(ARGS)
+	OMP_NUM_THREADS=1 $(LEFT_OVER) $(SIDE_BY_SIDE) loadfile --no-loadscope-reorder $(LONGEST) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -167,16 +167,19 @@ def running(server: Server) -> Iterator[Server]:
         wait_for_text(server, "Ctrl-C")
         yield server
     finally:
-        if server.process.poll() is None:
-            server.interrupt()
-        left = end_all(server.mark)
+        try:
+            status = server.process.poll()
+            status = server.interrupt() if status is None else status
+        finally:
+            left = end_all(server.mark)
     assert not left, f"left behind: {left}"
+    assert status == 0, f"the server ended with {status}:\n{server.log.read_text()}"
 
 
 @contextmanager
-def tiny_server(directory: Path) -> Iterator[Server]:
-    """A server of a tiny checkpoint with its drafter, in fp32 on the CPU."""
+def tiny_server(directory: Path, port: int | None = None) -> Iterator[Server]:
+    """A server of a tiny checkpoint with its drafter, the same each time, in fp32 on the CPU."""
     model, adapter = tiny_model(directory)
     settings = ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
-    with running(start(directory, *settings)) as server:
+    with running(start(directory, *settings, port=port)) as server:
         yield server

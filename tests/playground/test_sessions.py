@@ -1,7 +1,9 @@
 """Many browsers at once at a real server, each with its own answer; and a server that is started anew."""
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -10,27 +12,16 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.playground.asking import shown
 from tests.playground.conftest import visit
-from tests.servers import Server, running, start, tiny_model
+from tests.servers import Server, tiny_server
 
 SESSIONS = 20
-TOKENS = 120
+TOKENS = 200
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sessions")
-
-
-@pytest.fixture(scope="module")
-def options(directory: Path) -> tuple[str, ...]:
-    model, adapter = tiny_model(directory)
-    return ("--model", str(model), "--adapter", str(adapter), "--dtype", "float32", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def server(directory: Path, options: tuple[str, ...]) -> Iterator[Server]:
-    with running(start(directory, *options)) as started:
-        yield started
+@pytest.fixture
+def server_to_stop(server: Server) -> Server:
+    """The server that many tests share, for the last of them."""
+    return server
 
 
 @pytest.fixture
@@ -39,6 +30,23 @@ def contexts(chromium: Browser) -> Iterator[list[BrowserContext]]:
     yield made
     for context in made:
         context.close()
+
+
+@contextmanager
+def looking(server: Server) -> Iterator[list[float]]:
+    """How many requests run, looked at over and over."""
+    found: list[float] = []
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            found.append(server.metric("vllm:num_requests_running"))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    yield found
+    over.set()
+    looker.join()
 
 
 def whole(address: str, text: str) -> str:
@@ -58,12 +66,13 @@ def test_twenty_sessions_at_once(chromium: Browser, contexts: list[BrowserContex
         opened.page.fill("#t-max", str(TOKENS))
         opened.page.fill("#t-prompt", question)
     began = time.monotonic()
-    for opened in visits:
-        opened.page.evaluate("document.querySelector('#t-ask').requestSubmit()")
-    busiest = server.metric("vllm:num_requests_running")
-    for opened in visits:
-        opened.page.wait_for_selector(".facts, #t-problem:not([hidden])", timeout=120_000)
-    print(f"{SESSIONS} answers in {time.monotonic() - began:.1f} s, {busiest:.0f} at once when looked at")
+    with looking(server) as running:
+        for opened in visits:
+            opened.page.evaluate("document.querySelector('#t-ask').requestSubmit()")
+        for opened in visits:
+            opened.page.wait_for_selector(".facts, #t-problem:not([hidden])", timeout=120_000)
+    print(f"{SESSIONS} answers in {time.monotonic() - began:.1f} s, {max(running):.0f} at once when looked at")
+    assert max(running) >= 3, "they wait for one another"
     answers = [shown(opened.page) for opened in visits]
     assert answers == [whole(server.url, question) for question in questions]
     assert len(set(answers)) > SESSIONS // 2, "they are different answers"
@@ -74,9 +83,10 @@ def test_twenty_sessions_at_once(chromium: Browser, contexts: list[BrowserContex
 
 
 def test_a_restart_of_the_server_is_survived_by_a_reload(
-    contexts: list[BrowserContext], chromium: Browser, server: Server, directory: Path, options: tuple[str, ...]
+    contexts: list[BrowserContext], chromium: Browser, server_to_stop: Server, tmp_path: Path
 ) -> None:
-    """The last test of this server: it is stopped, and another takes its port."""
+    """Another server takes the port of the one that is stopped."""
+    server = server_to_stop
     contexts.append(chromium.new_context())
     page = visit(contexts[-1], server.url).page
     ask(page, "Before?")
@@ -86,7 +96,7 @@ def test_a_restart_of_the_server_is_survived_by_a_reload(
     page.press("#t-prompt", "Enter")
     expect(page.locator("#t-problem")).to_contain_text("cannot be reached")
     expect(page.locator("#t-prompt")).to_have_value("Meanwhile?")
-    with running(start(directory, *options, port=int(server.url.rpartition(":")[2]))) as anew:
+    with tiny_server(tmp_path, port=int(server.url.rpartition(":")[2])) as anew:
         page.reload()
         page.wait_for_selector("#t-served[data-state=up]", timeout=60_000)
         ask(page, "After?")

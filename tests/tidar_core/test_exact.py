@@ -1,6 +1,7 @@
 """The first promise on the default model: 16 HumanEval prompts, 64 tokens, drafts off, auto and full, alone and
 batched; against transformers in fp32, and bit for bit against plain decoding in bf16."""
 
+import shutil
 from importlib.util import find_spec
 
 import pytest
@@ -29,7 +30,8 @@ pytestmark = [
 ]
 
 PROMPTS, TOKENS = 16, 64
-GENERATED = 3  # prompts that transformers answers itself, token by token; of all it scores our answers
+COMPILES = shutil.which("g++") is not None
+GENERATED = 1  # prompt that transformers answers itself, token by token; of all it scores our answers
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +54,13 @@ def test_greedy_fp32_equals_transformers(capsys):
     generated = reference_answers(reference, prompts[:GENERATED], TOKENS)
     generating = compare_with_reference(reference, prompts[:GENERATED], generated, some)
     assert all(comparison.different == 0 for comparison in generating)
+    assert engine.info.exact or not COMPILES
     if engine.info.exact:
         assert all(comparison.different == 0 for comparison in compare_ways(ways))
 
 
 def test_bf16_answers_do_not_depend_on_drafts_or_batch(bf16_engine):
+    assert bf16_engine.info.exact or not COMPILES
     if not bf16_engine.info.exact:
         pytest.skip("without a C++ compiler bf16 is not exact by rows on every processor: the warm-up probe says so")
     prompts = [plain_prompt(bf16_engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
@@ -71,6 +75,6 @@ def test_bf16_answers_do_not_depend_on_drafts_or_batch(bf16_engine):
 
 
 def test_the_shipped_drafter_is_worth_its_rows(bf16_engine):
-    prompts = [chat_prompt(bf16_engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
+    prompts = [chat_prompt(bf16_engine.tokenizer, text) for text in human_eval_prompts(6)]
     result = measure_acceptance(bf16_engine, prompts, SamplingParams(max_tokens=64, temperature=0.0, drafts="full"))
-    assert result.tokens_per_step > 1.3
+    assert result.tokens_per_step > 2.3  # it is 2.57; another processor's sums may part from these answers
