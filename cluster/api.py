@@ -49,6 +49,7 @@ from cluster.schemas import (
     refuse_unsupported,
 )
 from cluster.streams import Answer, Echo, Pace, requests_for
+from cluster.thoughts import Thinking, thinking
 from cluster.tools import Toolbox, tool_format, toolbox
 from cluster.tracing import flush, trace_requests, tracer_provider
 
@@ -60,12 +61,13 @@ Prompts = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a body asks for, as token ids, and what the answer may call. echo: what an object of the Responses API
-    repeats of its request; None for the other two."""
+    """What a body asks for, as token ids, what the answer may call, and how it may begin with thoughts. echo: what an
+    object of the Responses API repeats of its request; None for the other two."""
 
     body: Body
     prompts: Prompts
     tools: Toolbox | None = None
+    thinking: Thinking | None = None
     echo: str | None = None
 
 
@@ -158,7 +160,10 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         )
         if tools is None:
             _ = body.grammar
-        return Plan(body, [chat_prompt(body, card, backend)], tools)
+        prompt, text = chat_prompt(body, card, backend)
+        # Who watches tokens wants to find them in the text.
+        told_apart = options.reasoning and not body.tidar.trace
+        return Plan(body, [prompt], tools, thinking(card.tokenizer, text) if told_apart else None)
 
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
@@ -189,7 +194,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         echoes = echoes_of(body, prompts, backend)
         follows = "tools" if tools is not None else body.grammar_field
         tells_prompt = body.prompt_logprobs is not None
-        made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows)
+        made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows, planned.thinking)
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.

@@ -102,11 +102,17 @@ class CallOutputItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """What another model thought, sent back; this one does not hear of it."""
+    """What a model thought in an earlier turn, sent back: its text, where it is told, is for the template."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["reasoning"]
+    content: list[dict[str, Any]] | None = None
+
+    @property
+    def text(self) -> str:
+        parts = [part.get("text") for part in self.content or () if part.get("type") == "reasoning_text"]
+        return "".join(part for part in parts if isinstance(part, str))
 
 
 def kind_of(value: object) -> str | None:
@@ -267,12 +273,16 @@ class ResponsesBody(BaseModel):
 
 
 def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The items as a chat's messages: calls join the assistant's turn that they follow."""
+    """The items as a chat's messages: calls join the assistant's turn that they follow, thoughts the one before which
+    they stand."""
     messages: list[dict[str, Any]] = []
+    thought = ""
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
     for item in items:
-        if isinstance(item, MessageItem):
+        if isinstance(item, ReasoningItem):
+            thought = item.text
+        elif isinstance(item, MessageItem):
             messages.append({"role": item.role, "content": item.content})
         elif isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
@@ -281,6 +291,9 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
                 messages.append({"role": "assistant", "content": None})
             called = {"name": item.name, "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
+        if thought and messages and messages[-1]["role"] == "assistant" and not isinstance(item, ReasoningItem):
+            messages[-1].setdefault("reasoning_content", thought)
+            thought = ""
     if not messages:
         raise bad_request("input has nothing that this model reads", "input")
     return messages

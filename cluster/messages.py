@@ -108,6 +108,8 @@ class Message(BaseModel):
         # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or self.refusal or ""
+        if isinstance(thought := (self.model_extra or {}).get("reasoning_content"), str) and self.role == "assistant":
+            turn["reasoning_content"] = thought
         if self.tool_calls:
             turn["tool_calls"] = [
                 {

@@ -68,6 +68,7 @@ class ServeOptions(BaseModel):
     its K/V pages. upscale_delay_s, downscale_delay_s, downscale_to_zero_delay_s: how long the load must want it.
     wake_seconds: how long a request may wait for a model that sleeps.
     accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
+    reasoning: tell what a model thinks before it answers apart from the answer in chats; else it stands in the text.
     exact, graphs, overlap: as in `EngineConfig`, for GPUs.
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
@@ -102,6 +103,7 @@ class ServeOptions(BaseModel):
     downscale_to_zero_delay_s: Seconds = 900.0
     wake_seconds: Seconds = 300.0
     accelerator: str | None = None
+    reasoning: bool = True
     exact: bool = True
     graphs: bool = True
     overlap: bool | None = None

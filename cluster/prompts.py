@@ -119,13 +119,13 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
     return prompts
 
 
-def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[int, ...]:
-    """Token ids of a chat. Raises ApiError (400) as `render_chat` does."""
+def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
+    """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
     text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs)
     prompt = encode(backend, text, body.add_special_tokens)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")
-    return prompt
+    return prompt, text
 
 
 def check_ids(ids: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:

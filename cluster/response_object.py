@@ -9,8 +9,9 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster.errors import ApiError, server_error
-from cluster.responses import Head, chain, logprobs_of, usage_of
+from cluster.responses import Head, chain, logprobs_of, reasoning_tokens, usage_of
 from cluster.streams import Answer, Piece
+from cluster.thoughts import Thought
 from cluster.tool_calls import CallDelta
 from tidar_core.request import FinishReason
 
@@ -31,7 +32,7 @@ class Entries(list[bytes]):
 class Output:
     """The items of an answer as they grow. Its methods give the events that tell of it, but for their numbers.
 
-    Text that stands before, between or behind calls is a message of its own each time.
+    Text that stands before, between or behind calls is a message of its own each time; thoughts are an item too.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,8 @@ class Output:
         for part in piece.told:
             if isinstance(part, CallDelta):
                 yield from self._call(part)
+            elif isinstance(part, Thought):
+                yield from self._think(part.text)
             else:
                 yield from self._text(part, logprobs)
                 logprobs = Entries()
@@ -80,6 +83,17 @@ class Output:
         yield self._event("response.content_part.added", content_index=0, part=dict(part))
         self.items[-1]["content"].append(part)
 
+    def _think(self, text: str) -> Iterator[Json]:
+        if not self._open or self.items[-1]["type"] != "reasoning":
+            self._early = Entries()
+            yield from self._close("completed")
+            yield from self._begin({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            part = {"type": "reasoning_text", "text": ""}
+            yield self._event("response.content_part.added", content_index=0, part=dict(part))
+            self.items[-1]["content"].append(part)
+        self.items[-1]["content"][0]["text"] += text
+        yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
+
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
             self._early = Entries()
@@ -107,6 +121,10 @@ class Output:
             told = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", **told)
             yield self._event("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            yield self._event("response.reasoning_text.done", content_index=0, text=part["text"])
+            yield self._event("response.content_part.done", content_index=0, part=part)
         else:
             told = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", **told)
@@ -117,7 +135,7 @@ class Output:
 
     def _item_event(self, kind: str) -> Json:
         item = self.items[-1]
-        shown = item | {"content": list(item["content"])} if item["type"] == "message" else dict(item)
+        shown = item | {"content": list(item["content"])} if "content" in item else dict(item)
         return {"type": kind, "output_index": len(self.items) - 1, "item": shown}
 
 
@@ -140,7 +158,7 @@ def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> bytes:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": answer.choices[0].cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(answer.choices)},
         "total_tokens": usage.total_tokens,
     }
     told: Json = {"output": items, "usage": counted, "metrics": answer.metrics()}

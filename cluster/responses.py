@@ -20,7 +20,7 @@ from openai.types.chat.chat_completion import Choice as ChatChoice
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
 from openai.types.chat.chat_completion_message_function_tool_call import Function
-from openai.types.completion_usage import PromptTokensDetails
+from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -55,12 +55,21 @@ def usage_of(choices: Sequence[Choice]) -> CompletionUsage:
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
     cached = PromptTokensDetails(cached_tokens=sum(choice.cached_tokens for choice in choices))
+    told: dict[str, Any] = {}
+    if any(choice.thoughts is not None for choice in choices):
+        told["completion_tokens_details"] = CompletionTokensDetails(reasoning_tokens=reasoning_tokens(choices))
     return CompletionUsage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=cached,
+        **told,
     )
+
+
+def reasoning_tokens(choices: Sequence[Choice]) -> int:
+    """Tokens of thoughts."""
+    return sum(choice.thoughts.tokens for choice in choices if choice.thoughts is not None)
 
 
 def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:
@@ -95,11 +104,13 @@ class Gathered:
     """All pieces of a choice that is not streamed."""
 
     text: str = ""
+    thoughts: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     calls: list[ChatCompletionMessageFunctionToolCall] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
+        self.thoughts += piece.thoughts
         self.logprobs += piece.logprobs
         for delta in piece.calls:
             if delta.id is None or delta.name is None:
@@ -109,11 +120,13 @@ class Gathered:
                 self.calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=called))
 
     def message(self) -> ChatCompletionMessage:
-        if not self.calls:
-            return ChatCompletionMessage(role="assistant", content=self.text, refusal=None)
-        return ChatCompletionMessage(
-            role="assistant", content=self.text or None, refusal=None, tool_calls=list(self.calls)
-        )
+        told: dict[str, Any] = {}
+        if self.thoughts:
+            told["reasoning_content"] = self.thoughts
+        if self.calls:
+            told["tool_calls"] = list(self.calls)
+        content = self.text or None if told else self.text
+        return ChatCompletionMessage(role="assistant", content=content, refusal=None, **told)
 
 
 def finish_reason(finish: Finish, choice: Choice) -> str:
@@ -178,7 +191,9 @@ def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: boo
 
 def delta_of(piece: Piece, first: bool) -> ChoiceDelta:
     fields: dict[str, Any] = {"role": "assistant"} if first else {}
-    if piece.text or not piece.calls:
+    if piece.thoughts:
+        fields["reasoning_content"] = piece.thoughts
+    if piece.text or not (piece.calls or piece.thoughts):
         fields["content"] = piece.text
     if piece.calls:
         fields["tool_calls"] = [call_delta(delta) for delta in piece.calls]
@@ -228,7 +243,7 @@ async def event_stream(
             async for piece in pieces:
                 is_first = piece.choice not in begun
                 # A step whose text is still held back has nothing to show, except its trace or log-probabilities.
-                shows = piece.text or piece.calls or piece.finish or piece.trace is not None or piece.logprobs
+                shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs
                 if shows or (is_first and head.chat):
                     begun.add(piece.choice)
                     yield chunk(head, answer, piece, is_first, with_usage, counts_on)

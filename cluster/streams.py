@@ -19,23 +19,24 @@ from cluster.engine_thread import Refusal
 from cluster.errors import ApiError, bad_request, full
 from cluster.handover import Carrier, News
 from cluster.spelling import Spelling, spell
+from cluster.thoughts import Thinking, Thought, ThoughtParser
 from cluster.tool_calls import CallDelta, ToolParser
 from cluster.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from tidar_core.text import TextStream
 
 T = TypeVar("T")
+Part = str | Thought | CallDelta  # of what an answer says: text, thoughts before it, calls of tools
 CHUNK_RATE = {"cpu": 300, "cuda": 2000}  # where the options leave it open; each costs an ingress some 250 µs
 LONGEST_INTERVAL_SECONDS = 0.25  # so that a reader sees text flow, however many there are
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one choice. told: its text, and what of it belongs to calls of tools, in order. `trace` is
-    the wire's `tidar` object, where one was asked for."""
+    """What one step added to one choice, in order. `trace` is the wire's `tidar` object, where one was asked for."""
 
     choice: int
-    told: tuple[str | CallDelta, ...]
+    told: tuple[Part, ...]
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -44,6 +45,10 @@ class Piece:
     @property
     def text(self) -> str:
         return "".join(part for part in self.told if isinstance(part, str))
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(part.text for part in self.told if isinstance(part, Thought))
 
     @property
     def calls(self) -> tuple[CallDelta, ...]:
@@ -75,6 +80,7 @@ class Choice:
     tells_end: bool = False
     echo: "Echo | None" = None
     tools: ToolParser | None = None
+    thoughts: ThoughtParser | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -114,14 +120,23 @@ class Choice:
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
-        return Piece(self.number, runs(self._told(text)), finish, shown_trace, entries, offset)
+        return Piece(self.number, runs(self._told(text, output.tokens)), finish, shown_trace, entries, offset)
 
-    def _told(self, text: str) -> tuple[str | CallDelta, ...]:
-        """A step's text, and what of it adds to calls."""
-        if self.tools is None:
-            return (text,)
-        told = self.tools.push(text)
-        return told if self.finish is None else (*told, *self.tools.finish())
+    def _told(self, text: str, tokens: tuple[int, ...]) -> Iterator[Part]:
+        """A step's text, and what of it are thoughts or adds to calls."""
+        parts: tuple[str | Thought, ...] = (text,)
+        if self.thoughts is not None:
+            was_over = self.thoughts.over
+            parts = self.thoughts.push(text)
+            self.thoughts.count(tokens, was_over)
+            parts = parts if self.finish is None else (*parts, *self.thoughts.finish())
+        for part in parts:
+            if self.tools is None or isinstance(part, Thought):
+                yield part
+            else:
+                yield from self.tools.push(part)
+        if self.tools is not None and self.finish is not None:
+            yield from self.tools.finish()
 
 
 @dataclass(slots=True)
@@ -140,6 +155,7 @@ class Answer:
     tells_end: bool = False
     tools: Toolbox | None = None
     follows: str = "response_format"  # the field that says what the answer has to follow
+    thinking: Thinking | None = None
     choices: list[Choice] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -155,6 +171,7 @@ class Answer:
                 tells_end=self.tells_end,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,
+                thoughts=self.thinking.parser() if self.thinking else None,
             )
             for number, request in enumerate(self.requests)
         ]
@@ -246,13 +263,15 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def runs(told: Iterable[str | CallDelta]) -> tuple[str | CallDelta, ...]:
-    """The same with neighbours joined that are text, or of one call; nothing of empty text."""
-    made: list[str | CallDelta] = []
+def runs(told: Iterable[Part]) -> tuple[Part, ...]:
+    """The same with neighbours joined that are text, thoughts, or of one call; nothing of empty text."""
+    made: list[Part] = []
     for part in told:
         last = made[-1] if made else None
         if isinstance(part, str) and isinstance(last, str):
             made[-1] = last + part
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            made[-1] = Thought(last.text + part.text)
         elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and last.index == part.index:
             made[-1] = replace(last, arguments=last.arguments + part.arguments)
         elif part != "":

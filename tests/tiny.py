@@ -53,6 +53,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+
 # Tools as Qwen's and as Llama 3's templates have them, in fewer words.
 TOOL_CHAT = (
     "{%% if tools %%}<|im_start|>system\nYou may call:{%% for tool in tools %%}\n{{ tool | tojson }}{%% endfor %%}"
@@ -184,6 +192,14 @@ def tool_tokenizer(template: str = HERMES_TEMPLATE, vocab: int = 512) -> PreTrai
     tokenizer = tiny_tokenizer(vocab - 2)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
     tokenizer.chat_template = template
+    return tokenizer
+
+
+def thinking_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
+    """A tiny tokenizer whose model thinks before it answers: tags and template as Qwen3's."""
+    tokenizer = tiny_tokenizer(vocab - 2)
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    tokenizer.chat_template = THINKING_TEMPLATE
     return tokenizer
 
 

@@ -79,6 +79,7 @@ def up(
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
     threads: Threads = 0,
+    reasoning: Annotated[bool, typer.Option(help="Tell a model's thoughts apart from its answer in chats.")] = True,
     exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
@@ -109,7 +110,8 @@ def up(
             "models": {name: {"model": path} for name, path in named(beside or [], "--beside", "model").items()},
             "name": name, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
-            "exact": exact, "graphs": graphs, "max_model_len": max_model_len, "generation_config": generation_config,
+            "reasoning": reasoning, "exact": exact, "graphs": graphs, "max_model_len": max_model_len,
+            "generation_config": generation_config,
             "api_keys": api_keys, "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)

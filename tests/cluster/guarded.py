@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.options import FurtherModel, ServeOptions
 from tests.servers import Server, running, start_with
-from tests.tiny import HERMES_TEMPLATE, edit_json, tiny_adapter, tiny_checkpoint, tool_tokenizer
+from tests.tiny import HERMES_TEMPLATE, edit_json, thinking_tokenizer, tiny_adapter, tiny_checkpoint, tool_tokenizer
 
 ORIGIN = "https://chat.example.org"
 KEYS = ("key-of-one", "key-of-another")
@@ -22,7 +22,7 @@ class Guarded:
     key: str = KEYS[0]
     other_key: str = KEYS[1]
     plain: str = "tiny/plain"  # the same model without a drafter
-    beside: str = "org/qwen"  # another architecture, vocabulary and drafter, and makers who say how to sample
+    beside: str = "org/qwen"  # another architecture, vocabulary and drafter, thoughts, and makers who say how to sample
     metrics_key: str = "key-of-metrics"
 
     @property
@@ -41,6 +41,7 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
     tool_tokenizer(HERMES_TEMPLATE).save_pretrained(model)
     adapter = tiny_adapter(directory / "adapter", model)
     beside = tiny_checkpoint(directory / "qwen", "qwen2", seed=1, vocab=400)
+    thinking_tokenizer(400).save_pretrained(beside)
     wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
     edit_json(beside / "generation_config.json", **wanted)
     beside_adapter = tiny_adapter(directory / "qwen-adapter", beside, block_length=3)

@@ -1,0 +1,146 @@
+"""What a model thinks before it answers, told apart from the answer.
+
+Models that think aloud (Qwen3, DeepSeek-R1's distillations, SmolLM3, EXAONE 4, Seed-OSS) write it in front of the
+answer, between two tags of their vocabulary. Their templates cut it out of earlier turns, or leave the first tag open
+for the answer to go on from, so that a template tells whether a model does.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # as for `ModelCard`
+    from transformers import PreTrainedTokenizerFast
+
+_TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that a model thinks, and does not answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """How an answer may begin with thoughts: its tags, and the token of the second. begun: the prompt ends with the
+    first."""
+
+    begin: str
+    end: str
+    end_id: int
+    begun: bool
+
+    def parser(self) -> "ThoughtParser":
+        """For one answer."""
+        return ThoughtParser(self)
+
+
+def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> Thinking | None:
+    """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already."""
+    template = tokenizer.chat_template
+    for begin, end in _TAGS:
+        if not isinstance(template, str) or end not in template:
+            continue
+        added = {token.content: (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
+        if not {begin, end} <= added.keys() or any(added[tag][1].special for tag in (begin, end)):
+            continue  # special tokens are no text, in which they could be found
+        said = prompt.rstrip()
+        return None if said.endswith(end) else Thinking(begin, end, added[end][0], said.endswith(begin))
+    return None
+
+
+class ThoughtParser:
+    """Splits an answer into thoughts and text. What all `push` calls and `finish` bring together does not depend on how
+    the answer was cut. White space around thoughts is nobody's.
+
+    tokens: how many of the answer's were thoughts, as `count` was told of them.
+    """
+
+    def __init__(self, thinking: Thinking):
+        self.tokens = 0
+        self._thinking = thinking
+        self._held = ""  # of which it is not known yet what it is
+        self._told: list[str | Thought] = []
+        self._lead = True  # white space before the first thought
+        self._thought = False
+        self._step = self._before
+
+    def count(self, tokens: "tuple[int, ...]", was_over: bool) -> None:
+        """Count a step's tokens behind the `push` of their text; was_over: the parser was `over` before that."""
+        if was_over or (self.over and not self._thought) or not (self._thought or self._thinking.begun):
+            return
+        ended = self.over and self._thinking.end_id in tokens
+        self.tokens += tokens.index(self._thinking.end_id) + 1 if ended else len(tokens)
+
+    @property
+    def over(self) -> bool:
+        """No more thoughts come."""
+        return self._step in (self._behind, self._in_text)
+
+    def push(self, text: str) -> tuple[str | Thought, ...]:
+        """Append text; return what of it can be shown, in order."""
+        self._held += text
+        while self._held and self._step():
+            pass
+        return self._out()
+
+    def finish(self) -> tuple[str | Thought, ...]:
+        """End the answer."""
+        if self._step == self._in_thought:
+            self._tell(Thought(self._held))
+        elif self._step != self._behind:
+            self._tell(self._held)
+        self._held = ""
+        return self._out()
+
+    def _out(self) -> tuple[str | Thought, ...]:
+        told, self._told = tuple(self._told), []
+        return told
+
+    # Each step takes from the front of `_held` what it understands; False where it needs more to tell.
+
+    def _before(self) -> bool:
+        begin, begun, waiting = self._thinking.begin, self._thinking.begun, self._held.lstrip()
+        if waiting.startswith(begin):
+            self._held = waiting[len(begin) :]
+        elif begin.startswith(waiting):
+            return False
+        elif not begun:
+            self._step = self._in_text
+            return True
+        self._thought = True
+        self._step = self._in_thought
+        return True
+
+    def _in_thought(self) -> bool:
+        if self._lead:
+            self._held = self._held.lstrip()
+            self._lead = not self._held
+        end = self._thinking.end
+        place = self._held.find(end)
+        if place >= 0:
+            self._tell(Thought(self._held[:place].rstrip()))
+            self._held = self._held[place + len(end) :]
+            self._step = self._behind
+            return True
+        begun = next(length for length in range(len(end) - 1, -1, -1) if self._held.endswith(end[:length]))
+        shown = len(self._held[: len(self._held) - begun].rstrip())
+        self._tell(Thought(self._held[:shown]))
+        self._held = self._held[shown:]
+        return False
+
+    def _behind(self) -> bool:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._step = self._in_text
+        return bool(self._held)
+
+    def _in_text(self) -> bool:
+        self._tell(self._held)
+        self._held = ""
+        return False
+
+    def _tell(self, part: str | Thought) -> None:
+        if part and (isinstance(part, str) or part.text):
+            self._told.append(part)

@@ -1,0 +1,216 @@
+"""What a model thinks before it answers: told apart however the text is cut, in all of OpenAI's objects."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from cluster.items import ResponsesBody
+from cluster.messages import Message
+from cluster.streams import runs
+from cluster.thoughts import Thinking, Thought, ThoughtParser, thinking
+from cluster.tool_calls import HERMES, CallDelta, ToolParser
+from tests.cluster.guarded import Guarded
+from tests.cluster.test_response_object import EVENTS
+from tests.tiny import THINKING_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
+
+PLAIN = Thinking("<think>", "</think>", 7, begun=False)
+BEGUN = Thinking("<think>", "</think>", 7, begun=True)
+CASES: list[tuple[Thinking, str, tuple[str, str]]] = [
+    (PLAIN, "<think>\nWhy?\nSo.\n</think>\n\nYes.\n", ("Why?\nSo.", "Yes.\n")),
+    (PLAIN, "\n <think>a</think>b", ("a", "b")),
+    (PLAIN, "<think>\n\n</think>\n\nYes", ("", "Yes")),
+    (PLAIN, "<think>never ends </thin", ("never ends </thin", "")),
+    (PLAIN, "<think>a</think>", ("a", "")),
+    (PLAIN, "<thin air", ("", "<thin air")),
+    (PLAIN, " <thi", ("", " <thi")),
+    (PLAIN, "\nNo thoughts, <think>a</think>.", ("", "\nNo thoughts, <think>a</think>.")),
+    (PLAIN, "<think>a</think>b</think><think>c", ("a", "b</think><think>c")),
+    (BEGUN, "Why?\n</think>\n\nYes", ("Why?", "Yes")),
+    (BEGUN, "<think>\nWhy?</think>Yes", ("Why?", "Yes")),
+    (BEGUN, "</think>\nYes", ("", "Yes")),
+    (BEGUN, "cut", ("cut", "")),
+    (BEGUN, "", ("", "")),
+]
+
+
+def split(parser: ThoughtParser, pieces: list[str]) -> tuple[str, str]:
+    told = [part for piece in pieces for part in parser.push(piece)] + list(parser.finish())
+    thoughts = "".join(part.text for part in told if isinstance(part, Thought))
+    return thoughts, "".join(part for part in told if isinstance(part, str))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: repr(case[1]))
+@given(data=st.data())
+def test_thoughts_are_told_apart_however_the_text_is_cut(case: Any, data: st.DataObject) -> None:
+    how, text, expected = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert split(how.parser(), pieces) == expected
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "\n", " ", "a", "</thi"]), max_size=10), st.booleans())
+def test_no_text_is_lost_but_tags_and_white_space(pieces: list[str], begun: bool) -> None:
+    thoughts, text = split((BEGUN if begun else PLAIN).parser(), pieces)
+    bare = "".join(pieces).replace("<think>", "").replace("</think>", "").split()
+    assert "".join((thoughts + text).replace("<think>", "").replace("</think>", "").split()) == "".join(bare)
+
+
+def test_what_is_thought_can_be_read_as_it_comes() -> None:
+    parser = PLAIN.parser()
+    assert parser.push("<think>One") == (Thought("One"),)
+    assert parser.push(" two.") == (Thought(" two."),)
+    assert parser.push(" </think> Yes") == ("Yes",)
+    assert parser.over
+
+
+def test_tokens_of_thoughts_are_counted() -> None:
+    parser = PLAIN.parser()
+    for text, tokens, so_far in (
+        ("<think>", (6,), 1), ("a b", (3, 4), 3), ("c</think> d", (5, 7, 8), 5), ("e", (9,), 5),
+    ):  # fmt: skip
+        was_over = parser.over
+        parser.push(text)
+        parser.count(tokens, was_over)
+        assert parser.tokens == so_far
+    silent = PLAIN.parser()
+    silent.push("no")
+    silent.count((1, 2), False)
+    assert silent.tokens == 0
+
+
+def test_a_template_tells_who_thinks_aloud() -> None:
+    tokenizer = thinking_tokenizer()
+    turns = [{"role": "user", "content": "Well?"}]
+    prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    assert thinking(tokenizer, prompt) == Thinking("<think>", "</think>", end, begun=False)
+    assert thinking(tokenizer, prompt + "<think>\n") == Thinking("<think>", "</think>", end, begun=True)
+    none = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert thinking(tokenizer, str(none)) is None, "it has thought already"
+    assert thinking(tool_tokenizer(), prompt) is None
+
+
+def special() -> PreTrainedTokenizerFast:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>", special=True), AddedToken("</think>", special=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, special])
+def test_tags_that_are_no_text_are_not_looked_for(make: Any) -> None:
+    tokenizer = make()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    assert thinking(tokenizer, "") is None
+
+
+def test_thoughts_come_before_calls() -> None:
+    parser, tools = PLAIN.parser(), ToolParser(HERMES, ["weather"], True, lambda: "call")
+    text = '<think>\nI call.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    told: list[Any] = []
+    for part in (*parser.push(text), *parser.finish()):
+        told += [part] if isinstance(part, Thought) else tools.push(part)
+    thought, call = runs([*told, *tools.finish()])
+    assert thought == Thought("I call.")
+    assert isinstance(call, CallDelta)
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Ulm"})
+
+
+def test_thoughts_of_an_earlier_turn_are_the_templates() -> None:
+    earlier = {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
+    assert Message.model_validate(earlier).for_template() == earlier
+    items: list[Any] = [
+        {"role": "user", "content": "Well?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]},
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "9:00"},
+        {"type": "reasoning", "summary": []},
+        {"role": "assistant", "content": "It is nine."},
+    ]
+    asked = ResponsesBody.model_validate({"input": items}).as_chat()
+    told = [message.for_template().get("reasoning_content") for message in asked.messages]
+    assert told == [None, "Why?", None, None]
+
+
+# From here on: the openai package against a real server, whose model is made to think by a regular expression.
+
+
+@pytest.fixture(scope="module")
+def client(guarded: Guarded) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=guarded.key, max_retries=0, timeout=120) as made:
+        yield made
+
+
+THINKS = r"<think>\n[a-z]{5,9}\n</think>\n\n[A-Z]{4,9}"
+
+
+def asking(guarded: Guarded, **extra: Any) -> dict[str, Any]:
+    return {
+        "model": guarded.beside,
+        "messages": [{"role": "user", "content": "Well?"}],
+        "seed": 5,
+        "max_tokens": 60,
+        "extra_body": {"structured_outputs": {"regex": THINKS}, **extra},
+    }
+
+
+def test_a_chat_tells_thoughts_whole_and_streamed(client: openai.OpenAI, guarded: Guarded) -> None:
+    answers: list[Any] = [
+        client.chat.completions.create(**asking(guarded, tidar={"drafts": drafts})) for drafts in ("off", "full")
+    ]
+    first, second = (answer.choices[0].message for answer in answers)
+    assert (first.content, first.reasoning_content) == (second.content, second.reasoning_content)
+    assert first.content.isupper()
+    assert first.reasoning_content.islower()
+    assert "think" not in first.content + first.reasoning_content
+    usage = answers[0].usage
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens
+    with client.chat.completions.create(**asking(guarded), stream=True) as stream:
+        deltas: list[Any] = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == first.content
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == first.reasoning_content
+
+
+def test_a_trace_shows_the_text_as_the_model_says_it(client: openai.OpenAI, guarded: Guarded) -> None:
+    told: Any = client.chat.completions.create(**asking(guarded, tidar={"trace": True})).choices[0].message
+    assert told.content.startswith("<think>\n")
+    assert not hasattr(told, "reasoning_content")
+
+
+def test_a_response_has_an_item_for_them(guarded: Guarded, client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "model": guarded.beside,
+        "input": "Well?",
+        "max_output_tokens": 60,
+        "extra_body": {"structured_outputs": {"regex": THINKS}, "seed": 5},
+    }
+    whole: Any = client.responses.create(**fields)
+    thought, message = whole.output
+    assert (thought.type, thought.status, message.type) == ("reasoning", "completed", "message")
+    assert thought.content[0].text.islower()
+    assert message.content[0].text.isupper()
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    with client.responses.create(**fields, stream=True) as stream:
+        events: list[Any] = list(stream)
+    for event in events:
+        EVENTS[event.type].model_validate(event.model_dump(exclude_unset=True, by_alias=True))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == thought.content[0].text
+    assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
+    sent_back = [{"role": "user", "content": "Well?"}, *whole.model_dump(exclude_unset=True)["output"]]
+    again: Any = client.responses.create(**fields | {"input": [*sent_back, {"role": "user", "content": "And?"}]})
+    assert again.status in ("completed", "incomplete")
+
+
+def test_who_thinks_no_more_answers_at_once(guarded: Guarded) -> None:
+    body = asking(guarded)
+    body |= body.pop("extra_body") | {"chat_template_kwargs": {"enable_thinking": False}}
+    told = httpx.post(f"{guarded.url}/v1/chat/completions", headers=guarded.headers, json=body, timeout=60).json()
+    assert told["choices"][0]["message"]["content"].startswith("<think>"), "what it says is its answer"
