@@ -49,9 +49,10 @@ from cluster.schemas import (
     refuse_unsupported,
 )
 from cluster.streams import Answer, Echo, Pace, requests_for
-from cluster.thoughts import Thinking, thinking
+from cluster.thoughts import Thinking, behind_thoughts, thinking
 from cluster.tools import Toolbox, tool_format, toolbox
 from cluster.tracing import flush, trace_requests, tracer_provider
+from tidar_core.grammar import Grammar
 
 PLAYGROUND = "/playground/"
 
@@ -61,11 +62,12 @@ Prompts = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a body asks for, as token ids, what the answer may call, and how it may begin with thoughts. echo: what an
-    object of the Responses API repeats of its request; None for the other two."""
+    """What a body asks for, as token ids, what the answer has to follow and may call, and how it may begin with
+    thoughts. echo: what an object of the Responses API repeats of its request; None for the other two."""
 
     body: Body
     prompts: Prompts
+    grammar: Grammar | None = None
     tools: Toolbox | None = None
     thinking: Thinking | None = None
     echo: str | None = None
@@ -125,8 +127,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
             body = read_body(raw, CompletionBody)
             check(body, card)
-            _ = body.grammar  # here, in a thread: a large schema takes a while to check
-            return Plan(body, completion_prompts(body, card, backend))
+            return Plan(body, completion_prompts(body, card, backend), body.grammar)
 
         return await answer(request, plan, chat=False)
 
@@ -158,12 +159,13 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             body.parallel_tool_calls is not False,
             body.response_format,
         )
-        if tools is None:
-            _ = body.grammar
+        grammar = body.grammar if tools is None else tools.grammar
         prompt, text = chat_prompt(body, card, backend)
+        thoughts = thinking(card.tokenizer, text) if options.reasoning else None
+        if thoughts is not None and grammar is not None:
+            grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
         # Who watches tokens wants to find them in the text.
-        told_apart = options.reasoning and not body.tidar.trace
-        return Plan(body, [prompt], tools, thinking(card.tokenizer, text) if told_apart else None)
+        return Plan(body, [prompt], grammar, tools, None if body.tidar.trace else thoughts)
 
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
@@ -178,9 +180,10 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         if len(prompts) * len(choices) > MAX_PROMPTS:
             raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
         # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
+        seeds = [(seed + number) % 2**SEED_BITS for number in range(len(prompts))]
         params = [
-            replace(sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, tools), choice=choice)
-            for number, prompt in enumerate(prompts)
+            replace(sampling_params(body, card, len(prompt), own_seed, planned.grammar), choice=choice)
+            for own_seed, prompt in zip(seeds, prompts, strict=True)
             for choice in choices
         ]
         echo = planned.echo

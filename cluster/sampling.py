@@ -6,7 +6,7 @@ from dataclasses import fields
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
 from cluster.schemas import Body, ChatBody, CompletionBody
-from cluster.tools import Toolbox
+from tidar_core.grammar import Grammar
 from tidar_core.request import RequestError, Sampling, SamplingParams
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -35,10 +35,10 @@ def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
 
 
 def sampling_params(
-    body: Body, card: ModelCard, prompt_tokens: int, seed: int, tools: Toolbox | None = None
+    body: Body, card: ModelCard, prompt_tokens: int, seed: int, grammar: Grammar | None = None
 ) -> SamplingParams:
-    """How to sample the answer to a prompt of that many tokens; `seed` serves where the body has none, `tools` are what
-    the answer may call.
+    """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
+    has to follow, if anything.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -77,7 +77,7 @@ def sampling_params(
             stop=tuple(body.stop or ()),
             stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
-            grammar=body.grammar if tools is None else tools.grammar,
+            grammar=grammar,
             drafts=drafts,
             draft_trust=trust,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),

@@ -5,8 +5,12 @@ answer, between two tags of their vocabulary. Their templates cut it out of earl
 for the answer to go on from, so that a template tells whether a model does.
 """
 
+import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import bad_request
+from tidar_core.grammar import Grammar, GrammarError, tag_grammar
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
@@ -48,6 +52,38 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> Thinking | No
         said = prompt.rstrip()
         return None if said.endswith(end) else Thinking(begin, end, added[end][0], said.endswith(begin))
     return None
+
+
+def behind_thoughts(grammar: Grammar, thinking: Thinking, field: str) -> Grammar:
+    """What an answer has to follow that may think before it follows `grammar`, which `field` asks for. Raises ApiError
+    (400)."""
+    thought: Any = {
+        "type": "sequence",
+        "elements": [
+            {"type": "any_text", "excludes": [thinking.end]},
+            {"type": "const_string", "value": thinking.end},
+            {"type": "regex", "pattern": r"[ \t\r\n]*"},
+        ],
+    }
+    if not thinking.begun:
+        thought["elements"].insert(0, {"type": "const_string", "value": thinking.begin})
+        thought = {"type": "optional", "content": thought}
+    try:
+        form = {"type": "sequence", "elements": [thought, _as_format(grammar)]}
+        return tag_grammar(form, grammar.parts or ((field, grammar),))
+    except GrammarError as error:
+        raise bad_request(f"{field}: {error}", field) from error
+
+
+def _as_format(grammar: Grammar) -> Any:
+    """A grammar as a part of a structural tag."""
+    if grammar.kind == "structural_tag":
+        return json.loads(grammar.text)["format"]
+    if grammar.kind in ("json_schema", "json_object"):
+        return {"type": "json_schema", "json_schema": json.loads(grammar.text or '{"type": "object"}')}
+    if grammar.kind == "regex":
+        return {"type": "regex", "pattern": grammar.text}
+    return {"type": "grammar", "grammar": grammar.text}
 
 
 class ThoughtParser:

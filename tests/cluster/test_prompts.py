@@ -112,9 +112,9 @@ def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None,
     card = thinker()
     chat = read_body(json.dumps({"messages": [TURN], "chat_template_kwargs": arguments}).encode(), ChatBody)
     refuse_unsupported(chat)
-    assert chat_prompt(chat, card, prepare(card)) == encode(prepare(card), text, False)
+    assert chat_prompt(chat, card, prepare(card))[0] == encode(prepare(card), text, False)
     responses = read_body(json.dumps({"input": "a", "chat_template_kwargs": arguments}).encode(), ResponsesBody)
-    assert chat_prompt(responses.as_chat(), card, prepare(card)) == encode(prepare(card), text, False)
+    assert chat_prompt(responses.as_chat(), card, prepare(card))[0] == encode(prepare(card), text, False)
 
 
 @pytest.mark.parametrize(

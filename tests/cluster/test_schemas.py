@@ -321,7 +321,7 @@ def test_any_object_is_a_body_or_a_bad_request(value: dict[str, Any]) -> None:
                 for prompt in completion_prompts(body, card, backend):
                     sampling_params(body, card, len(prompt), 1)
             elif isinstance(body, ChatBody):
-                sampling_params(body, card, len(chat_prompt(body, card, backend)), 1)
+                sampling_params(body, card, len(chat_prompt(body, card, backend)[0]), 1)
         except ApiError as error:
             status = error.status
         assert status in (200, 400)
@@ -350,9 +350,9 @@ def test_chat_goes_through_the_models_template(card: ModelCard) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
-    asked = chat_prompt(chat(messages=messages), card, backend)
+    asked, _ = chat_prompt(chat(messages=messages), card, backend)
     assert backend.decode(list(asked), skip_special_tokens=False) == expected + "<|im_start|>assistant\n"
-    plain = chat_prompt(chat(messages=messages, add_generation_prompt=False), card, backend)
+    plain, _ = chat_prompt(chat(messages=messages, add_generation_prompt=False), card, backend)
     assert backend.decode(list(plain), skip_special_tokens=False) == expected
 
 
