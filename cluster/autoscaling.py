@@ -34,14 +34,14 @@ def replicas_wanted(readings: Sequence[Reading], target: int, answers_each: floa
     """How many replicas, where `target` are wanted so far; none where nothing is under way.
 
     answers_each: answers under way that a replica shall have; None for as many as nearly fill its batch or its pages.
-    Where requests wait at most of them, whatever the room in both, as when long prompts come, one more than there are:
+    Where requests wait at half of them, whatever the room in both, as when long prompts come, one more than there are:
     those that `target` has beside them have just been started, and shall come first.
     """
     if answers_each is not None:
         needed = sum(reading.answers for reading in readings) / answers_each
     else:
         needed = sum(max(reading.answers / reading.batch, reading.pages) / FULL for reading in readings)
-        if 2 * sum(reading.wait > LONG_WAIT_SECONDS for reading in readings) > len(readings):
+        if 2 * sum(reading.wait > LONG_WAIT_SECONDS for reading in readings) >= len(readings):
             needed = max(needed, len(readings) + 1)
     return max(ceil(needed), min(ceil(needed / EASY), target))
 

@@ -79,7 +79,8 @@ class Story:
     base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
     `heard_at`. kind: of the engine that said the first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
-    one beside that which is followed. losses: replicas lost since the last token, in turn; refused: those that said no;
+    one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
+    `losing_since`; refused: those that said no;
     tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
     prefixes.
     """
@@ -95,6 +96,7 @@ class Story:
     replica: str | None = None
     step: int = 0
     losses: list[str] = field(default_factory=list)
+    losing_since: float = 0.0
     refused: set[str] = field(default_factory=set)
     tries: int = 0
     lost_at: float | None = None
@@ -305,6 +307,7 @@ class Carrier:
             story.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
         if lost.replica is not None:
             again = story.losses.count(lost.replica)
+            story.losing_since = story.losing_since if story.losses else now
             story.losses.append(lost.replica)
         log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
         if rival is None or not rival.won:
@@ -321,10 +324,10 @@ class Carrier:
         """Raises ApiError where there shall be no further attempt."""
         patience, lost_ones = self._patience, len(set(story.losses))
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
-        stuck = len(story.losses) >= patience.losses and now - story.heard_at > give_up
+        stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
         if lost_ones >= patience.losses or stuck or now - (story.lost_at or now) > give_up:
             tried = f"{lost_ones} engine replicas were lost under this request"
-            stayed = f"it was lost {len(story.losses)} times within {give_up:g} s without a new token"
+            stayed = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
             waited = f"no engine replica took this request on within {give_up:g} s"
             message = tried if lost_ones >= patience.losses else stayed if stuck else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)

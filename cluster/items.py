@@ -107,12 +107,13 @@ class ReasoningItem(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["reasoning"]
-    content: list[dict[str, Any]] | None = None
+    content: Any = None
 
     @property
     def text(self) -> str:
-        parts = [part.get("text") for part in self.content or () if part.get("type") == "reasoning_text"]
-        return "".join(part for part in parts if isinstance(part, str))
+        parts = self.content if isinstance(self.content, list) else ()
+        texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text"]
+        return "".join(text for text in texts if isinstance(text, str))
 
 
 def kind_of(value: object) -> str | None:
@@ -281,7 +282,7 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
         messages.append({"role": "system", "content": instructions})
     for item in items:
         if isinstance(item, ReasoningItem):
-            thought = item.text
+            thought += item.text
         elif isinstance(item, MessageItem):
             messages.append({"role": item.role, "content": item.content})
         elif isinstance(item, CallOutputItem):
@@ -291,8 +292,9 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
                 messages.append({"role": "assistant", "content": None})
             called = {"name": item.name, "arguments": item.arguments}
             messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": called})
-        if thought and messages and messages[-1]["role"] == "assistant" and not isinstance(item, ReasoningItem):
-            messages[-1].setdefault("reasoning_content", thought)
+        if not isinstance(item, ReasoningItem):
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + thought
             thought = ""
     if not messages:
         raise bad_request("input has nothing that this model reads", "input")

@@ -86,7 +86,8 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def says_something(self) -> "Message":
-        if self.content is None and self.refusal is None and not self.tool_calls:
+        thought = self.role == "assistant" and self.thought
+        if self.content is None and self.refusal is None and not self.tool_calls and not thought:
             raise ValueError("content is missing")
         if self.refusal is not None and self.role != "assistant":
             raise ValueError("refusal is for messages of the assistant")
@@ -103,13 +104,19 @@ class Message(BaseModel):
     def is_of_tools(self) -> bool:
         return self.role == "tool" or bool(self.tool_calls)
 
+    @property
+    def thought(self) -> str:
+        """What the model thought before it said this, as a client sends it back."""
+        told = (self.model_extra or {}).get("reasoning_content")
+        return told if isinstance(told, str) else ""
+
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: arguments as an object, and of what is not there no word."""
         # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or self.refusal or ""
-        if isinstance(thought := (self.model_extra or {}).get("reasoning_content"), str) and self.role == "assistant":
-            turn["reasoning_content"] = thought
+        if self.thought and self.role == "assistant":
+            turn["reasoning_content"] = self.thought
         if self.tool_calls:
             turn["tool_calls"] = [
                 {

@@ -176,7 +176,7 @@ def status_of(answer: Answer) -> str:
 
 
 def logprobs_told(head: Head, answer: Answer, piece: Piece) -> Entries:
-    found = logprobs_of(head, answer, 0, piece.logprobs)
+    found = logprobs_of(head, answer, 0, piece.logprobs[piece.thought_tokens :])  # only text has a place for them
     return Entries() if found is None else Entries(map(as_json, found["content"]))
 
 

@@ -41,6 +41,7 @@ class Piece:
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
+    thought_tokens: int = 0  # of its tokens the first so many are thoughts
 
     @property
     def text(self) -> str:
@@ -120,15 +121,15 @@ class Choice:
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
         self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
-        return Piece(self.number, runs(self._told(text, output.tokens)), finish, shown_trace, entries, offset)
+        told = runs(self._told(text))
+        thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
+        return Piece(self.number, told, finish, shown_trace, entries, offset, thought_tokens)
 
-    def _told(self, text: str, tokens: tuple[int, ...]) -> Iterator[Part]:
+    def _told(self, text: str) -> Iterator[Part]:
         """A step's text, and what of it are thoughts or adds to calls."""
         parts: tuple[str | Thought, ...] = (text,)
         if self.thoughts is not None:
-            was_over = self.thoughts.over
             parts = self.thoughts.push(text)
-            self.thoughts.count(tokens, was_over)
             parts = parts if self.finish is None else (*parts, *self.thoughts.finish())
         for part in parts:
             if self.tools is None or isinstance(part, Thought):
@@ -260,6 +261,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         told=runs(part for piece in pieces for part in piece.told),
         finish=pieces[-1].finish,
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        thought_tokens=sum(piece.thought_tokens for piece in pieces),
     )
 
 

@@ -1,7 +1,7 @@
 """What a model thinks before it answers, told apart from the answer.
 
 Models that think aloud (Qwen3, DeepSeek-R1's distillations, SmolLM3, EXAONE 4, Seed-OSS) write it in front of the
-answer, between two tags of their vocabulary. Their templates cut it out of earlier turns, or leave the first tag open
+answer, between two tags. Their templates cut it out of earlier turns, or leave the first tag open
 for the answer to go on from, so that a template tells whether a model does.
 """
 
@@ -27,12 +27,12 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How an answer may begin with thoughts: its tags, and the token of the second. begun: the prompt ends with the
-    first."""
+    """How an answer may begin with thoughts: its tags, and the token of the second, where it is one. begun: the prompt
+    ends with the first."""
 
     begin: str
     end: str
-    end_id: int
+    end_id: int | None
     begun: bool
 
     def parser(self) -> "ThoughtParser":
@@ -47,10 +47,10 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> Thinking | No
         if not isinstance(template, str) or end not in template:
             continue
         added = {token.content: (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
-        if not {begin, end} <= added.keys() or any(added[tag][1].special for tag in (begin, end)):
+        if any(tag in added and added[tag][1].special for tag in (begin, end)):
             continue  # special tokens are no text, in which they could be found
         said = prompt.rstrip()
-        return None if said.endswith(end) else Thinking(begin, end, added[end][0], said.endswith(begin))
+        return None if said.endswith(end) else Thinking(begin, end, added.get(end, (None,))[0], said.endswith(begin))
     return None
 
 
@@ -90,7 +90,7 @@ class ThoughtParser:
     """Splits an answer into thoughts and text. What all `push` calls and `finish` bring together does not depend on how
     the answer was cut. White space around thoughts is nobody's.
 
-    tokens: how many of the answer's were thoughts, as `count` was told of them.
+    tokens: how many of the answer's were thoughts, tags among them, as far as `count` was told of it.
     """
 
     def __init__(self, thinking: Thinking):
@@ -100,14 +100,18 @@ class ThoughtParser:
         self._told: list[str | Thought] = []
         self._lead = True  # white space before the first thought
         self._thought = False
+        self._counted = 0  # tokens until the end of thoughts, which their text tells later
+        self._ended = False
         self._step = self._before
 
-    def count(self, tokens: "tuple[int, ...]", was_over: bool) -> None:
-        """Count a step's tokens behind the `push` of their text; was_over: the parser was `over` before that."""
-        if was_over or (self.over and not self._thought) or not (self._thought or self._thinking.begun):
-            return
-        ended = self.over and self._thinking.end_id in tokens
-        self.tokens += tokens.index(self._thinking.end_id) + 1 if ended else len(tokens)
+    def count(self, tokens: tuple[int, ...]) -> int:
+        """Count a step's tokens, behind the `push` of their text; how many of them, the first, are thoughts."""
+        if not self._ended:
+            self._ended = self._thinking.end_id in tokens or (self._thinking.end_id is None and self.over)
+            own = self._thinking.end_id
+            self._counted += tokens.index(own) + 1 if own is not None and own in tokens else len(tokens)
+        before, self.tokens = self.tokens, self._counted if self._thought or self._thinking.begun else 0
+        return min(self.tokens - before, len(tokens))
 
     @property
     def over(self) -> bool:

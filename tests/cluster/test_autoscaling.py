@@ -116,13 +116,16 @@ def test_requests_that_wait_while_one_starts_do_not_start_another() -> None:
     assert LoadPolicy()(context(waiting, 1, 2, since_up=5)) == (2, {})
     one_of_many = metrics_of(a=Reading(5, 32, 0.1, 60), **{name: Reading(1, 32, 0, 0) for name in "bcd"})
     assert LoadPolicy()(context(one_of_many, 4, 4)) == (1, {}), "a router that finds the others is what it wants"
+    half = metrics_of(**dict.fromkeys("ab", Reading(5, 32, 0.1, 60)), **dict.fromkeys("cd", Reading(1, 32, 0, 0)))
+    assert LoadPolicy()(context(half, 4, 4)) == (5, {})
 
 
 @pytest.mark.parametrize(("least", "initial"), [(0, 1), (2, None)])
-def test_a_change_of_the_options_leaves_a_fleet_as_large_as_it_is(least: int, initial: int | None) -> None:
+def test_only_a_model_that_may_sleep_states_how_many_engines_begin(least: int, initial: int | None) -> None:
     options = ServeOptions(model="tiny", min_replicas=least, max_replicas=8)
     (served,) = options.served.values()
-    assert replica_count(options, served)["autoscaling_config"].initial_replicas == initial
+    stated = replica_count(options, served)["autoscaling_config"].initial_replicas
+    assert stated == initial, "Serve would shrink a fleet to it at each change of the options"
 
 
 def asleep(server: Server) -> bool:

@@ -80,14 +80,18 @@ def test_tokens_of_thoughts_are_counted() -> None:
     for text, tokens, so_far in (
         ("<think>", (6,), 1), ("a b", (3, 4), 3), ("c</think> d", (5, 7, 8), 5), ("e", (9,), 5),
     ):  # fmt: skip
-        was_over = parser.over
+        before = parser.tokens
         parser.push(text)
-        parser.count(tokens, was_over)
+        assert parser.count(tokens) == parser.tokens - before
         assert parser.tokens == so_far
     silent = PLAIN.parser()
     silent.push("no")
-    silent.count((1, 2), False)
-    assert silent.tokens == 0
+    assert (silent.count((1, 2)), silent.tokens) == (0, 0)
+    held = BEGUN.parser()  # a stop string may hold back text whose tokens are counted
+    for text, tokens in (("", (3, 4)), ("ab", (7, 8)), ("</think>cd", (9,))):
+        held.push(text)
+        held.count(tokens)
+    assert held.tokens == 3
 
 
 def test_a_template_tells_who_thinks_aloud() -> None:
@@ -108,11 +112,25 @@ def special() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [tiny_tokenizer, special])
-def test_tags_that_are_no_text_are_not_looked_for(make: Any) -> None:
-    tokenizer = make()
+def test_tags_that_are_no_text_are_not_looked_for() -> None:
+    tokenizer = special()
     tokenizer.chat_template = THINKING_TEMPLATE
     assert thinking(tokenizer, "") is None
+
+
+def test_tags_of_several_tokens_are_read_as_text() -> None:
+    """As Olmo 3's."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = THINKING_TEMPLATE
+    how = thinking(tokenizer, "assistant\n")
+    assert how == Thinking("<think>", "</think>", None, begun=False)
+    parser = how.parser()
+    counted = []
+    for text, tokens in (("<thi", (1, 2)), ("nk>a</th", (3, 4, 5)), ("ink>b", (6, 7))):
+        parser.push(text)
+        counted.append(parser.count(tokens))
+    assert counted == [0, 3, 2]
+    assert parser.tokens == 7
 
 
 def test_thoughts_come_before_calls() -> None:
@@ -130,6 +148,8 @@ def test_thoughts_come_before_calls() -> None:
 def test_thoughts_of_an_earlier_turn_are_the_templates() -> None:
     earlier = {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
     assert Message.model_validate(earlier).for_template() == earlier
+    cut = Message.model_validate({"role": "assistant", "content": None, "refusal": None, "reasoning_content": "Why"})
+    assert cut.for_template() == {"role": "assistant", "content": "", "reasoning_content": "Why"}
     items: list[Any] = [
         {"role": "user", "content": "Well?"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Why?"}]},
@@ -141,6 +161,15 @@ def test_thoughts_of_an_earlier_turn_are_the_templates() -> None:
     asked = ResponsesBody.model_validate({"input": items}).as_chat()
     told = [message.for_template().get("reasoning_content") for message in asked.messages]
     assert told == [None, "Why?", None, None]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "cut"}]}
+    others: list[Any] = [
+        {"role": "user", "content": "Well?"}, thought,
+        {"role": "user", "content": "Well?"}, {"type": "reasoning", "content": "text"}, thought, thought,
+        {"role": "assistant", "content": "It is."}, thought,
+        {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"},
+    ]  # fmt: skip
+    asked = ResponsesBody.model_validate({"input": others}).as_chat()
+    assert [message.thought for message in asked.messages] == ["", "", "cutcutcut"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """`tidar bench gpu`: phases fail, hang and end by themselves, and what was found is kept."""
 
 import json
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +13,8 @@ from typer.testing import CliRunner
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench import gpu, kernels, measures
 from tidar_core.bench.checking import Check, each_or_failed
-from tidar_core.bench.gpu import Phase, phases, run_gpu_bench, steps_chart
+from tidar_core.bench.device_command import write_record
+from tidar_core.bench.gpu import Phase, outcome, phases, run_gpu_bench, steps_chart
 from tidar_core.bench.measures import Measure
 from tidar_core.bench.shapes import SHAPES
 from tidar_core.cli import app
@@ -124,6 +127,28 @@ def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path
     assert "no GPU: exit status 2" in told.output
     assert len(json.loads((tmp_path / "named.json").read_text())["phases"]) == 2
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_check_that_failed_counts_in_a_phase_that_was_stopped(monkeypatch):
+    stopped = {"error": "stopped after 2 s", "checks": [{"passed": True}, {"passed": False}]}
+    monkeypatch.setattr(gpu, "_run", lambda phase, seconds: dict(stopped))
+    record = run_gpu_bench([Phase("kernels", (), 60)], 1.0, lambda line: None, lambda found: None)
+    assert record["phases"]["kernels"]["failed"]
+    assert outcome(record["phases"]["kernels"]) == "stopped after 2 s; 1 of 2 checks passed"
+
+
+def test_a_record_goes_through_a_pipe_and_behind_a_link(tmp_path):
+    linked, link = tmp_path / "linked.json", tmp_path / "link.json"
+    linked.write_text("before")
+    link.symlink_to(linked)
+    write_record(link, {"a": 1})
+    assert link.is_symlink()
+    assert json.loads(linked.read_text())["a"] == 1
+    reads, writes = os.pipe()
+    write_record(Path(f"/proc/self/fd/{writes}"), {"a": 2})
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        assert json.load(pipe)["a"] == 2
 
 
 def test_what_is_timed_was_checked_before():

