@@ -3,11 +3,11 @@
 A request's way: `api` (routes) reads the body, `models` finds who serves what it asks for, `schemas` checks it
 (`messages`, `tools`, `structured` their parts; `items` makes a chat of what the Responses API is asked); `prompts`
 turns text into token ids, in a thread, `sampling` says how the answer is picked; `streams` sends one `Request` a choice
-on its way and turns what comes back into text (`spelling` the single tokens), `tool_calls` finds the calls in it;
-`handover` carries each over as many replicas as it takes, in `attempts`, and `channels` fetches what each replica has
-for all of them; `routing` chooses replicas by `affinity`, the prefix that a replica has computed already, and by load;
-`responses` writes the answer down as OpenAI's objects, `response_object` as those of the Responses API. `openapi`
-describes it all.
+on its way and turns what comes back into text (`spelling` the single tokens), `thoughts` tells what the model only
+thinks apart, `tool_calls` finds the calls in the rest; `handover` carries each over as many replicas as it takes, in
+`attempts`, and `channels` fetches what each replica has for all of them; `routing` chooses replicas by `affinity`, the
+prefix that a replica has computed already, and by load; `responses` writes the answer down as OpenAI's objects,
+`response_object` as those of the Responses API. `openapi` describes it all.
 `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress shows all replicas on one
 page. `tracing` tells OpenTelemetry. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
 cluster together with the playground (`preflight` first, `haproxy` in front); `status` reads it back.

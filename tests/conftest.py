@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the engine's tests need nothing that the cluster needs
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
-LONGEST = Path("tidar_core/test_exact.py")
+LONGEST = tuple(Path("tidar_core") / name for name in ("test_exact.py", "test_exact_bf16.py"))
 SHARED = ("server", "server_to_stop", "guarded")  # fixtures, whose tests come in this order
 
 settings.register_profile("shared machine", deadline=None)  # an example may wait for whatever else computes here
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         room = path.parts[0]
         names = item.fixturenames  # type: ignore[attr-defined]
         shares = max((place for place, name in enumerate(SHARED, 1) if name in names), default=0)
-        return shares, FIRST.index(room) if room in FIRST else len(FIRST), path != LONGEST
+        return shares, FIRST.index(room) if room in FIRST else len(FIRST), path not in LONGEST
 
     items.sort(key=place)
 

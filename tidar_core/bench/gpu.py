@@ -40,7 +40,7 @@ def phases(model: str) -> list[Phase]:
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
         Phase("decode", (*decode, *batches), 110),
-        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "4"), 60),
+        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "4"), 90),
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]
     # What is timed is right: heads of another size are other kernels.

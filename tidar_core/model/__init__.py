@@ -6,12 +6,13 @@
     quantization.py  what a quantized checkpoint says of how it is stored
     quantized.py     a matrix of one: its tensors, plain numbers of them a few rows at a time
     quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, modelopt, MLX
-    splits.py    how a GGUF file's vocabulary cuts text into words
+    tokenizer.py its tokenizer and chat template, put right where files are known to be wrong
+    splits.py    how a vocabulary cuts text into words, where files do not say it, or say it wrong
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
     text_part.py what its config.json states of the model of text
     configuration.py its shape, as the checkpoint states it
     sampling_defaults.py how its makers want it sampled
-    loading.py   its weights, fused for the decoder, and its tokenizer
+    loading.py   its weights, fused for the decoder
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
     adapter.py   the drafter adapter: its tensors on disk, its checks, the adapters that are shipped
