@@ -1,5 +1,6 @@
 """All layers as one call give the bits that they give one by one."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from tidar_core.kernels.ops import rotary_tables
 from tidar_core.layout import Shape, full_shape
 from tidar_core.model.decoder import all_layers
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 SHAPES = {"a long prompt": (70, 90, Shape()), "one row": (101, 1, Shape()), "drafts": (101, 1, full_shape(4, 3))}
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("architecture", "more"),
@@ -35,8 +38,7 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     adapter = tiny_adapter(tmp_path / "adapter", model, rank=16)
     engine = load_engine(EngineConfig(str(model), str(adapter), dtype, "cpu"))
     runner = with_own_pages(engine._runner)
-    if runner.ops.bind_layers is None:
-        pytest.skip("no compiled CPU kernels here")
+    assert runner.ops.bind_layers is not None, "a compiler is there, and its kernels are not"
     rotary = rotary_tables(runner.config, runner.device)
     apart = all_layers(replace(runner.ops, bind_layers=None), runner.config, runner.weights, runner.adapter, rotary)
     generator = torch.Generator().manual_seed(1)
@@ -54,9 +56,9 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
         assert torch.equal(runner.cache.values, cache.values)
 
 
+@needs_compiler
 def test_an_adapter_that_cannot_be_packed_runs_one_by_one(tmp_path):
     engine = tiny_engine(tmp_path, rank=4)
     runner = engine._runner
-    if runner.ops.bind_layers is None:
-        pytest.skip("no compiled CPU kernels here")
+    assert runner.ops.bind_layers is not None, "a compiler is there, and its kernels are not"
     assert runner.ops.bind_layers(runner.weights, runner.adapter, rotary_tables(runner.config, runner.device)) is None
