@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidar_core.engine.draft_policy import (
+    FULL_ROWS,
     Acceptance,
     Choice,
     DraftPolicy,
@@ -146,6 +147,19 @@ def test_modes_and_limits_are_obeyed():
             assert shape.proposals == tuple(range(1, shape.drafts + 2))
             assert shape.block == min(limit, 8)
     assert DraftPolicy(0, FLAT).choose([SequenceView("full", 0, 0)], 0) == [Shape()]
+
+
+def test_full_drafting_of_a_large_batch_takes_no_more_rows_than_there_is_room_for():
+    policy = DraftPolicy(16, FLAT)
+    views = [SequenceView("full", 15, 16)] * 64
+    shapes = policy.choose(views, 0)
+    everything = Shape(15, tuple(range(1, 17)), 16)
+    rows = [shape.verify_rows + shape.mask_rows for shape in shapes if shape.block]
+    assert set(shapes) == {everything, Shape()}
+    assert FULL_ROWS - rows[0] < sum(rows) <= FULL_ROWS
+    heard = [view._replace(say=index % 2 == 1) for index, view in enumerate(views)]
+    assert policy.choose(heard, 0) == [everything if view.say else Shape() for view in heard]
+    assert policy.choose([view._replace(say=True) for view in views], 0) == [everything] * 64
 
 
 # Rows are free up to 12 and dear from there on, as where arithmetic overtakes the memory.

@@ -31,6 +31,7 @@ PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
 FADING = 0.995  # weight that it keeps through a step without drafts
 BIAS_MEMORY, BIAS_MOST = 0.95, 3.0  # of how long real steps take; a step that others held up counts no more than this
+FULL_ROWS = 8192  # of all sequences that draft fully, in one step: what they take of memory has an end
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
@@ -86,13 +87,14 @@ class Acceptance:
 
 class SequenceView(NamedTuple):
     """What the policy may know of a sequence: its draft mode, drafts in hand, its limit on b, the tokens that its
-    rows attend to, and how its drafts held."""
+    rows attend to, how its drafts held, and whether they have a say in its text."""
 
     mode: DraftMode
     drafts_in_hand: int
     block_limit: int
     context: int = 0
     acceptance: HeldDrafts | None = None
+    say: bool = False
 
 
 def outcome_probabilities(holds: Sequence[float], drafts: int) -> list[float]:
@@ -169,7 +171,7 @@ class DraftPolicy:
         prompts, and will decode beside these.
         """
         self._step += 1
-        shapes = [self._full(view) if view.mode == "full" else PLAIN for view in views]
+        shapes = self._full(views)
         free = [index for index, view in enumerate(views) if view.mode == "auto" and self._limit(view) > 1]
         if free:
             others = len(views) - len(free) + sum(shape.drafts + shape.mask_rows for shape in shapes if shape.block)
@@ -204,9 +206,18 @@ class DraftPolicy:
     def _limit(self, view: SequenceView) -> int:
         return min(view.block_limit, self.block_length)
 
-    def _full(self, view: SequenceView) -> Shape:
-        limit = self._limit(view)
-        return full_shape(limit, view.drafts_in_hand) if limit > 1 else PLAIN
+    def _full(self, views: Sequence[SequenceView]) -> list[Shape]:
+        """Everything for those that ask for it, as far as there are rows: others decode plainly in this step. Never
+        those whose text depends on their drafts."""
+        shapes, left = [PLAIN] * len(views), FULL_ROWS
+        asking = [index for index, view in enumerate(views) if view.mode == "full" and self._limit(view) > 1]
+        for index in sorted(asking, key=lambda index: not views[index].say):
+            shape = full_shape(self._limit(views[index]), views[index].drafts_in_hand)
+            rows = shape.verify_rows + shape.mask_rows
+            if rows <= left or views[index].say:
+                shapes[index] = shape
+                left -= rows
+        return shapes
 
     def _automatic(self, views: Sequence[SequenceView], others: int, prompt_rows: int, coming: int) -> list[Shape]:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""

@@ -256,6 +256,7 @@ class Scheduler:
             params.block or self.policy.block_length,
             len(sequence.tokens),
             sequence.acceptance,
+            params.draft_trust < 1.0,
         )
 
     def _pages_missing(self, sequence: Sequence, count: int) -> int:
