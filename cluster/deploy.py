@@ -22,6 +22,7 @@ import ray
 from ray import serve
 from ray._common.utils import get_ray_address_file
 from ray._private import auto_init_hook, parameter
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus, ServeStatus
 
@@ -249,15 +250,24 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
 def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
     """Start Serve, which takes applications from here on. The result comes once its proxies are ready: replicas load
     beside them."""
-    where = HTTPOptions(host=host, port=port)
-    # Whoever interrupts the start does not wait for the proxies.
-    proxies = beside(partial(serve.start, proxy_location=ProxyLocation.EveryNode, http_options=where), "serve-start")
+    proxies = beside(partial(start_proxies, host, port), "serve-start")  # an interrupt does not wait for them
     while not proxies.done() and not serve.status().proxies:
         interrupts.check()
         time.sleep(LOOK_SECONDS / 5)
     if proxies.done():
         proxies.result()
     return proxies
+
+
+def start_proxies(host: str, port: int) -> None:
+    """Start Serve and wait for its proxies. Raises ConfigError, one line for the user, where they do not come."""
+    try:
+        serve.start(proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=host, port=port))
+    except (RayError, RuntimeError, TimeoutError) as error:
+        check_port(host, port)  # somebody may have been quicker
+        raise ConfigError(
+            f"Ray Serve's proxy does not start ({last_line(str(error))}): try again, with less going on beside it"
+        ) from error
 
 
 def check_resources(options: ServeOptions) -> None:

@@ -3,8 +3,8 @@
 Through Serve's own proxy, a Python process, every chunk of every stream passes, and an ingress asks it for a request's
 body by a call of its own. HAProxy, which Serve brings on Linux, knows the ports of the ingresses and hands connections
 on. What Serve writes for it opens two more ports to anybody, for counters, answers in plain words where an ingress is
-lost, and with a 404 where there is none yet or any more: `START` mends all before HAProxy reads it. A cluster that
-`tidar up` joins has the proxy that its operator chose.
+lost, and with a 404 where there is none yet or any more, and misses clients that go away: `START` mends all before
+HAProxy reads it. A cluster that `tidar up` joins has the proxy that its operator chose.
 """
 
 import json
@@ -31,8 +31,10 @@ PORTS = range(20000, 30000)
 # HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
 LONGEST_DIRECTORY = 12
 # Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template. A plain
-# 404 of the server that stands in for the ingresses (`backup`) is Serve's own proxy's.
+# 404 of the server that stands in for the ingresses (`backup`) is Serve's own proxy's. Where requests are spliced,
+# HAProxy 2.8 does not see that a client is gone whose body came behind its headers: it waits for the answer, busily.
 MENDS = """\
+/^ *option splice-request$/d
 s|^( *bind) [^ ]*:{metrics}$|\\1 {directory}/counters.sock mode 600|
 s|^( *bind) [^ ]*:{stats}$|\\1 {directory}/stats.sock mode 600|
 s|^( *errorfile 50[234]) .*|\\1 {directory}/lost.http|

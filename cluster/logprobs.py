@@ -28,24 +28,36 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], spell: Spell, offset: int, leading: int | None = None
+    entries: Sequence[TokenLogprobs],
+    spell: Spell,
+    bytes_of: Callable[[int], bytes],
+    offset: int,
+    leading: int | None = None,
 ) -> dict[str, Any]:
     """`logprobs` of a completion choice, as OpenAI's `Logprobs` has it. `offset`: characters before the first of these
-    tokens, each spelled by itself. `leading`: a token in front that has no log-probability, which no type of OpenAI's
-    allows, though its server said null there. Each token is among its own `top_logprobs`, likely or not."""
+    tokens, each spelled by itself; a part of a character is named by its bytes, as at OpenAI, lest different ones share
+    a key. `leading`: a token in front that has no log-probability, which no type of OpenAI's allows, though its server
+    said null there. Each token is among its own `top_logprobs`, likely or not."""
+
+    def name(token: int) -> str:
+        text = spell(token)
+        if "\ufffd" not in text:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(token))
+
     front = [] if leading is None else [leading]
-    texts = [spell(token) for token in (*front, *(entry.token for entry in entries))]
+    tokens = [*front, *(entry.token for entry in entries)]
+    texts = [spell(token) for token in tokens]
     told = Logprobs(
-        tokens=texts,
+        tokens=[name(token) for token in tokens],
         token_logprobs=[entry.logprob for entry in entries],
         top_logprobs=[
-            {spell(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))}
-            for entry in entries
+            {name(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))} for entry in entries
         ],
         text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
     ).model_dump()
-    for name in ("token_logprobs", "top_logprobs"):
-        told[name] = [None] * len(front) + told[name]
+    for column in ("token_logprobs", "top_logprobs"):
+        told[column] = [None] * len(front) + told[column]
     return told
 
 

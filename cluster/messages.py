@@ -74,7 +74,8 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. content may be null where the assistant called tools or refused instead."""
+    """One turn. content may be null where the assistant called tools, refused, or came no further than its thoughts,
+    which not every client sends back."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -86,8 +87,7 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def says_something(self) -> "Message":
-        thought = self.role == "assistant" and self.thought
-        if self.content is None and self.refusal is None and not self.tool_calls and not thought:
+        if self.role != "assistant" and self.content is None and self.refusal is None and not self.tool_calls:
             raise ValueError("content is missing")
         if self.refusal is not None and self.role != "assistant":
             raise ValueError("refusal is for messages of the assistant")

@@ -27,11 +27,10 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
 from cluster.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from cluster.spelling import spell
 from cluster.streams import Answer, Choice, Piece
 from cluster.tool_calls import CallDelta
 from tidar_core.request import Finish, FinishReason, TokenLogprobs
-from tidar_core.text import token_bytes
+from tidar_core.text import token_bytes, token_text
 
 log = logging.getLogger("ray.serve")
 DONE = b"data: [DONE]\n\n"
@@ -87,16 +86,16 @@ def logprobs_of(
     if answer.requests[choice].params.logprobs is None:
         return None
     tokenizer = answer.card.tokenizer
-    spelled = partial(spell, tokenizer)
+    spelled, bytes_of = partial(token_text, tokenizer), partial(token_bytes, tokenizer)
     if head.chat:
-        return {"content": chat_logprobs(entries, spelled, partial(token_bytes, tokenizer)), "refusal": None}
+        return {"content": chat_logprobs(entries, spelled, bytes_of), "refusal": None}
     leading = answer.echoes[choice].first if answer.echoes and offset == 0 else None
-    return completion_logprobs(entries, spelled, offset, leading)
+    return completion_logprobs(entries, spelled, bytes_of, offset, leading)
 
 
 def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
     """vLLM's `prompt_logprobs`."""
-    return prompt_logprobs(choice.prompt_logprobs, partial(spell, answer.card.tokenizer))
+    return prompt_logprobs(choice.prompt_logprobs, partial(token_text, answer.card.tokenizer))
 
 
 @dataclass(slots=True)

@@ -5,12 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.request import StepOutput, StepTrace
-from tidar_core.text import TextStream
-
-
-def spell(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
-    """The text of one token by itself; U+FFFD where it is a part of a character."""
-    return str(tokenizer.backend_tokenizer.decode([token], skip_special_tokens=False))
+from tidar_core.text import TextStream, token_text
 
 
 class Spelling:
@@ -30,8 +25,7 @@ class Spelling:
 
     def rejected(self, token: int) -> dict[str, Any]:
         if token not in self._alone:
-            alone = TextStream(self._tokenizer)
-            self._alone[token] = self._special.get(token) or alone.push((token,)).text + alone.finish()
+            self._alone[token] = token_text(self._tokenizer, token)
         return {"id": token, "text": self._alone[token]}
 
     def describe(self, output: StepOutput, trace: StepTrace, replica: str) -> dict[str, Any]:

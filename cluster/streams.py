@@ -18,12 +18,12 @@ from cluster.card import ModelCard
 from cluster.engine_thread import Refusal
 from cluster.errors import ApiError, bad_request, full
 from cluster.handover import Carrier, News
-from cluster.spelling import Spelling, spell
+from cluster.spelling import Spelling
 from cluster.thoughts import Thinking, Thought, ThoughtParser
 from cluster.tool_calls import CallDelta, ToolParser
 from cluster.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
-from tidar_core.text import TextStream
+from tidar_core.text import TextStream, token_text
 
 T = TypeVar("T")
 Part = str | Thought | CallDelta  # of what an answer says: text, thoughts before it, calls of tools
@@ -117,10 +117,10 @@ class Choice:
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         if self.echo is not None:
             if self.echo.logprobs:
-                self.characters += len(spell(self.tokenizer, self.echo.first))
+                self.characters += len(token_text(self.tokenizer, self.echo.first))
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
-        self.characters += sum(len(spell(self.tokenizer, entry.token)) for entry in entries)
+        self.characters += sum(len(token_text(self.tokenizer, entry.token)) for entry in entries)
         told = runs(self._told(text))
         thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
         return Piece(self.number, told, finish, shown_trace, entries, offset, thought_tokens)

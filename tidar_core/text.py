@@ -7,6 +7,7 @@ what comes out does not depend on how the tokens were cut into runs.
 """
 
 import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from string import ascii_letters
@@ -69,15 +70,26 @@ class TextStream:
         return self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
 
 
+def token_text(tokenizer: PreTrainedTokenizerFast, token: int) -> str:
+    """The text of one token within a text; U+FFFD where it is a part of a character."""
+    backend = tokenizer.backend_tokenizer
+    before = () if isinstance(backend.decoder, decoders.ByteLevel) else _plain_letter(backend)
+    text: str = backend.decode([*before, token], skip_special_tokens=False)
+    return text[len(before) :]
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
     """The bytes that one token stands for; several tokens may share a character."""
     backend = tokenizer.backend_tokenizer
     piece = backend.id_to_token(token)
     if piece is None:
         return b""
-    if isinstance(backend.decoder, decoders.ByteLevel) and all(char in _BYTE_OF_CHAR for char in piece):
-        return bytes(_BYTE_OF_CHAR[char] for char in piece)
-    return str(backend.decode([token], skip_special_tokens=False)).encode()
+    if isinstance(backend.decoder, decoders.ByteLevel):
+        if all(char in _BYTE_OF_CHAR for char in piece):
+            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    elif byte := _BYTE_PIECE.fullmatch(piece):
+        return bytes.fromhex(byte[1])
+    return token_text(tokenizer, token).encode()
 
 
 class _StopMatcher:
@@ -168,6 +180,7 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # as SentencePiece names a byte
 
 
 class _ByteDecoder:

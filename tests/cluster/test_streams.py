@@ -254,6 +254,18 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
             assert logprobs["text_offset"] == [0, len(logprobs["tokens"][0])]
 
 
+def test_parts_of_characters_are_told_apart_by_their_bytes() -> None:
+    parts = ids("€")
+    entry = TokenLogprobs(parts[0], -0.5, tuple((token, -0.5) for token in parts))
+    answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5, logprobs=3)]), trace=False)
+    logprobs = logprobs_of(new_head("tiny", chat=False), answer, 0, [entry])
+    assert logprobs is not None
+    (likeliest,) = logprobs["top_logprobs"]
+    assert len(likeliest) == len(parts) > 1
+    assert logprobs["tokens"] == list(likeliest)[:1]
+    assert "".join(name.removeprefix("bytes:") for name in likeliest) == r"\xe2\x82\xac"
+
+
 def test_a_whole_answers_log_probabilities_are_made_without_a_detour() -> None:
     """They are made at once, and all streams wait: by way of OpenAI's types it took more than twice as long."""
     params = SamplingParams(max_tokens=5000, logprobs=20)

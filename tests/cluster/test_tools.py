@@ -75,7 +75,7 @@ def made(arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"role": "assistant", "content": None}, "content is missing"),
+        ({"role": "user", "content": None}, "content is missing"),
         ({"role": "tool", "content": "3"}, "tool_call_id"),
         (
             {"role": "user", "content": "a", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "{}"}}]},

@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 import pytest
 import ray
+from ray import serve
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import running_cluster, spare_ray, unhealthy
+from cluster.deploy import running_cluster, spare_ray, start_proxies, unhealthy
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
@@ -106,6 +107,20 @@ def test_a_port_in_use(server: Server) -> None:
     port = str(httpx.URL(server.url).port)
     assert f"port {port}" in refused("up", "--port", port)
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where somebody takes the port between the look at it and the proxy's start."""
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError("HAProxy crashed during startup:\nsome listeners did not start")
+
+    monkeypatch.setattr(serve, "start", fail)
+    port = free_port()
+    with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)"):
+        start_proxies("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
+        start_proxies("127.0.0.1", port)
 
 
 def test_a_host_that_is_not_ours() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tidar_core.text import Pushed, TextStream
+from tidar_core.text import Pushed, TextStream, token_bytes, token_text
 
 TEXTS = [
     "Hello, world!",
@@ -297,3 +297,13 @@ def test_long_random_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     picks = random.Random(7)
     tokens = [picks.randrange(len(tokenizer)) for _ in range(3000)]
     assert streamed(tokenizer, tokens, run=4) == decoded(tokenizer, tokens)
+
+
+def test_single_tokens_are_told_as_they_stand_in_a_text(pieces: PreTrainedTokenizerFast) -> None:
+    tokens = [pieces.convert_tokens_to_ids(name) for name in ("▁Hello", "▁world", "▁", "a", "é", "<s>")]
+    texts = [" Hello", " world", " ", "a", "é", "<s>"]
+    assert [token_text(pieces, token) for token in tokens] == texts
+    assert [token_bytes(pieces, token) for token in tokens] == [text.encode() for text in texts]
+    parts = [pieces.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
+    assert {token_text(pieces, token) for token in parts} == {"\N{REPLACEMENT CHARACTER}"}
+    assert b"".join(token_bytes(pieces, token) for token in parts).decode() == "€"
