@@ -96,6 +96,9 @@ def look(base: str, key: str | None) -> Look:
 
 
 def fetch(url: str, key: str | None) -> httpx.Response:
+    key = (key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the key holds a character that no header can carry")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # No proxy that the environment names reaches this machine's own addresses.
