@@ -9,8 +9,9 @@ thinks apart, `tool_calls` finds the calls in the rest; `handover` carries each 
 prefix that a replica has computed already, and by load; `responses` writes the answer down as OpenAI's objects,
 `response_object` as those of the Responses API. `openapi` describes it all.
 `replica` keeps one engine, driven by `engine_thread`; `metrics` counts there and the ingress shows all replicas on one
-page. `tracing` tells OpenTelemetry. `app` ties ingress and engine into one Serve application, `deploy` puts it on a Ray
-cluster together with the playground (`preflight` first, `haproxy` in front); `status` reads it back.
+page, with what came of its requests (`outcomes`). `tracing` tells OpenTelemetry. `app` ties ingress and engine into one
+Serve application, `deploy` puts it on a Ray cluster together with the playground (`preflight` first, `haproxy` in
+front); `status` reads it back.
 For clusters that others run, `check` reads a Serve config before it is deployed, `drain` empties a node before it goes,
 and `leaving` asks the clients of its proxy to go elsewhere.
 

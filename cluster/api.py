@@ -15,17 +15,17 @@ from opentelemetry.trace import get_current_span
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
-from cluster.errors import ApiError, bad_request, server_error, unknown_model
+from cluster.errors import ApiError, bad_request, unknown_model
 from cluster.items import ResponsesBody, as_here
 from cluster.metrics import IngressMetrics, render
 from cluster.models import Models
 from cluster.options import ServeOptions
+from cluster.outcomes import Outcomes, outcome_of
 from cluster.prompts import (
     chat_prompt,
     check_ids,
@@ -91,7 +91,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
     app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
-    app.add_middleware(LastResort)
+    app.add_middleware(Outcomes, metrics=metrics)
     if options.cors_origins:
         # Around all others: a browser asks first without a key, and shows an error only where it may read it.
         app.add_middleware(
@@ -170,6 +170,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
         served = await models.wanted(raw)
+        outcome = outcome_of(request)
+        outcome.model = served.name
         directory, admission = served.directory, served.admission
         card, backend = await directory.awake()
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
@@ -200,6 +202,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows, planned.thinking)
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
+            pieces = outcome.watch(pieces)
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             if echo is not None:
@@ -251,6 +254,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
         served = await models.wanted(raw)
+        outcome_of(request).model = served.name
         return JSONResponse(await asyncio.to_thread(work, raw, *await served.directory.known()))
 
 
@@ -351,27 +355,3 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
     response = ApiError(error.status_code, said, code="not_found" if error.status_code == 404 else None).response()
     response.headers.update(error.headers or {})
     return response
-
-
-class LastResort:
-    """An exception that nobody expected is logged here and answered 500, without a word of its trace."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
-
-        async def watched(message: Message) -> None:
-            nonlocal begun
-            begun = begun or message["type"] == "http.response.start"
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except Exception:
-            if scope["type"] != "http":
-                raise
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            if not begun:
-                await server_error().response()(scope, receive, send)

@@ -46,7 +46,7 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
     if path is None:
         return ()
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} cannot be read: {error}") from None
     keys = tuple(digest(line) for line in lines if line and not line.startswith("#"))

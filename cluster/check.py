@@ -4,14 +4,15 @@ Ray drops keys that it does not know, without a word, and tells of other mistake
 that all went well. Here each is one line, with the place in the file.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
 from cluster.app import ENGINE, INGRESS, engine_names
 from cluster.options import ServeOptions
@@ -25,18 +26,43 @@ APPLICATIONS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
     "cluster.app:build": (ServeOptions, (ENGINE, INGRESS)),
     "playground.app:build": (PlaygroundOptions, (PLAYGROUND,)),
 }
+ROUTE_PREFIX = re.compile(r"/|/[^{}]*[^{}/]")
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML's own word for it is the last one, and no error."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)  # as it is written: what is merged (`<<`) is not there yet
+        seen = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: the key '{key.value}' stands there twice")
+            seen.add(key.value)
+        return node
 
 
 def check_file(path: Path) -> list[str]:
     """The mistakes in a file, a line each. Raises ConfigError for a file that is neither kind."""
     try:
-        documents = [document for document in yaml.safe_load_all(path.read_text(encoding="utf-8")) if document]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    configs = [config for document in documents if (config := serve_config(document, path)) is not None]
+    found = documents(text, str(path))
+    configs = [config for document in found if (config := serve_config(document, path)) is not None]
     if not configs:
         raise ConfigError(f"{path} holds neither a Serve config (applications: …) nor a RayService")
     return [f"{path}: {line}" for config in configs for line in mistakes(config)]
+
+
+def documents(text: str, where: str) -> list[Any]:
+    """The YAML documents of a text that hold something. Raises ConfigError, with `where` it stands."""
+    try:
+        return [document for document in yaml.load_all(text, StrictLoader) if document]
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
@@ -48,10 +74,7 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
         text = spec.get("serveConfigV2") or "" if isinstance(spec, dict) else None
         if not isinstance(text, str):
             raise ConfigError(f"{path}: spec.serveConfigV2 is no text: write `serveConfigV2: |` before it")
-        try:
-            inner = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path}: serveConfigV2 is no YAML: {' '.join(str(error).split())}") from None
+        inner = next(iter(documents(text, f"{path}: serveConfigV2")), None)
         return inner if isinstance(inner, dict) else {}
     return document if "applications" in document else None
 
@@ -64,10 +87,18 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
     found += [f"{where}: {line}" for where, application in listed(config) for line in of_application(application)]
     if not found:  # Ray's own words come last: they tell least
         try:
-            ServeDeploySchema.model_validate(config)
+            found += of_http(ServeDeploySchema.model_validate(config).http_options)
         except ValidationError as error:
             found.append(first_mistake(error, ServeDeploySchema))
     yield from found
+
+
+def of_http(options: HTTPOptionsSchema) -> Iterator[str]:
+    """What the proxies would fail of."""
+    if not 1 <= options.port <= 65535:
+        yield f"http_options.port is {options.port}: a port lies between 1 and 65535"
+    if options.keep_alive_timeout_s < 0:
+        yield f"http_options.keep_alive_timeout_s is {options.keep_alive_timeout_s}: it must be 0 or more"
 
 
 def listed(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -101,30 +132,55 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
     if known is None:
         yield f"import_path {application.get('import_path')!r} is none of {', '.join(APPLICATIONS)}"
         return
+    prefix = application.get("route_prefix")
+    if isinstance(prefix, str) and not ROUTE_PREFIX.fullmatch(prefix):
+        yield f"route_prefix is {prefix!r}: write it as /name, without a / at its end"
     kind, names = known
-    options: BaseModel | None = None
+    counted: dict[str, str] = {}
     try:
         options = kind.model_validate(application.get("args") or {})
         if isinstance(options, ServeOptions):
             names = (*engine_names(options).values(), INGRESS)
+            counted = counted_in_args(options)
             check_visible(options)
     except ValidationError as error:
         yield from (f"args: {line}" for line in all_mistakes(error, kind))
     except ConfigError as error:
         yield f"args: {error}"
     deployments = application.get("deployments")
-    for number, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
+    yield from of_deployments(deployments if isinstance(deployments, list) else (), names, counted)
+
+
+def counted_in_args(options: ServeOptions) -> dict[str, str]:
+    """Where the args say how many replicas a deployment has, for those of which they say it."""
+    engines = engine_names(options)
+    if options.max_replicas is not None:
+        said = dict.fromkeys(engines.values(), "max_replicas")
+    else:
+        said = {engines[name]: f"models.{name}.replicas" for name, one in options.models.items() if one.replicas}
+        if "replicas" in options.model_fields_set:
+            said[ENGINE] = "replicas"
+    return said | ({INGRESS: "ingresses"} if "ingresses" in options.model_fields_set else {})
+
+
+def of_deployments(deployments: Sequence[Any], names: Sequence[str], counted: dict[str, str]) -> Iterator[str]:
+    """What is wrong with the deployments that an application lists. names: those that it has. counted: for some of
+    them, where the args say how many replicas there are."""
+    seen: set[str] = set()
+    for number, deployment in enumerate(deployments):
         if not isinstance(deployment, dict):
             yield f"deployments[{number}] is no mapping: give its name and settings"
             continue
         name = str(deployment.get("name"))
         if name not in names:
             yield f"unknown deployment '{name}'{suggestion(name, names)}"
+        if name in seen:
+            yield f"deployment {name} is listed twice; put the settings of both into one"
+        seen.add(name)
         yield from (f"deployment {name}: {line}" for line in of_deployment(name, deployment))
-        scaled = isinstance(options, ServeOptions) and options.max_replicas is not None
         for key in ("num_replicas", "autoscaling_config"):
-            if name.startswith(ENGINE) and scaled and key in deployment:
-                yield f"deployment {name}: {key} would take the place of the args' max_replicas; leave one out"
+            if name in counted and deployment.get(key) is not None:
+                yield f"deployment {name}: {key} would take the place of the args' {counted[name]}; leave one out"
 
 
 def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
@@ -141,6 +197,8 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
             yield "min_replicas is 0: only in args is it known to the ingress, which must wake the model; say it there"
     if deployment.get("num_replicas") == 0:
         yield "num_replicas is 0: no request would wake the model; set 1 or more, or min_replicas 0 in args"
+    if deployment.get("user_config") is not None:
+        yield "user_config is nothing that it takes; what can be chosen stands in args"
     if name.startswith(ENGINE) and "ray_actor_options" in deployment:
         yield (
             "ray_actor_options would take the place of the engine's own, its GPU too: "

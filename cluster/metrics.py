@@ -4,7 +4,7 @@ Each replica counts for itself (`ReplicaMetrics`), so that any ingress can show 
 series of different replicas differ in the label `engine`. What an ingress counts itself (`IngressMetrics`) it adds.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -22,6 +22,9 @@ USUAL_CAUSES = (
     *("silent", "quiet", "aborted", "failed", "refused", "ended early", "call failed", "engine failed"),
     *("cancelled by the server", "ActorDiedError", "ActorUnavailableError", "AioRpcError", "RequestCancelledError"),
 )
+# What clients get, of a model and where their request names none that is there; at 0 before for the same reason.
+USUAL_CODES = ("200", "400", "429", "500", "503")
+USUAL_REFUSALS = ("400", "401", "404", "413", "415", "500")
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -151,7 +154,8 @@ class ReplicaMetrics:
 
 
 class IngressMetrics:
-    """Counts of one ingress since it started: what happened to streams between replicas."""
+    """Counts of one ingress since it started: what happened to streams between replicas, what clients got; and how
+    many engines it knows for each name, which no replica could tell where there is none."""
 
     def __init__(self, ingress: str):
         self._registry = CollectorRegistry(auto_describe=False)
@@ -170,7 +174,32 @@ class IngressMetrics:
             "tidar:stream_rivals", "Requests that were begun at a second replica while theirs was quiet.",
             ("ingress",), registry=self._registry,
         ).labels(ingress)  # fmt: skip
+        self._engines = Gauge(
+            "tidar:engines_ready", "Engines that answer this ingress, for each name that is served.",
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
+        self._sleeps = Gauge(
+            "tidar:model_sleeps", "1 where there may be no engine because nobody asks, else 0.",
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
+        self._responses = Counter(
+            "tidar:http_responses", "Answers to POSTs by status; a stream that broke off has that of its error.",
+            ("model_name", "ingress", "code"), registry=self._registry,
+        )  # fmt: skip
+        for code in USUAL_REFUSALS:
+            self._responses.labels("", ingress, code)
         self._ingress = ingress
+
+    def watch(self, model: str, engines: Callable[[], int], sleeps: bool) -> None:
+        """Tell of a name that requests may ask for, from now on."""
+        self._engines.labels(model, self._ingress).set_function(engines)
+        self._sleeps.labels(model, self._ingress).set(sleeps)
+        for code in USUAL_CODES:
+            self._responses.labels(model, self._ingress, code)
+
+    def answered(self, model: str, status: int) -> None:
+        """Count what a client got; no model where its request was refused before one was found."""
+        self._responses.labels(model, self._ingress, str(status)).inc()
 
     def handed_over(self, cause: str, seconds: float) -> None:
         self._handovers.labels(self._ingress, cause).inc()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from opentelemetry.trace import Tracer
 from prometheus_client.metrics_core import Metric
@@ -22,11 +23,16 @@ SETTLE_SECONDS = 60.0  # for one name's engines to come up beside another's
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One name: who may be called for it, how requests get there, and how many may be under way."""
+    """One name, and behind it: who may be called for it, how requests get there, and how many may be under way."""
 
+    name: str
     directory: Directory
     carrier: Carrier
     admission: Admission
+
+
+def replicas_of(directory: Directory) -> int:
+    return len(directory.replicas)
 
 
 class Models:
@@ -40,9 +46,11 @@ class Models:
         wake = options.wake_seconds if options.sleeps else 0.0
         patience = Patience(options.stall_seconds, options.carry_seconds, wake)
         self._served = {
-            name: Served(directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
+            name: Served(name, directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
             for name, directory in directories.items()
         }
+        for name, directory in directories.items():
+            metrics.watch(name, partial(replicas_of, directory), options.sleeps)
 
     async def start(self) -> None:
         """Begin to look for replicas, on the running event loop."""

@@ -1,5 +1,6 @@
 """What a user chooses about what is served. Imports nothing heavy: the command line reads it before it starts Ray."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -245,11 +246,14 @@ class ServeOptions(BaseModel):
 
     @property
     def served_name(self) -> str:
-        """The first model's name on the wire."""
+        """The first model's name on the wire. A path from the root or from home on gives one whether it is there or
+        not: it may be there for the engines alone, and not for whoever builds the application."""
         if self.name:
             return self.name
-        path = Path(self.model)
-        return (path.stem if path.is_file() else path.resolve().name) if path.exists() else self.model
+        if not (self.model.startswith(("/", "~")) or os.path.exists(self.model)):
+            return self.model
+        last = Path(os.path.abspath(self.model))
+        return (last.stem if last.suffix == ".gguf" else last.name) or self.model
 
 
 def deployment_part(name: str) -> str:

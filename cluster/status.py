@@ -25,11 +25,13 @@ Series = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What all replicas counted at a moment (seconds of one clock), and what each serves."""
+    """What all replicas counted at a moment (seconds of one clock), and what each serves. missing: the names for
+    which none answers, and whether each may sleep."""
 
     moment: float
     replicas: Series
     models: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, bool] = field(default_factory=dict)
 
 
 def show_status(
@@ -92,10 +94,13 @@ def model_table(base: str, key: str | None) -> Table:
 def look(base: str, key: str | None) -> Look:
     """What the metrics page says now. Raises ConfigError."""
     page = fetch(f"{base}/metrics", key).text
-    return Look(time.monotonic(), *by_replica(page))
+    return read_page(page, time.monotonic())
 
 
 def fetch(url: str, key: str | None) -> httpx.Response:
+    key = (key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the key holds a character that no header can carry")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # No proxy that the environment names reaches this machine's own addresses.
@@ -122,29 +127,36 @@ def message_of(response: httpx.Response) -> str:
         return response.reason_phrase
 
 
-def by_replica(page: str) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The samples of a metrics page by replica and name, series of one name summed over their other labels; and the
-    model of each replica."""
+def read_page(page: str, moment: float) -> Look:
+    """The samples of a metrics page by replica and name, series of one name summed over their other labels."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     models: dict[str, str] = {}
+    sleeps: dict[str, bool] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if "engine" in sample.labels:
                 found[sample.labels["engine"]][sample.name] += sample.value
                 models[sample.labels["engine"]] = sample.labels["model_name"]
-    return found, models
+            elif sample.name == "tidar:model_sleeps":
+                sleeps[sample.labels["model_name"]] = bool(sample.value)
+    there = set(models.values())
+    return Look(moment, found, models, {name: may for name, may in sleeps.items() if name not in there})
 
 
 def replica_table(now: Look, before: Look | None = None) -> Table:
     """Load, speed and acceptance: a row a replica, and one for all; where there are several models, each replica's own
-    stands behind its name. What is counted is that between two looks where anything happened there, else all since
-    the replica started."""
+    stands behind its name, and above them all those models that have none. What is counted is that between two looks
+    where anything happened there, else all since the replica started."""
     names = sorted(now.replicas)
-    title = None if names else "no replica runs: where the model may sleep, the next request wakes it"
+    missing = [
+        f"{escape(name)} {'sleeps: the next request wakes it' if sleeps else 'has no replica that answers'}"
+        for name, sleeps in now.missing.items()
+    ]
+    title = "\n".join(missing) or None
     table = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)  # narrow enough for 80 columns
     for heading in ("replica", "running", "waiting", "K/V", "tokens", "tokens/s", "tokens/step", "held"):
         table.add_column(heading, justify="left" if heading == "replica" else "right")
-    several = len(set(now.models.values())) > 1
+    several = len({*now.models.values(), *now.missing}) > 1
     for name in names:
         table.add_row(
             escape(f"{name} {now.models[name]}" if several else name),

@@ -43,7 +43,17 @@ def _line(mistake: ErrorDetails, kind: type[BaseModel]) -> str:
     said = said[:1].lower() + said[1:]
     if not key:
         return said
-    return f"{key} is missing" if mistake["type"] == "missing" else f"{key} is {mistake['input']!r}: {said}"
+    if mistake["type"] == "missing":
+        return f"{key} is missing"
+    given = mistake["input"]
+    # A whole part of a file would hide what is wrong with it.
+    return f"{key}: {said}" if isinstance(given, list | dict) else f"{key} is {shortened(given)}: {said}"
+
+
+def shortened(given: Any) -> str:
+    """A value as a line can hold it."""
+    text = repr(given)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def keys_beside(place: Sequence[str], kind: type[BaseModel]) -> Iterable[str]:

@@ -74,6 +74,11 @@ def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) ->
         read_keys(str(path))
 
 
+def test_an_editors_mark_at_a_files_start_is_no_part_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8-sig")
+    assert read_keys(str(tmp_path / "keys")) == (digest("first-key"), digest("second-key"))
+
+
 @pytest.mark.parametrize("header", ["bearer first-key", "BEARER first-key", "Bearer  first-key", "Bearer first-key "])
 def test_a_key_may_be_written_as_http_allows(client: TestClient, header: str) -> None:
     assert client.get("/v1/models", headers={"Authorization": header}).status_code != 401

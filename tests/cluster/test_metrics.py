@@ -1,12 +1,14 @@
 """What a replica counts, and several replicas on one page."""
 
 import pickle
+from io import StringIO
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
-from cluster.metrics import Load, ReplicaMetrics, Timing, render
-from cluster.status import Look, by_replica, replica_table
+from cluster.metrics import IngressMetrics, Load, ReplicaMetrics, Timing, render
+from cluster.status import Look, read_page, replica_table
 from tests.cluster.test_acceptance import step
 from tidar_core.request import FinishReason
 
@@ -71,9 +73,10 @@ def test_replicas_share_a_page() -> None:
     page = render(parts).decode()
     assert page.count("# TYPE vllm:generation_tokens_total counter") == 1
     assert "_created" not in page
-    replicas, models = by_replica(page)
+    look = read_page(page, 0.0)
+    replicas = look.replicas
     assert (replicas["r1"]["vllm:generation_tokens_total"], replicas["r2"]["vllm:generation_tokens_total"]) == (7, 0)
-    table = replica_table(Look(0.0, replicas, models))
+    table = replica_table(look)
     rows = list(zip(*(column.cells for column in table.columns), strict=True))
     assert rows[0] == ("r1", "0", "0", "0.0%", "7", "-", "2.00", "42.9%")
     assert rows[1] == ("r2", "0", "0", "0.0%", "0", "-", "-", "-")
@@ -95,7 +98,28 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
     assert [list(column.cells) for column in idle.columns][5:7] == [["0.0"], [f"{140 / 110:.2f}"]]
     mixed = replica_table(Look(1.0, {"a": first, "b": fresh}, {"a": "tiny", "b": "tiny/plain"}))
     assert list(mixed.columns[0].cells) == ["a tiny", "b tiny/plain", "all"]
-    assert "wakes it" in str(replica_table(Look(1.0, {})).title)
+    assert mixed.title is None
+
+
+def test_a_model_without_an_engine_is_told_of() -> None:
+    ingress = IngressMetrics("here")
+    for model, engines, sleeps in (("tiny", 1, False), ("[gone]", 0, False), ("asleep", 0, True)):
+        ingress.watch(model, lambda engines=engines: engines, sleeps)  # type: ignore[misc]
+    page = render([counted("r1").collect(Load(0, 0, 0, 12)), ingress.collect()]).decode()
+    told = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.startswith("tidar:engines_ready")}
+    assert [told[f'tidar:engines_ready{{ingress="here",model_name="{name}"}}'] for name in ("tiny", "[gone]")] == [
+        "1.0",
+        "0.0",
+    ]
+    table = replica_table(read_page(page, 0.0))
+    assert list(table.columns[0].cells) == ["r1 tiny"]
+    console = Console(width=80, file=StringIO())
+    console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.strip() for line in shown.splitlines()[:2]] == [
+        "[gone] has no replica that answers",
+        "asleep sleeps: the next request wakes it",
+    ]
 
 
 def test_a_page_of_nobody_is_empty() -> None:

@@ -3,6 +3,7 @@ for."""
 
 import asyncio
 import json
+from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def complete(guarded: Guarded, **fields: Any) -> dict[str, Any]:
 def metric(guarded: Guarded, name: str) -> dict[str, float]:
     """A metric's value by model, summed over its other labels."""
     page = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {Guarded.metrics_key}"}).text
-    found = dict.fromkeys(NAMES, 0.0)
+    found = defaultdict(float, dict.fromkeys(NAMES, 0.0))
     for line in page.splitlines():
         if line.startswith(name):
             found[line.split('model_name="')[1].split('"')[0]] += float(line.split()[-1])
@@ -175,6 +176,24 @@ def test_an_unknown_name_is_told_all_that_there_are(guarded: Guarded, path: str)
     assert ", ".join(NAMES) in answer.json()["error"]["message"]
 
 
+def test_what_clients_got_is_told_for_each_name_and_where_there_is_none(guarded: Guarded) -> None:
+    def counted() -> dict[tuple[str, str], float]:
+        return {
+            (name, code): count
+            for code in ("200", "400", "401", "404")
+            for name, count in metric(guarded, f'tidar:http_responses_total{{code="{code}"').items()
+        }
+
+    before = counted()
+    complete(guarded, model=Guarded.beside)
+    for name, prompt, headers in (("tiny", -1, guarded.headers), ("other", "a", guarded.headers), ("tiny", "a", {})):
+        httpx.post(f"{guarded.url}/v1/completions", json={"model": name, "prompt": prompt}, headers=headers)
+    httpx.get(f"{guarded.url}/v1/models")
+    gained = {place: count - before[place] for place, count in counted().items() if count != before[place]}
+    assert gained == {(Guarded.beside, "200"): 1, ("tiny", "400"): 1, ("", "404"): 1, ("", "401"): 1}
+    assert metric(guarded, "tidar:engines_ready") == dict.fromkeys(NAMES, 1.0)
+
+
 def two(**first: Any) -> Models:
     directories = {"one": Directory(NoReplica()), "two": Directory(NoReplica())}  # type: ignore[arg-type]
     for name, value in first.items():
@@ -194,6 +213,21 @@ def test_one_that_has_no_replica_does_not_take_the_others_down() -> None:
     with pytest.raises(ApiError) as caught:
         two().cards()
     assert caught.value.status == 503
+
+
+def test_every_name_has_its_number_of_engines_though_it_be_none() -> None:
+    metrics = IngressMetrics("here")
+    first, second = (Directory(NoReplica()) for _ in range(2))  # type: ignore[arg-type]
+    made = Models({"one": first, "two": second}, ServeOptions(), metrics, NoOpTracer())
+
+    def engines() -> dict[str, float]:
+        samples = [sample for metric in metrics.collect() for sample in metric.samples]
+        return {one.labels["model_name"]: one.value for one in samples if one.name == "tidar:engines_ready"}
+
+    assert engines() == {"one": 0, "two": 0}, "before any replica has answered"
+    first._heard = {"r0": 1e18, "r1": 1e18}
+    assert engines() == {"one": 2, "two": 0}
+    assert made.named("two").name == "two"
 
 
 @pytest.mark.parametrize("raw", [b'{"prompt": "a"}', b'{"model": 3}', b"[]"])

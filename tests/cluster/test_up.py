@@ -138,6 +138,16 @@ def test_paths_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypat
     assert (hub.model, hub.adapter, hub.served_name) == ("org/model", "default", "org/model")
 
 
+@pytest.mark.parametrize("part", ["qwen", "qwen.1", "qwen/", "qwen.gguf", "here/../qwen"])
+def test_a_name_does_not_depend_on_what_lies_where_it_is_asked_for(tmp_path: Path, part: str) -> None:
+    name = "qwen.1" if part == "qwen.1" else "qwen"
+    assert ServeOptions(model=f"~/no/such/{part}").served_name == name
+    assert ServeOptions(model=f"{tmp_path}/{part}").served_name == name
+    (tmp_path / "here").mkdir()
+    (tmp_path / part).mkdir()
+    assert ServeOptions(model=f"{tmp_path}/{part}").served_name == name
+
+
 @pytest.mark.parametrize("fields", [{"replica": 2}, {"replicas": 0}, {"drafts": "some"}, {"dtype": "int3"}])
 def test_options_of_a_config_file_are_checked(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
@@ -187,6 +197,15 @@ def test_status_of_a_running_server(server: Server) -> None:
     assert "float32 on cpu" in result.output
     assert "tokens/s" in result.output
     assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{PORT}")
+
+
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(server: Server) -> None:
+    for key in ("schlüssel", "se\ncret", "se\x00cret"):
+        assert (
+            refused("status", "--address", server.url, "--key", key)
+            == "the key holds a character that no header can carry"
+        )
+    assert tidar("status", "--address", server.url, "--key", " secret\n").exit_code == 0
 
 
 def test_status_asks_this_machine_past_any_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,30 @@ ENGINE = (*APP, "deployments", 0)
         ((*ENGINE, "ray_actor_options"), {"num_cpus": 2}, "would take the place of the engine's own, its GPU too"),
         ((*ENGINE, "num_replicas"), 3, "Manually setting num_replicas is not allowed when autoscaling_"),
         ((*ENGINE, "rolling_update_percentage"), 10, "rolling_update_percentage is 10: input should be less than"),
+        ((*APP, "args", "replicas"), 1, "Engine: autoscaling_config would take the place of the args' replicas; leave"),
+        ((*APP, "args", "ingresses"), 2, "Ingress: num_replicas would take the place of the args' ingresses; leave"),
+        ((*APP, "deployments", 1, "name"), "Engine", "deployment Engine is listed twice; put the settings of both int"),
+        ((*APP, "deployments", 1, "user_config"), {}, "deployment Ingress: user_config is nothing that it takes"),
+        ((*APP, "route_prefix"), "playground", "route_prefix is 'playground': write it as /name, without a / at its"),
+        ((*APP, "route_prefix"), "/v1/", "route_prefix is '/v1/': write it as /name, without a / at its end"),
+        (("applications", 1, "route_prefix"), "/", "applications: found duplicate applications for route prefix"),
+        (("applications", 1, "name"), "api", "applications: found multiple configs for application"),
+        (("http_options", "port"), 70000, "http_options.port is 70000: a port lies between 1 and 65535"),
+        (("http_options", "keep_alive_timeout_s"), -1, "http_options.keep_alive_timeout_s is -1: it must be 0 or more"),
+        ((*APP, "args", "dtype"), "x" * 500, "args: dtype is 'xxx"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told(place: tuple[Any, ...], value: Any, line: str) -> None:
     found = list(mistakes(spoiled(place, value)))
     assert any(line.lower() in said.lower() for said in found), found
-    assert all("\n" not in said for said in found)
+    assert all("\n" not in said and (len(said) < 200 or "there are" in said) for said in found)
+
+
+def test_each_models_own_number_of_replicas_is_said_once() -> None:
+    config = spoiled((*APP, "args", "models"), {"a": {"model": "org/a", "replicas": 2}, "b": {"model": "org/b"}})
+    config["applications"][0]["deployments"] += [{"name": f"Engine-{name}", "num_replicas": 3} for name in "ab"]
+    (line,) = mistakes(config)
+    assert line.endswith("Engine-a: num_replicas would take the place of the args' models.a.replicas; leave one out")
 
 
 def test_all_mistakes_of_an_application_are_told_at_once() -> None:
@@ -134,6 +152,20 @@ def test_the_command_ends_as_a_script_expects(tmp_path: Path) -> None:
     service = {"kind": "RayService", "spec": {"serveConfigV2": yaml.safe_dump(spoiled((*APP, "arg"), {}))}}
     wrong.write_text(yaml.safe_dump(service))
     assert "unknown key 'arg'" in runner.invoke(app, ["check", str(wrong)]).stderr
+
+
+def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
+    def told(text: str) -> str:
+        wrong = tmp_path / "twice.yaml"
+        wrong.write_text(text)
+        return CliRunner().invoke(app, ["check", str(wrong)]).stderr.removeprefix(f"tidar: {wrong}")
+
+    merged = "x: &common {name: a}\napplications:\n- <<: *common\n  name: b\n"
+    assert "stands there" not in told(merged), "what is merged may be overridden"
+    assert told(merged + "  name: c\n") == " cannot be read: line 5: the key 'name' stands there twice\n"
+    service = {"kind": "RayService", "spec": {"serveConfigV2": "applications: []\napplications: []\n"}}
+    said = ": serveConfigV2 cannot be read: line 2: the key 'applications' stands there twice\n"
+    assert told(yaml.safe_dump(service)) == said
 
 
 def test_the_playgrounds_builder_refuses_as_serve_shows_it() -> None:

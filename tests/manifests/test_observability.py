@@ -94,6 +94,7 @@ def test_the_dashboard_shows_what_a_platform_team_asks_for() -> None:
         "K/V use",
         "Replicas",
         "Stream hand-overs",
+        "Responses by code",
     }
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
