@@ -140,13 +140,12 @@ class EngineReplica:
         def load() -> "Engine":
             gc.disable()  # it would walk through all that is imported again and again: a third of the imports' time
             try:
-                from tidar_core.engine import load_engine
+                from tidar_core.engine import keep_loaded, load_engine
 
                 engine = load_engine(config, progress.report)
             finally:
                 gc.enable()
-            gc.collect()
-            gc.freeze()  # all this stays: else the collector walks through it between steps
+            keep_loaded()
             return engine
 
         self._thread = EngineThread(load, self._deliver)

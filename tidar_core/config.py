@@ -138,6 +138,7 @@ class EngineConfig:
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
     overlap: plan the next step while one runs; None where there is a GPU that runs it.
+    overlap_launches: on a GPU that can (Hopper's), kernels begin while the one before still runs.
     generation_config: "auto" takes what a request says nothing of from the model's makers, where they state how it is
         to be sampled (generation_config.json, or the GGUF file's header); "none" takes neutral values.
     """
@@ -156,5 +157,6 @@ class EngineConfig:
     exact: bool = True
     graphs: bool = True
     overlap: bool | None = None
+    overlap_launches: bool = True
     kv_dtype: KVDType = "model"
     generation_config: GenerationConfig = "auto"

@@ -16,10 +16,10 @@ descending score, it can be found among a few best candidates, whose number chan
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -69,6 +69,33 @@ class TokenRule:
 def distinct(rules: Sequence[TokenRule]) -> Iterable[TokenRule]:
     """Each rule once, however many rows share it."""
     return {id(rule): rule for rule in rules}.values()
+
+
+T = TypeVar("T")
+
+
+class Rules(tuple[TokenRule, ...]):
+    """Rules that many steps pick by, one a row: what was found of all of them (`of_all`) is kept with them."""
+
+    def __init__(self, rules: Iterable[TokenRule]):
+        self._found: dict[Hashable, Any] = {}
+
+
+def of_all(rules: Sequence[TokenRule], find: Callable[..., T], *arguments: Hashable) -> T:
+    """`find(rules, *arguments)`, found once where the rules are `Rules`. find: a function that has a name, and gives
+    what nobody changes."""
+    if not isinstance(rules, Rules):
+        return find(rules, *arguments)
+    key = (find, *arguments)
+    if key not in rules._found:
+        rules._found[key] = find(rules, *arguments)
+    found: T = rules._found[key]
+    return found
+
+
+def any_adjusts(rules: Sequence[TokenRule]) -> bool:
+    """Whether any of them changes its row's scores."""
+    return any(rule.adjusts for rule in distinct(rules))
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
@@ -183,7 +210,7 @@ def adjusted(logits: Tensor, rules: Sequence[TokenRule]) -> Tensor:
         raise ValueError(f"logits of shape {tuple(logits.shape)} do not fit {len(rules)} rules")
     if not 0 < logits.shape[1] <= MAX_VOCAB:
         raise ValueError(f"a vocabulary of {logits.shape[1]} tokens is not between 1 and {MAX_VOCAB}")
-    if not any(rule.adjusts for rule in distinct(rules)):
+    if not of_all(rules, any_adjusts):
         return logits
     rows = [row for row, rule in enumerate(rules) if rule.adjusts]
     scores = logits.float() if logits.dtype is not torch.float32 else logits.clone()

@@ -48,6 +48,9 @@ def test_picks_are_those_of_the_token_rule(vocab):
         replace(rule, position=rule.position + further) for rule, further in zip(rules, shift.tolist(), strict=True)
     ]
     assert triton_sampling.pick_tokens(logits, rules, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
+    once = sampling.Rules(rules)  # what is kept with them is not changed
+    assert triton_sampling.pick_tokens(logits, once, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
+    assert triton_sampling.pick_tokens(logits, once).equal(picks)
 
 
 KEPT = [
@@ -71,12 +74,14 @@ def test_picks_among_what_is_kept_are_those_of_the_token_rule(vocab, rounded):
     logits = logits.round() if rounded else logits
     logits[::3, 5] = -torch.inf
     logits[4, 7], logits[15, -1], logits[26], logits[37, 3:] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    rules = kept_rules(len(logits))
+    rules = sampling.Rules(kept_rules(len(logits)))
     picks = triton_sampling.pick_tokens(logits, rules)
     assert picks.tolist() == sampling.pick_tokens(logits, rules).tolist()
     assert picks[[4, 15, 26]].tolist() == [sampling.NO_TOKEN] * 3
     ids = torch.stack([torch.randperm(9000)[: min(vocab, 32)] for _ in rules])
     with NothingIsWaitedFor():
-        assert len(triton_sampling.pick_tokens(logits, rules, torch.arange(len(rules)))) == len(rules)
+        further = triton_sampling.pick_tokens(logits, rules, torch.arange(len(rules)))
+    moved = [replace(rule, position=rule.position + row) for row, rule in enumerate(rules)]
+    assert further.tolist() == sampling.pick_tokens(logits, moved).tolist()
     numbers, few = rule_numbers(rules, 9000, CPU), logits[:, :32]
     assert torch.equal(triton_sampling.pick_listed(few, ids, numbers), pick_listed(few, ids, numbers))

@@ -51,6 +51,20 @@ def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_wher
     assert record["peers"][1]["ratio"] > 0
 
 
+def test_what_overlaps_is_left_out_once_answers_differ(monkeypatch):
+    """Then alone there is something to learn of it; and training is measured where all else has had its turn."""
+    chosen = phases("any")
+    (second,) = (phase for phase in chosen if phase.where_failed)
+    off = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
+    (first,) = (phase for phase in chosen if phase.name == second.where_failed)
+    assert second.command == (*first.command, *off)
+    for failed in (True, False):
+        monkeypatch.setattr(gpu, "_run", lambda phase, seconds, failed=failed: {"failed": True} if failed else {})
+        record = run_gpu_bench(chosen, 1.0, lambda line: None, lambda found: None)
+        assert (second.name in record["phases"]) == failed
+        assert "training" in record["phases"]
+
+
 def test_without_time_left_nothing_is_started():
     record = run_gpu_bench(phases("any"), 0.05, lambda line: None, lambda found: None)
     assert {phase["error"] for phase in record["phases"].values()} == {"no time left"}

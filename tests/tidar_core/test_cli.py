@@ -1,5 +1,6 @@
 """The `tidar` command as a user meets it: answers, help, one line for what can be mended."""
 
+import gc
 import json
 import os
 import subprocess
@@ -69,9 +70,13 @@ def test_bench_decode_writes_a_record(model, tmp_path):
         "bench", "decode", "--model", model / "tiny", "--adapter", model / "drafter", "--batch", 2, "--rounds", 1,
         "--prompts", 2, "--max-tokens", 8, "--json", record,
     )  # fmt: skip
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
     assert result.exit_code == 0, result.output
+    assert frozen > 0, "the collector would walk through what was loaded"
     written = json.loads(record.read_text())
     assert {entry["drafts"] for entry in written["decode"]} == {"off", "auto", "full"}
+    assert [entry["captured"] for entry in written["decode"]] == [[0]] * 3  # nothing is on a CPU
     assert written["engine"]["exact"] is True
     assert written["date"]
 

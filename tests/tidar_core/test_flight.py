@@ -17,6 +17,7 @@ from tidar_core.bench.drive import Answer
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, flight, load_engine, said_ahead
 from tidar_core.grammar import Grammar
+from tidar_core.kernels import rules
 from tidar_core.layout import WithinBlock
 from tidar_core.request import FinishReason, Request, SamplingParams
 
@@ -69,6 +70,27 @@ def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock,
             assert mine.verify_rows >= other.verify_rows
             assert mine.mask_rows >= other.mask_rows
     assert sum(step.accepted for answer in two for step in answer.steps) > 0
+
+
+@pytest.mark.parametrize("one_call", [True, False], ids=["the CPU's one call", "slot by slot"])
+def test_rules_that_stay_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_call: bool) -> None:
+    """Over the steps that lay the same rows; only where they stand is new in each of them."""
+    engine, read, asked = tiny_engine(tmp_path, overlap=True), [], []
+    if not one_call:
+        engine._runner = replace(engine._runner, ops=replace(engine._runner.ops, draft_slots=None))
+    numbers, launch = rules._numbers, flight.launch
+
+    def noted(*arguments: Any) -> flight.Flight:
+        launched = launch(*arguments)
+        asked.append(launched.asked)
+        return launched
+
+    monkeypatch.setattr(rules, "_numbers", lambda *arguments: read.append(0) or numbers(*arguments))
+    monkeypatch.setattr("tidar_core.engine.engine.launch", noted)
+    answers(engine, [replace(SAMPLED, drafts="full")] * 3)
+    different = len({id(one) for one in asked})
+    assert len(asked) > 2 * different
+    assert len(read) <= 2 * different  # of the verify rows and of the slots
 
 
 @pytest.mark.parametrize("adapter", ["none", "own"])

@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import Answer, answer_all
-from tidar_core.engine import Engine
+from tidar_core.engine import Engine, drafting
 from tidar_core.engine.batch import BatchSize
+from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.flight import Flight, launch
-from tidar_core.engine.graphs import MOST_ROWS, Graphs, Replay, bucket
+from tidar_core.engine.graphs import CAPTURE_AT, MOST_ROWS, REMEMBERED, Graphs, Replay, bucket
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.request import SamplingParams
+from tidar_core.sampling import TokenRule
 
 CPU = torch.device("cpu")
 SIZES = st.builds(BatchSize, st.integers(1, 300), st.integers(0, 600), st.integers(2, 300), st.integers(1, 3000))
@@ -78,11 +80,14 @@ def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams])
         engine._runner = plain
 
 
-@pytest.mark.parametrize(("within_block", "overlap"), [("bidirectional", False), ("causal", False), ("causal", True)])
-def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap):
+@pytest.mark.parametrize(
+    ("within_block", "overlap", "capture_at"),
+    [("bidirectional", False, 1), ("causal", False, 1), ("causal", True, 1), ("causal", True, CAPTURE_AT)],
+)
+def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap, capture_at):
     """Mixed traffic, all kinds of drafts, greedy and sampled; results are used before the next replay."""
     engine = tiny_engine(tmp_path, within_block=within_block, overlap=overlap)
-    graphs = Graphs(Spoiling())
+    graphs = Graphs(Spoiling(), capture_at)
     params = [
         SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
         for index, mode in enumerate(("off", "auto", "full") * 3)
@@ -90,7 +95,7 @@ def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap):
     expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert sum(step.accepted for answer in found for step in answer.steps) > 0
-    assert len(graphs) > 3
+    assert len(graphs) > (3 if capture_at == 1 else 1)
 
 
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "is_nonzero"}
@@ -136,14 +141,14 @@ def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, picked):
         SamplingParams(max_tokens=14, seed=5, ignore_eos=True, drafts=mode, block=block, **picked)
         for mode, block in (("full", None), ("off", None), ("full", 2), ("auto", None))
     ]
-    decoded(engine, Graphs(repeat), params)
+    decoded(engine, Graphs(repeat, 1), params)
     assert len(launches) > 12
 
 
 def test_captured_proposals_draft_the_same(tmp_path):
     """Proposals of several lengths at once, and of numbers that graphs are not made for."""
     engine = tiny_engine(tmp_path)
-    graphs = Graphs(repeat)
+    graphs = Graphs(repeat, 1)
     params = [
         SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full", block=block)
         for block in (None, 3, 2, None, None)
@@ -152,6 +157,24 @@ def test_captured_proposals_draft_the_same(tmp_path):
     for ours, theirs in zip(found, expected, strict=True):
         assert [step.drafted for step in ours.steps] == [step.drafted for step in theirs.steps]
     assert any(isinstance(key, tuple) and key[0] == "slots" for key in graphs._captured)
+
+
+def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tmp_path):
+    engine, graphs = tiny_engine(tmp_path), Graphs(Spoiling(), 1)
+    runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
+    draw = torch.Generator().manual_seed(2)
+    drafting._filled_up.cache_clear()
+    for counts in ([3] * 70, [3] * 70, [3, 1, 2] * 25):
+        slots, width = sum(counts), runner.config.hidden_size
+        hidden, logits = (torch.randn(slots, size, generator=draw) for size in (width, runner.config.vocab_size))
+        anchors = torch.arange(len(counts))
+        rules = [TokenRule(SamplingParams(max_tokens=9, temperature=1.0, seed=slot), slot) for slot in range(slots)]
+        found, expected = (
+            pick_drafts(replace(runner, graphs=some), hidden, logits, rules, anchors, counts) for some in (graphs, None)
+        )
+        assert found.equal(expected)
+    assert list(graphs._captured) == [("slots", 96, 3)]
+    assert drafting._filled_up.cache_info().misses == 4  # filled up for the graph, and as they are
 
 
 def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
@@ -171,21 +194,60 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
 
 def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     runner = tiny_engine(tmp_path, adapter="none")._runner
-    assert rows_are_exact(replace(runner, graphs=Graphs(repeat)))
+    assert rows_are_exact(replace(runner, graphs=Graphs(repeat, 1)))
 
 
 def test_without_room_for_a_graph_the_step_runs_without() -> None:
     def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         raise torch.cuda.OutOfMemoryError("no room")
 
-    graphs = Graphs(full)
+    graphs = Graphs(full, 1)
     for number in range(3):
         assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
     assert list(graphs._captured.values()) == [None]
 
 
-def test_a_replay_reads_new_inputs() -> None:
+def test_what_comes_seldom_is_not_captured() -> None:
+    graphs = Graphs(Spoiling())
+
+    def run(key: object, number: int) -> Tensor:
+        return graphs.run(key, CPU, lambda x: x + 1, torch.tensor(number))
+
+    found = [run("common", number) for number in range(CAPTURE_AT - 1)]
+    assert len(graphs) == 0
+    for number in range(REMEMBERED - 1):
+        run(number, 0)
+    assert run("common", 7).item() == 8
+    assert [run("common", number).item() for number in (8, 9)] == [9, 10]
+    assert [each.item() for each in found] == [1, 2]  # no replay touches what came without a graph
+    assert len(graphs) == 1
+    assert graphs.untypical == CAPTURE_AT + REMEMBERED - 1
+    for number in range(REMEMBERED):
+        run(-1 - number, 0)
+    assert len(graphs._came) == REMEMBERED
+
+
+def test_warm_up_captures_at_once() -> None:
     graphs = Graphs(repeat)
+    graphs.at_once().run("key", CPU, lambda x: x, torch.tensor(0))
+    assert len(graphs) == 1
+    own = graphs.fresh()
+    assert len(own) == 0
+    own.run("key", CPU, lambda x: x, torch.tensor(0))
+    assert (len(own), len(graphs)) == (1, 1)
+
+
+def test_passes_before_a_capture_teach_nothing_of_costs(tmp_path, monkeypatch):
+    engine, taught = tiny_engine(tmp_path), []
+    monkeypatch.setattr(type(engine._scheduler.policy), "took", lambda self, size, seconds: taught.append(size))
+    engine._runner = replace(engine._runner, graphs=Graphs(repeat))
+    answer_all(engine, [(5,)], [SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, drafts="off")])
+    assert engine.captured == 1
+    assert len(taught) == 9 - CAPTURE_AT
+
+
+def test_a_replay_reads_new_inputs() -> None:
+    graphs = Graphs(repeat, 1)
     found = [graphs.run("key", CPU, lambda x, y: x * y, torch.tensor(a), torch.tensor(3)).item() for a in (2, 5, 7)]
     assert found == [6, 15, 21]
     assert len(graphs) == 1

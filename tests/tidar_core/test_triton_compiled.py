@@ -119,6 +119,19 @@ def test_how_many_launches_a_layer_is(shape, dtype, launches, mask):
     assert names[1].count("_plan") == names[0].count("_plan") == 1
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [(0, "bfloat16"), (2, "bfloat16"), (0, "float16")])
+def test_launches_overlap_unless_told_not_to(shape, dtype):
+    import torch
+
+    from tidar_core.bench.launches import step_launches
+    from tidar_core.bench.shapes import SHAPES
+
+    config = list(SHAPES.values())[shape]
+    for overlap in (True, False):
+        launches = step_launches(config, getattr(torch, dtype), 16, 8, 56, overlap=overlap)
+        assert {launch.variant.overlaps for launch in launches} == {overlap}
+
+
 def test_the_bench_says_in_one_line_what_it_needs(monkeypatch):
     import torch
 

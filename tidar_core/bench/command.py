@@ -11,7 +11,18 @@ from rich.table import Table
 
 from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
 from tidar_core.bench.choices import DTypeChoice, KVChoice
-from tidar_core.bench.device_command import Exact, JsonFile, gpu, kernels, steps, training, write_record
+from tidar_core.bench.device_command import (
+    Exact,
+    Graphs,
+    JsonFile,
+    Overlap,
+    OverlapLaunches,
+    gpu,
+    kernels,
+    steps,
+    training,
+    write_record,
+)
 from tidar_core.bench.peers.command import peers
 from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
@@ -29,6 +40,9 @@ def exact(
     prompts: Count = 164,
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt.")] = 64,
+    graphs: Graphs = True,
+    overlap: Overlap = None,
+    overlap_launches: OverlapLaunches = True,
     dtype: DType = "float32",
     device: DeviceName = "auto",
     threads: Threads = 0,
@@ -44,7 +58,9 @@ def exact(
         from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
 
         texts = human_eval_prompts(prompts)
-        config = EngineConfig(model, adapter, dtype, device, threads)
+        config = EngineConfig(
+            model, adapter, dtype, device, threads, graphs=graphs, overlap=overlap, overlap_launches=overlap_launches
+        )
         engine = load(replace(config, max_running=max(config.max_running, batch)))
         if not engine.info.block_length:
             Console(stderr=True).print(f"{model} has no drafter: batches alone are compared, no drafts", style="yellow")
@@ -128,10 +144,9 @@ def decode(
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Where tokens are sampled.")] = 1.0,
     full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
     exact: Exact = True,
-    graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
-    overlap: Annotated[
-        bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")
-    ] = None,
+    graphs: Graphs = True,
+    overlap: Overlap = None,
+    overlap_launches: OverlapLaunches = True,
     dtype: DType = "bfloat16",
     kv_dtype: KV = "model",
     device: DeviceName = "auto",
@@ -142,13 +157,16 @@ def decode(
     with user_errors():
         from tidar_core.bench.decode import measure_decode
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.engine import keep_loaded
         from tidar_core.request import SamplingParams
 
         most, texts = max(batch or [0], default=0), human_eval_prompts()
         config = EngineConfig(
-            model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap, kv_dtype=kv_dtype
-        )
+            model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap,
+            overlap_launches=overlap_launches, kv_dtype=kv_dtype,
+        )  # fmt: skip
         engine = load(replace(config, max_running=max(config.max_running, most)))
+        keep_loaded()  # as where it serves
         chosen = [chat_prompt(engine.tokenizer, text) for text in texts]
         modes: list[DraftMode] = ["off", "auto", "full"] if full else ["off", "auto"]
         results = measure_decode(
@@ -228,8 +246,10 @@ def prefix(
     """Time to first token of a prompt whose beginning is cached, against one whose is not."""
     with user_errors():
         from tidar_core.bench.prefix import measure_prefix
+        from tidar_core.engine import keep_loaded
 
         engine = load(EngineConfig(model, adapter, dtype, device, threads))
+        keep_loaded()  # as where it serves
         result = measure_prefix(engine, tokens, rounds)
         table = Table("figure", "value", title=f"{model}, {dtype}")
         for name, value in result.as_record().items():

@@ -12,7 +12,8 @@ from tidar_core.request import DraftMode, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """Medians over the rounds. ratio: tokens per second against drafts off in the same round."""
+    """Medians over the rounds. ratio: tokens per second against drafts off in the same round. captured: how many sizes
+    of steps were captured as CUDA graphs in each round, which takes its time."""
 
     batch: int
     drafts: DraftMode
@@ -20,6 +21,7 @@ class DecodeResult:
     ratio: float
     tokens_per_step: float
     rounds: tuple[float, ...]
+    captured: tuple[int, ...]
 
     def as_record(self) -> dict[str, object]:
         return asdict(self)
@@ -44,25 +46,28 @@ def measure_decode(
     for batch in batches:
         speeds: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
         steps: dict[DraftMode, list[float]] = {mode: [] for mode in modes}
+        captured: dict[DraftMode, list[int]] = {mode: [] for mode in modes}
         count = -(-at_least // batch) * batch
-        # On a GPU graphs are captured when a size first comes: in a round before those that count.
+        # On a GPU most sizes are captured in a round before those that count.
         for number in range(-1 if engine.info.device == "cuda" else 0, rounds):
             chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
             answers: dict[DraftMode, list[Answer]] = {mode: [] for mode in modes}
-            seconds = dict.fromkeys(modes, 0.0)
+            seconds, new = dict.fromkeys(modes, 0.0), dict.fromkeys(modes, 0)
             for first in range(0, count, batch):
                 some = chosen[first : first + batch]
                 # A machine's speed drifts: none of the modes always runs behind the others.
                 for mode in modes[:: -1 if (number + first // batch) % 2 else 1]:
                     asked = [replace(params, drafts=mode, seed=first + index) for index in range(len(some))]
-                    began = time.perf_counter()
+                    began, before = time.perf_counter(), engine.captured
                     answers[mode] += answer_all(engine, some, asked, f"{batch} {number} {mode} {first}")
                     seconds[mode] += time.perf_counter() - began
+                    new[mode] += engine.captured - before
             if number < 0:
                 continue
             for mode in modes:
                 speeds[mode].append(sum(len(answer.tokens) for answer in answers[mode]) / seconds[mode])
                 steps[mode].append(tokens_per_step(answers[mode]))
+                captured[mode].append(new[mode])
         plain = speeds[modes[0]]
         for mode in modes:
             yield DecodeResult(
@@ -72,4 +77,5 @@ def measure_decode(
                 median(speed / base for speed, base in zip(speeds[mode], plain, strict=True)),
                 median(steps[mode]),
                 tuple(round(speed, 1) for speed in speeds[mode]),
+                tuple(captured[mode]),
             )

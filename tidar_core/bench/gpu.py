@@ -25,22 +25,27 @@ KEPT = 4000  # characters from either end of a failed phase's output that are ke
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A bench command without `--json`, and the seconds it may take."""
+    """A bench command without `--json`, and the seconds it may take. where_failed: the phase that has to have failed
+    for this one to be run."""
 
     name: str
     command: tuple[str, ...]
     seconds: float
+    where_failed: str | None = None
 
 
 def phases(model: str) -> list[Phase]:
     """What is run, the most needed first."""
     small, *large = SHAPES
     decode = ("decode", "--model", model, "--device", "cuda", "--max-tokens", "128", "--rounds", "1")
+    exact = ("exact", "--model", model, "--device", "cuda", "--prompts", "4")
+    one_by_one = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
     batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
         Phase("decode", (*decode, *batches), 110),
-        Phase("exact", ("exact", "--model", model, "--device", "cuda", "--prompts", "4"), 90),
+        Phase("exact", exact, 90),
+        Phase("exact, nothing overlaps", (*exact, *one_by_one), 90, where_failed="exact"),  # whose fault is it?
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]
     # What is timed is right: heads of another size are other kernels.
@@ -59,6 +64,7 @@ def phases(model: str) -> list[Phase]:
         Phase("decode without graphs", (*decode, "--batch", "1", "--prompts", "4", "--no-graphs"), 60),
         Phase("decode, not exact", (*decode, *few, "--no-exact"), 90),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
+        Phase("training", ("training", "--model", model, "--device", "cuda"), 90),
     ]
     found += [
         Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 90),
@@ -76,6 +82,8 @@ def run_gpu_bench(
     record: dict[str, Any] = {"phases": {}}
     until = time.monotonic() + 60 * minutes
     for phase in chosen:
+        if phase.where_failed is not None and not record["phases"].get(phase.where_failed, {}).get("failed"):
+            continue
         left = until - time.monotonic()
         if left < LAST_SECONDS:
             record["phases"][phase.name] = {"error": "no time left"}
@@ -130,6 +138,8 @@ def outcome(found: dict[str, Any]) -> str:
             said.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
     for one in found.get("peers", ()):
         said.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
+    if trained := found.get("training"):
+        said.append(f"{trained['mask_rows_per_second']:.0f} mask rows a second")
     if compared := found.get("comparisons"):
         said.append(f"{sum(one['different'] for one in compared)} answers differ")
     return "; ".join(said) or "done"

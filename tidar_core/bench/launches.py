@@ -179,11 +179,11 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 def step_launches(
     config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None, float8: bool = False,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None, overlap: bool = True,
 ) -> list[Launch]:  # fmt: skip
     """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter."""
     device = torch.device("meta")
-    ops: Ops = triton_ops(config, dtype, device, measured=measured, float8=float8)
+    ops: Ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
     weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head)
     adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
     cache = empty_cache(config, 64, page_size, kv_dtype or dtype, device)

@@ -15,6 +15,6 @@ tokens under causal attention; mask rows never write pages; a rejected draft mov
 """
 
 from tidar_core.engine.engine import Engine, EngineInfo, EngineStats
-from tidar_core.engine.start import load_engine
+from tidar_core.engine.start import keep_loaded, load_engine
 
-__all__ = ["Engine", "EngineInfo", "EngineStats", "load_engine"]
+__all__ = ["Engine", "EngineInfo", "EngineStats", "keep_loaded", "load_engine"]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -13,10 +14,10 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
 from tidar_core.model.slot_head import CANDIDATES, drafts_of, next_state, rescored
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import TokenRule, distinct
+from tidar_core.sampling import TokenRule, any_adjusts, of_all
 from tidar_core.transfer import on_device
 
-GRAPHED = (1, 2, 4, 8, 16, 32, 64)  # proposals of one graph; launching counts for little where there are more
+GRAPHED = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # proposals of one graph; launching counts for little where there are more
 
 
 @torch.inference_mode()
@@ -45,7 +46,7 @@ def pick_drafts(
         picks = runner.ops.draft_slots(head, words, runner.vocabulary, hidden, logits, anchors, counts, rules, shift)
         if picks is not None:
             return picks
-    if any(rule.adjusts for rule in distinct(rules)):
+    if of_all(rules, any_adjusts):
         return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
     return _side_by_side(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
 
@@ -66,19 +67,12 @@ def _side_by_side(
     words, device, longest = runner.weights.embedding, runner.device, max(counts)
     graphs = None if len(counts) > GRAPHED[-1] else runner.graphs
     size = len(counts) if graphs is None else GRAPHED[bisect_left(GRAPHED, len(counts))]
-    # Filled up with slots that are drafted anyway: behind a shorter proposal its last, behind all proposals the first.
-    starts = [*accumulate(counts[:-1], initial=0), *[0] * (size - len(counts))]
-    lengths = [*counts, *[counts[0]] * (size - len(counts))]
-    rows = [
-        start + min(slot, length - 1) for slot in range(longest) for start, length in zip(starts, lengths, strict=True)
-    ]
-    index = on_device(rows, device)
+    index = _filled_up(tuple(counts), size, device)
     best = logits.topk(min(CANDIDATES, logits.shape[1]))
     shaped = [each[index].view(longest, size, -1) for each in (hidden, best.values, best.indices)]
-    numbers = rule_numbers(rules, logits.shape[1], device, shift)
-    told = [
-        each[:, index].view(-1, longest, size).transpose(0, 1).contiguous() for each in (numbers.reals, numbers.whole)
-    ]
+    numbers = of_all(rules, _numbers_by_slot, logits.shape[1], tuple(counts), size, device)
+    if shift is not None:
+        numbers = numbers.moved(shift[index].view(longest, size))
     first = torch.cat((anchors, anchors[:1].expand(size - len(counts))))
 
     def drafts(
@@ -89,9 +83,35 @@ def _side_by_side(
 
         return drafts_of(head, words, vocabulary, hidden, scores, candidates, first, pick)
 
-    given = (*shaped, first, *told)
+    given = (*shaped, first, numbers.reals, numbers.whole)
     drafted = drafts(*given) if graphs is None else graphs.run(("slots", size, longest), device, drafts, *given)
+    if min(counts) == longest:
+        side_by_side = drafted[: len(counts)].flatten()
+        return side_by_side if graphs is None else side_by_side.clone()  # a graph's result does not last
     return torch.cat([proposal[:count] for proposal, count in zip(drafted, counts, strict=False)])
+
+
+@lru_cache(maxsize=8)
+def _filled_up(counts: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """The slots of `size` proposals of the greatest length, slot by slot, int64, out of those of these counts. Filled
+    up with slots that are drafted anyway: behind a shorter proposal its last, behind all proposals the first."""
+    starts = [*accumulate(counts[:-1], initial=0), *[0] * (size - len(counts))]
+    lengths = [*counts, *[counts[0]] * (size - len(counts))]
+    rows = [
+        start + min(slot, length - 1)
+        for slot in range(max(counts))
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+    return on_device(rows, device)
+
+
+def _numbers_by_slot(
+    rules: Items[TokenRule], vocab: int, counts: tuple[int, ...], size: int, device: torch.device
+) -> RuleNumbers:
+    """Those of the slots that `_filled_up` names: reals [slots, 3, proposals], whole [slots, 5, proposals]."""
+    numbers, index = rule_numbers(rules, vocab, device), _filled_up(counts, size, device)
+    by_slot = (each[:, index].view(len(each), -1, size).transpose(0, 1) for each in (numbers.reals, numbers.whole))
+    return RuleNumbers(*(each.contiguous() for each in by_slot))
 
 
 def _slot_by_slot(

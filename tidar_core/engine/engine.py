@@ -95,6 +95,11 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._ended or self._scheduler.running or self._scheduler.waiting or self._compiling)
 
+    @property
+    def captured(self) -> int:
+        """How many sizes of steps were captured as CUDA graphs, or tried."""
+        return 0 if self._runner.graphs is None else len(self._runner.graphs)
+
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
@@ -163,17 +168,17 @@ class Engine:
         """A step from its plans to its answers, with the host deciding on the way."""
         began = time.monotonic()
         batch = build_batch(plans, self.info.page_size, self._runner.padded, self._runner.form)
-        size, captured = step_size(plans, batch), self._runner.captured
+        size, untypical = step_size(plans, batch), self._runner.untypical
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
         scores = self._score(size, plans, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, hidden, scores, outputs)
-        self._took(size, captured, began)
+        self._took(size, untypical, began)
         return outputs
 
-    def _took(self, size: StepSize, captured: int, began: float) -> None:
-        if self._runner.captured == captured:  # capturing takes many times what the step does
+    def _took(self, size: StepSize, untypical: int, began: float) -> None:
+        if self._runner.untypical == untypical:  # else it taught what such steps will not cost
             self._scheduler.policy.took(size, time.monotonic() - began)
 
     def _launch(self, plans: Items[SequencePlan], behind: tuple[Flight, Items[int]] | None = None) -> Flight:
@@ -194,7 +199,7 @@ class Engine:
         if following is not None and scheduler.running:
             plans = [settled(plan) if plan.sequence in scheduler.running else plan for plan in following.plans]
             self._flight = replace(following, plans=tuple(plans))
-        self._took(flight.size, flight.captured, max(flight.launched, self._landed))
+        self._took(flight.size, flight.untypical, max(flight.launched, self._landed))
         self._landed = time.monotonic()
         return outputs
 

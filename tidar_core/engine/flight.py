@@ -30,7 +30,7 @@ from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
 from tidar_core.request import SamplingParams, Sequence
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import Rules, TokenRule
 from tidar_core.transfer import on_device, sent
 
 THE_BEST = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -47,15 +47,15 @@ class Asked:
     params: tuple[SamplingParams, ...]
     changing: bool
     greedy: bool
-    verify: list[TokenRule]
-    slots: list[TokenRule]
+    verify: Rules
+    slots: Rules
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched at `launched`, when the runner had `captured` so many sizes. rows: how many true tokens
-    each plan gets. truths: int64, all of these, and state: what the step leaves to the next, on the device. told:
-    int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
+    """A step that was launched at `launched`, when so many of the runner's runs were `untypical`. rows: how many true
+    tokens each plan gets. truths: int64, all of these, and state: what the step leaves to the next, on the device.
+    told: int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
 
     plans: tuple[SequencePlan, ...]
     asked: Asked
@@ -66,7 +66,7 @@ class Flight:
     told: Tensor
     ready: torch.cuda.Event | None
     launched: float
-    captured: int
+    untypical: int
 
     def land(self) -> tuple[list[list[int]], list[list[int]]]:
         """Waits for it. The true tokens and the drafts in hand of each plan."""
@@ -127,7 +127,7 @@ def launch(
 ) -> Flight:
     """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
     each of these goes on from."""
-    launched, captured, device = time.monotonic(), runner.captured, runner.device
+    launched, untypical, device = time.monotonic(), runner.untypical, runner.device
     batch = build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
     state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
     sources = range(len(plans)) if behind is None else behind[1]
@@ -158,7 +158,7 @@ def launch(
         ops.renew(decided, table, picks)
     told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
     return Flight(
-        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, captured
+        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, untypical
     )
 
 
@@ -187,8 +187,10 @@ def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Aske
     if before is not None and before.laid is laid and before.params == params:
         return before
     rules = [_rule(one) for one in params]
-    verify = [rule for rule, count in zip(rules, laid.answers.tolist(), strict=True) for _ in range(count)]
-    slots = [rule for rule, count in zip(rules, laid.guesses.tolist(), strict=True) for _ in range(count)]
+    verify, slots = (
+        Rules(rule for rule, count in zip(rules, counts.tolist(), strict=True) for _ in range(count))
+        for counts in (laid.answers, laid.guesses)
+    )
     changing = any(changes_scores(one) for one in params)
     return Asked(laid, params, changing, all(one.temperature == 0 for one in params), verify, slots)
 

@@ -1,9 +1,10 @@
-"""Steps as CUDA graphs: sizes come in buckets, each size is captured once and replayed over static buffers.
+"""Steps as CUDA graphs: sizes come in buckets, each is captured once it is common and replayed over static buffers.
 
 A step of a small model is hundreds of launches of a few microseconds each, more than a processor can launch in that
 time. A graph is one launch for all of them, of fixed tensors and fixed sizes; so a batch is padded up to the next of a
 few sizes with rows that see and write the trash page alone, and its numbers are copied into the graph's own. What a
-graph gives is what the same work gives without one; where a size cannot be captured it runs without.
+graph gives is what the same work gives without one; where a size cannot be captured it runs without, and so does one
+that came seldom: capturing takes longer than a few steps without a graph.
 """
 
 import logging
@@ -20,6 +21,8 @@ VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 MOST_ROWS = 512  # of both kinds; more are bound by arithmetic, and launching does not matter
 LEAST_PAGES = 16  # of the page table's width, which doubles from bucket to bucket
+CAPTURE_AT = 3  # comings of a size while requests are served; many sizes never come so often
+REMEMBERED = 256  # sizes that came less often, the latest
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
 
 log = logging.getLogger("tidar")
@@ -50,11 +53,16 @@ class _Captured:
 
 
 class Graphs:
-    """Work that was captured, by key. A result is overwritten by the next run of any key: use it before."""
+    """Work that was captured, by key, when the key came for the `capture_at`-th time. A result may be overwritten by
+    the next run of any key: use it before. untypical: how many runs took longer than further ones of their key will,
+    before its capture or with it."""
 
-    def __init__(self, capture: Capture):
+    def __init__(self, capture: Capture, capture_at: int = CAPTURE_AT):
+        self.untypical = 0
         self._capture = capture
+        self._capture_at = capture_at
         self._captured: dict[Hashable, _Captured | None] = {}
+        self._came: dict[Hashable, int] = {}  # the latest last
 
     def __len__(self) -> int:
         """How many keys were tried, captured or not."""
@@ -63,8 +71,10 @@ class Graphs:
     def run(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`work` over copies of the inputs on `device`. A key stands for one piece of work and sizes of its inputs."""
         if key not in self._captured:
-            self._captured[key] = self._record(device, work, inputs)
-        captured = self._captured[key]
+            self.untypical += 1
+            if self._is_common(key):
+                self._captured[key] = self._record(device, work, inputs)
+        captured = self._captured.get(key)
         if captured is None:
             return work(*(each.to(device) for each in inputs))
         for static, given in zip(captured.inputs, inputs, strict=True):
@@ -72,9 +82,24 @@ class Graphs:
         captured.replay()
         return captured.result
 
+    def at_once(self) -> "Graphs":
+        """These graphs, where each further key is captured when it first comes."""
+        graphs = self.fresh()
+        graphs._captured = self._captured
+        return graphs
+
     def fresh(self) -> "Graphs":
-        """The same way of capturing, and nothing captured yet."""
-        return Graphs(self._capture)
+        """The same way of capturing, each key when it first comes, and nothing captured yet."""
+        return Graphs(self._capture, 1)
+
+    def _is_common(self, key: Hashable) -> bool:
+        came = self._came.pop(key, 0) + 1
+        if came >= self._capture_at:
+            return True
+        self._came[key] = came
+        if len(self._came) > REMEMBERED:
+            del self._came[next(iter(self._came))]
+        return False
 
     def _record(
         self, device: torch.device, work: Callable[..., Tensor], inputs: tuple[Tensor, ...]

@@ -47,9 +47,9 @@ class Runner:
         return self.weights.embedding.device
 
     @property
-    def captured(self) -> int:
-        """How many sizes were captured, or tried."""
-        return 0 if self.graphs is None else len(self.graphs)
+    def untypical(self) -> int:
+        """`Graphs.untypical`."""
+        return 0 if self.graphs is None else self.graphs.untypical
 
     def padded(self, size: BatchSize) -> BatchSize:
         """The size that a batch is filled up to here."""

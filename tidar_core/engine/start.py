@@ -1,5 +1,6 @@
 """From what a user chose to an engine that is ready to serve."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,7 @@ def load_engine(
         cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=arithmetic,
         drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
+        overlap_launches=config.overlap_launches,
     )  # fmt: skip
     cost = known_cost(
         path,
@@ -148,6 +150,12 @@ def load_engine(
     report(_ready_line(info, ops))
     policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
     return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
+
+
+def keep_loaded() -> None:
+    """What was loaded stays as long as the process: else the garbage collector walks through it between steps."""
+    gc.collect()
+    gc.freeze()
 
 
 def _adapter(
@@ -234,7 +242,9 @@ def _gpu_ops(
         float8 = config.dtype == "float8"
         if float8 and not config.exact:
             raise ConfigError("--no-exact multiplies by torch's products, which have no float8: leave one of them out")
-        return triton_ops.triton_ops(model, dtype, device, exact=config.exact, float8=float8)
+        return triton_ops.triton_ops(
+            model, dtype, device, exact=config.exact, float8=float8, overlap=config.overlap_launches
+        )
     report("the Triton kernels do not fit this model's sizes: running on plain torch, which is slower")
     return REFERENCE_OPS
 

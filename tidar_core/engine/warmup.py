@@ -21,7 +21,7 @@ from tidar_core.engine.step_cost import StepCost
 from tidar_core.kernels.ops import empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import Rules, TokenRule
 from tidar_core.transfer import on_device
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
@@ -213,6 +213,8 @@ def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int]
     """Captures the graphs of the commonest steps, with `sequences` at most; progress gets (done, of so many). What is
     computed on the way goes to the trash page."""
     block = runner.block_length
+    if runner.graphs is not None:
+        runner = replace(runner, graphs=runner.graphs.at_once())
     counts = [rows for rows in VERIFY_ROWS if rows <= sequences]
     shapes = [(count, PLAIN) for count in counts]
     if block:
@@ -281,5 +283,5 @@ def _rising(seconds: list[float]) -> tuple[float, ...]:
 
 def _picking(runner: Runner, rows: int) -> Callable[[], object]:
     hidden = torch.randn(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
-    rules = [TokenRule(GREEDY, 1)] * rows
+    rules = Rules([TokenRule(GREEDY, 1)] * rows)  # as they are where steps follow each other
     return lambda: runner.ops.pick(runner.scores(hidden, range(rows)), rules)

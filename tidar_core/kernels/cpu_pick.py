@@ -9,14 +9,18 @@ from torch import Tensor
 from tidar_core import sampling
 from tidar_core.kernels.ops import Pick
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
-from tidar_core.sampling import TokenRule, distinct
+from tidar_core.sampling import TokenRule, distinct, of_all
 
 
 def numbers_unless_greedy(rules: Sequence[TokenRule], vocab: int, shift: Tensor | None) -> RuleNumbers | None:
     """What the library is told of the rules; None where all rows take the best."""
-    if all(rule.params.temperature == 0 for rule in distinct(rules)):
+    if of_all(rules, _take_the_best):
         return None
     return rule_numbers(rules, vocab, torch.device("cpu"), shift)
+
+
+def _take_the_best(rules: Sequence[TokenRule]) -> bool:
+    return all(rule.params.temperature == 0 for rule in distinct(rules))
 
 
 def addresses(numbers: RuleNumbers | None) -> tuple[int | None, int | None]:

@@ -11,7 +11,7 @@ from tidar_core.kernels.cpu_pick import addresses, numbers_unless_greedy
 from tidar_core.kernels.ops import DraftSlots
 from tidar_core.model.slot_head import CANDIDATES
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import TokenRule, distinct
+from tidar_core.sampling import TokenRule, any_adjusts, of_all
 
 LANES = 16
 
@@ -38,7 +38,7 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
     ) -> Tensor | None:
         size, width = head.out.shape
         fits = size % LANES == 0 and width % LANES == 0 and hidden.dtype == words.dtype == head.out.dtype
-        if not fits or any(rule.adjusts for rule in distinct(rules)):
+        if not fits or of_all(rules, any_adjusts):
             return None
         logits, hidden = logits.float().contiguous(), hidden.contiguous()
         drafts = torch.empty(len(hidden), dtype=torch.int64)

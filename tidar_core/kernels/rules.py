@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.philox import NoiseKey, gumbel_at
-from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, top_p_cut
+from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, of_all, top_p_cut
 from tidar_core.transfer import sent
 
 _WORD = 0xFFFFFFFF
@@ -25,6 +25,12 @@ class RuleNumbers:
     reals: Tensor
     whole: Tensor
 
+    def moved(self, shift: Tensor) -> "RuleNumbers":
+        """Of the same rows so many positions further, int64."""
+        whole = self.whole.clone()
+        whole[..., 2, :] += shift
+        return RuleNumbers(self.reals, whole)
+
 
 def all_zero(rows: int, device: torch.device) -> RuleNumbers:
     """Rows that take the best."""
@@ -35,6 +41,11 @@ def rule_numbers(
     rules: Sequence[TokenRule], vocab: int, device: torch.device, shift: Tensor | None = None
 ) -> RuleNumbers:
     """On `device`. shift: int64 [rows], what positions lack, where only the device knows that yet."""
+    numbers = of_all(rules, _numbers, vocab, device)
+    return numbers if shift is None else numbers.moved(shift)
+
+
+def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> RuleNumbers:
     kinds = list({id(rule.params): rule.params for rule in rules}.values())  # the rows of a sequence share theirs
     places = {id(one): place for place, one in enumerate(kinds)}
     kind = [places[id(rule.params)] for rule in rules]
@@ -49,11 +60,8 @@ def rule_numbers(
     # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
     words[2] = [rule.position & _WORD for rule in rules]
-    bits = sent(torch.from_numpy(words.astype(np.int32)), device)
-    if shift is not None:
-        bits[2] += shift
     told = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
-    return RuleNumbers(sent(torch.from_numpy(told), device), bits)
+    return RuleNumbers(sent(torch.from_numpy(told), device), sent(torch.from_numpy(words.astype(np.int32)), device))
 
 
 def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:

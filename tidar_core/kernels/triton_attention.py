@@ -19,6 +19,7 @@ row sees. Who shares a tile, how many programs there are and which of them did w
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -318,7 +319,7 @@ class _Part:
     count: Tensor
 
 
-def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int) -> tuple[_Part, ...]:
+def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int, launch: dict[str, Any]) -> tuple[_Part, ...]:
     device, total = rows.positions.device, len(rows.positions)
     parts = []
     for first in range(0, total, part_rows):
@@ -329,14 +330,14 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int) -> tup
         count = torch.empty(1, dtype=torch.int32, device=device)
         _plan[(1,)](
             rows.sequence[first:], rows.context_end[first:], scratch, items, count, here,
-            TILE=tile, BLOCK=block, num_warps=4, enable_fp_fusion=True, **launch_options(device, total),
+            TILE=tile, BLOCK=block, num_warps=4, enable_fp_fusion=True, **launch,
         )  # fmt: skip
         parts.append(_Part(first, here, items, count))
     return tuple(parts)
 
 
 def paged_attend(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, *, overlap: bool = True
 ) -> Callable[[Tensor, StepRows, KVCache, int], Tensor]:
     """`Ops.attend` for a model's sizes, `programs` at once on the device.
 
@@ -355,6 +356,7 @@ def paged_attend(
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
         nonlocal planned
+        launch = launch_options(qkv.device, qkv.shape[0], overlap)
         keys, values = cache.keys[layer], cache.values[layer]
         key_scales, value_scales = scales_of(cache, layer)
         window = cache.window(layer)
@@ -364,9 +366,8 @@ def paged_attend(
         if planned is None or layer == 0 or planned[0] is not rows:
             row_bytes = heads * capacity * (head_dim + 2) * 4
             part_rows = min(LARGEST_PART, max(64, PARTIAL_BYTES // row_bytes // 64 * 64))
-            planned = rows, _plan_parts(rows, tile_rows, part_rows, capacity)
+            planned = rows, _plan_parts(rows, tile_rows, part_rows, capacity, launch)
         out = torch.empty(qkv.shape[0], heads * head_dim, dtype=dtype, device=qkv.device)
-        launch = launch_options(qkv.device, qkv.shape[0])
         for part in planned[1]:
             partial = torch.empty(part.rows, heads, capacity, head_dim, dtype=torch.float32, device=qkv.device)
             sums = torch.empty(part.rows, heads, capacity, 2, dtype=torch.float32, device=qkv.device)

@@ -57,9 +57,11 @@ def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
         megabytes = outs * ins * dtype.itemsize / 2**20
         wide = 128 if megabytes >= 8 else 64 if megabytes >= 2 else 32
         rows, step, stages = 64, 128 // dtype.itemsize, 4
+    # Four warps have no register left where wide tiles of 8-bit weights are widened, and spill beside a wide adapter.
+    warps = 8 if dtype.itemsize == 1 and wide == 128 else 4
     fitting = triton.cdiv(ins, step) // STEPS_A_SPLIT
     wanted = round(PROGRAMS_AIMED_AT / triton.cdiv(outs, wide))
-    return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), 4, stages)
+    return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), warps, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,10 @@ class PlanProduct(Protocol):
 
 
 def product_planner(
-    measured: Mapping[tuple[int, int], GemmTiles] | None = None, bytes_behind: int = BYTES_BEHIND
+    measured: Mapping[tuple[int, int], GemmTiles] | None = None,
+    bytes_behind: int = BYTES_BEHIND,
+    *,
+    overlap: bool = True,
 ) -> PlanProduct:
     """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. bytes_behind: so much of
     the weight behind a product is asked for within it, in steps of few rows."""
@@ -301,7 +306,7 @@ def product_planner(
         beside = low_rank if first_mask_row < rows else None
         low_a, low_b = (weight, weight) if beside is None else (beside.a, beside.b)
         rank = 16 if beside is None else low_a.shape[0]
-        options = launch_options(x.device, rows)
+        options = launch_options(x.device, rows, overlap)
         asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
         named = {
             "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)),

@@ -21,11 +21,11 @@ MOST_ROWS = 64  # of a step; with more the kernels are so long that overlapping 
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
 
-def launch_options(device: torch.device, rows: int) -> dict[str, Any]:
+def launch_options(device: torch.device, rows: int, overlap: bool) -> dict[str, Any]:
     """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
-    Tensors of the meta device stand for Hopper's."""
-    overlap = rows <= MOST_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+    overlap: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
+    can = rows <= MOST_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
+    return {"OVERLAP": True, "launch_pdl": True} if overlap and can else {"OVERLAP": False}
 
 
 @lru_cache(maxsize=16)

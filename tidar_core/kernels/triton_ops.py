@@ -60,17 +60,21 @@ def triton_ops(
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
     bytes_behind: int = BYTES_BEHIND,
     float8: bool = False,
+    overlap: bool = True,
 ) -> Ops:
     """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
     may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU;
     bytes_behind: see `product_planner`. float8: the layers' matrices are packed into 8 bits (exact products only).
+    overlap: whether launches may (`triton_launch`).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
-    plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind)
+    plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind, overlap=overlap)
     to_logits = exact_linear(plan, out_dtype=torch.float32)
-    attend = paged_attend(config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device))
+    attend = paged_attend(
+        config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device), overlap=overlap
+    )
 
     def head(x: Tensor, weight: Tensor) -> Tensor:  # in fp32: bf16 scores tie too often
         return to_logits(x, weight, None, None, x.shape[0])
@@ -82,13 +86,13 @@ def triton_ops(
         pack_head=as_it_is,
         pack_adapter=as_it_is,
         linear=exact_linear(plan) if exact else REFERENCE_OPS.linear,
-        add_norm=add_norm,
-        rotate_and_store=rotate_and_store,
+        add_norm=partial(add_norm, overlap=overlap),
+        rotate_and_store=partial(rotate_and_store, overlap=overlap),
         attend=attend,
-        gate=gate,
+        gate=partial(gate, overlap=overlap),
         head=head if exact else REFERENCE_OPS.head,
         float8_pages=True,
-        bind_layers=partial(bind_layers, config, plan, attend) if exact else None,
+        bind_layers=partial(bind_layers, config, plan, attend, overlap) if exact else None,
         pick=pick_tokens,
         pick_listed=pick_listed,
         carry=carry,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tidar_core import sampling
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import Rules, TokenRule, of_all
 from tidar_core.transfer import on_device
 
 QUADS = 1024  # of tokens that one program looks at together
@@ -321,22 +321,35 @@ def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Ten
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
     """`tidar_core.sampling.pick_tokens` by these kernels; where no rule adjusts scores, the host waits for nothing."""
-    return _pick_by_kind(sampling.adjusted(logits, rules).contiguous(), rules, shift)
+    scores = sampling.adjusted(logits, rules).contiguous()
+    kinds = of_all(rules, _kinds, scores.shape[-1], scores.device)
+    if not kinds:
+        return _pick_alike(scores, rules, shift)
+    picks = torch.empty(len(rules), dtype=torch.int64, device=scores.device)
+    for index, own in kinds:
+        picks[index] = _pick_alike(scores[index], own, None if shift is None else shift[index])
+    return picks
 
 
-def _pick_by_kind(scores: Tensor, rules: Sequence[TokenRule], shift: Tensor | None) -> Tensor:
-    vocab, device = scores.shape[-1], scores.device
+def _kinds(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> tuple[tuple[Tensor, Rules], ...]:
+    """The rows that keep a part of the vocabulary and those that keep all, int64, and their rules; nothing where there
+    are rows of one kind alone."""
     by_kind: list[list[int]] = [[], []]
     for row, rule in enumerate(rules):
         by_kind[rule.keeps_all(vocab)].append(row)
-    if all(by_kind):
-        picks = torch.empty(len(rules), dtype=torch.int64, device=device)
-        for rows in by_kind:
-            index = on_device(rows, device)
-            own = None if shift is None else shift[index]
-            picks[index] = _pick_by_kind(scores[index], [rules[row] for row in rows], own)
-        return picks
-    numbers = rule_numbers(rules, vocab, device, shift)
-    if not by_kind[False]:
-        return pick_whole(scores, numbers)
-    return pick_kept(scores, numbers, max(rule.params.top_k % vocab for rule in rules))
+    if not all(by_kind):
+        return ()
+    return tuple((on_device(rows, device), Rules(rules[row] for row in rows)) for rows in by_kind)
+
+
+def _most_kept(rules: Sequence[TokenRule], vocab: int) -> int | None:
+    """The largest top_k of rows of one kind, None where they keep all."""
+    if not rules or rules[0].keeps_all(vocab):
+        return None
+    return max(rule.params.top_k % vocab for rule in rules)
+
+
+def _pick_alike(scores: Tensor, rules: Sequence[TokenRule], shift: Tensor | None) -> Tensor:
+    vocab = scores.shape[-1]
+    numbers, most = rule_numbers(rules, vocab, scores.device, shift), of_all(rules, _most_kept, vocab)
+    return pick_whole(scores, numbers) if most is None else pick_kept(scores, numbers, most)

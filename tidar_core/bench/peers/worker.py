@@ -34,13 +34,14 @@ def device_name(kind: str) -> str:
 def tidar(model: str, context: int, chosen: Choices) -> Loaded:
     from tidar_core.bench.drive import answer_all
     from tidar_core.config import EngineConfig
-    from tidar_core.engine import load_engine
+    from tidar_core.engine import keep_loaded, load_engine
     from tidar_core.request import SamplingParams
 
     config = EngineConfig(model=model, dtype=chosen.dtype, max_model_len=context)
     pages = chosen.running * -(-context // config.page_size)  # no more: other engines want their part of a GPU's memory
     most = max(config.max_running, chosen.running)
     engine = load_engine(replace(config, max_running=most, cache_tokens=pages * config.page_size))
+    keep_loaded()  # as where it serves
     rounds = iter(range(1 << 30))
 
     def decode(prompts: list[str], max_tokens: int, honour_end: bool) -> int:
