@@ -27,8 +27,8 @@ export function keep({ text, tokens }, lastKind = "plain") {
 export function layOut(steps, each) {
   let waiting = [];
   for (const step of steps) {
-    const queue = step.trace ? [...waiting, ...keptTokens(step.trace, step.logprobs)] : waiting;
-    const placed = place(queue, step.text);
+    if (step.trace) waiting.push(...keptTokens(step.trace, step.logprobs));
+    const placed = place(waiting, step.text);
     waiting = placed.waiting;
     each(step, placed.pieces);
   }
@@ -73,17 +73,59 @@ function copyExactly(event) {
   event.preventDefault();
 }
 
-/**
- * An answer drawn into `root`. Steps wait until the next animation frame, so that a frame draws once, however many
- * came. One span a piece of kept text, one block a line: a long answer lays out its last line alone, and paints its
- * last lines.
- */
-export class Answer {
+/** The lines of an answer in `root`, one block each: a long answer lays out its last line alone, and paints its last lines. */
+export class Lines {
   #root;
   #block = null;
   #line = null;
   #lineText = "";
   #inCode = false;
+
+  constructor(root) {
+    this.#root = root;
+  }
+
+  /** Append `node`, by which the text of the answer grows by `text`. */
+  write(node, text = "") {
+    this.#lineToWrite().append(node);
+    this.#lineText += text;
+    if (this.#lineText.startsWith(FENCE)) this.#line.classList.add("code");
+    if (text.endsWith("\n")) this.#endLine();
+  }
+
+  #lineToWrite() {
+    if (!this.#line) {
+      this.#line = document.createElement("div");
+      this.#line.className = this.#inCode ? "line code" : "line";
+      this.#line.dir = "auto";
+      this.#blockToWrite().append(this.#line);
+    }
+    return this.#line;
+  }
+
+  #blockToWrite() {
+    if (!this.#block || this.#block.childElementCount === LINES_TOGETHER) {
+      this.#block = document.createElement("div");
+      this.#block.className = "lines";
+      this.#root.append(this.#block);
+    }
+    return this.#block;
+  }
+
+  #endLine() {
+    if (this.#lineText.startsWith(FENCE)) this.#inCode = !this.#inCode;
+    this.#line = null;
+    this.#lineText = "";
+  }
+}
+
+/**
+ * An answer drawn into `root`. Steps wait until the next animation frame, so that a frame draws once, however many
+ * came. One span a piece of kept text.
+ */
+export class Answer {
+  #root;
+  #lines;
   #lastKind = "plain";
   #steps = [];
   #waiting = [];
@@ -95,6 +137,7 @@ export class Answer {
 
   constructor(root, onDraw = () => {}) {
     this.#root = root;
+    this.#lines = new Lines(root);
     this.#onDraw = onDraw;
     root.dataset.busy = "";
   }
@@ -129,8 +172,8 @@ export class Answer {
   }
 
   #drawStep({ trace, text, logprobs }) {
-    const waiting = trace ? [...this.#waiting, ...keptTokens(trace, logprobs)] : this.#waiting;
-    const placed = place(waiting, text);
+    if (trace) this.#waiting.push(...keptTokens(trace, logprobs));
+    const placed = place(this.#waiting, text);
     this.#waiting = placed.waiting;
     let ghosts = trace ? rejectedTokens(trace) : [];
     for (const piece of placed.pieces) {
@@ -146,10 +189,7 @@ export class Answer {
   #appendPiece(piece) {
     const { text, tokens } = piece;
     this.#lastKind = tokens.at(-1)?.kind ?? this.#lastKind;
-    this.#lineToWrite().append(keep(piece, this.#lastKind));
-    this.#lineText += text;
-    if (this.#lineText.startsWith(FENCE)) this.#line.classList.add("code");
-    if (text.endsWith("\n")) this.#endLine();
+    this.#lines.write(keep(piece, this.#lastKind), text);
   }
 
   #appendGhosts(tokens) {
@@ -163,33 +203,8 @@ export class Answer {
       tokensOf.set(ghost, [token]);
       group.append(ghost);
     }
-    this.#lineToWrite().append(group);
+    this.#lines.write(group);
     this.#ghosts.push({ group, since: performance.now() });
-  }
-
-  #lineToWrite() {
-    if (!this.#line) {
-      this.#line = document.createElement("div");
-      this.#line.className = this.#inCode ? "line code" : "line";
-      this.#line.dir = "auto";
-      this.#blockToWrite().append(this.#line);
-    }
-    return this.#line;
-  }
-
-  #blockToWrite() {
-    if (!this.#block || this.#block.childElementCount === LINES_TOGETHER) {
-      this.#block = document.createElement("div");
-      this.#block.className = "lines";
-      this.#root.append(this.#block);
-    }
-    return this.#block;
-  }
-
-  #endLine() {
-    if (this.#lineText.startsWith(FENCE)) this.#inCode = !this.#inCode;
-    this.#line = null;
-    this.#lineText = "";
   }
 
   #releaseGhosts() {

@@ -22,10 +22,11 @@ export class BurstTally {
   done = 0;
   firstAt = null;
   lastAt = 0;
+  #answers;
   #active;
 
   constructor(answers) {
-    this.#active = answers;
+    this.#answers = this.#active = answers;
   }
 
   get active() {
@@ -55,6 +56,30 @@ export class BurstTally {
     if (!finished) return;
     this.done += 1;
     this.#active -= 1;
+  }
+
+  /**
+   * For every half second `{ at, perSecond, active }`: its middle in seconds, tokens per second, answers under way. The
+   * last one ends with the last token; where that comes too soon to tell a speed, it is part of the one before.
+   */
+  get course() {
+    let active = this.#answers;
+    const parts = Array.from(this.slices, (slice, i) => {
+      active = slice?.active ?? active;
+      const from = i * SLICE_MS;
+      return { from, to: Math.min(from + SLICE_MS, this.lastAt), tokens: slice?.tokens ?? 0, active };
+    });
+    const last = parts.at(-1);
+    if (parts.length > 1 && last.to - last.from < SLICE_MS / 2) {
+      parts.pop();
+      parts.at(-1).to = last.to;
+      parts.at(-1).tokens += last.tokens;
+    }
+    return parts.map(({ from, to, tokens, active }) => ({
+      at: (from + to) / 2000,
+      perSecond: (1000 * tokens) / (to - from || 1),
+      active,
+    }));
   }
 
   get tokensPerSecond() {
@@ -95,7 +120,7 @@ export class Burst {
   }
 
   async #start() {
-    if (this.#running) return;
+    if (this.#running || !this.#page.alone()) return;
     const { server, problem } = this.#page;
     const running = new AbortController();
     this.#running = running;
@@ -106,8 +131,7 @@ export class Burst {
     const answers = Number(this.#find("#b-answers").value);
     const tally = new BurstTally(answers);
     try {
-      if (!server.models.length) await server.findModels();
-      if (server.models.length) await this.#send(answers, tally, running.signal);
+      if (await server.ready()) await this.#send(answers, tally, running.signal);
     } catch (error) {
       if (error.name !== "AbortError") this.#failed(error);
     }
@@ -119,7 +143,7 @@ export class Burst {
   }
 
   #failed(error) {
-    this.#page.problem(error.message);
+    this.#page.failed(error);
     if (error.status === 401) this.#page.wantKey();
   }
 
@@ -158,17 +182,15 @@ export class Burst {
 
   #show(tally, answers, state) {
     this.#find("[data-burst]").hidden = false;
-    const { slices, classes, done, tokens, tokensPerSecond } = tally;
+    const { course, classes, done, tokens, tokensPerSecond, lastAt } = tally;
     const speed = tokensPerSecond === null ? "" : `, ${one.format(tokensPerSecond)} tokens per second in all`;
     this.#status(`${state}: ${done} of ${plural(answers, "answer")} finished, ${tokens} tokens${speed}.`);
-    const perSecond = Array.from(slices, (slice) => ((slice?.tokens ?? 0) * 1000) / SLICE_MS);
-    let before = answers;
-    const active = Array.from(slices, (slice) => (before = slice?.active ?? before));
+    this.#find("[data-answers]").textContent = `answers under way, of ${answers}: all of them at the top`;
     this.#chart.show((canvas) => {
-      const seconds = (i) => ((i + 0.5) * SLICE_MS) / 1000;
-      canvas.axes({ xEnd: (slices.length * SLICE_MS) / 1000, yEnd: Math.max(...perSecond, ...active, 1), xLabel: "seconds", yLabel: "tokens/s, answers" });
-      canvas.line(perSecond.map((y, i) => ({ x: seconds(i), y })), "plain");
-      canvas.line(active.map((y, i) => ({ x: seconds(i), y })), "drafting");
+      const yEnd = Math.max(...course.map(({ perSecond }) => perSecond), 1);
+      canvas.axes({ xEnd: lastAt / 1000, yEnd, xLabel: "seconds", yLabel: "tokens/s" });
+      canvas.line(course.map(({ at, perSecond }) => ({ x: at, y: perSecond })), "plain");
+      canvas.line(course.map(({ at, active }) => ({ x: at, y: (canvas.top * active) / answers })), "drafting");
     });
     const found = [...classes].sort(([a], [b]) => a - b);
     const rows = ({ verify, mask, steps }) => (verify + mask) / steps;

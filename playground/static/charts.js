@@ -3,6 +3,7 @@
 import { element, svg } from "./dom.js";
 
 const ROOM = { top: 10, right: 14, bottom: 38, left: 46 };
+const THIN = 3.5; // px from column to column
 
 /** Rows of `{ label, share, value }` (share of the longest bar, 0…1) as a list into `root`. */
 export function drawBars(root, rows) {
@@ -31,6 +32,8 @@ export class Plot {
   #height;
   #draw = () => {};
   #width = 0;
+  #canvas = null;
+  #marked = null;
 
   constructor(root, height) {
     this.#root = root;
@@ -42,7 +45,14 @@ export class Plot {
   show(paint) {
     this.#draw = paint;
     this.#width = 0;
+    this.#marked = null;
     this.#render();
+  }
+
+  /** Put the marker at `x`; all else stays as it was drawn. */
+  mark(x) {
+    this.#marked = x;
+    this.#canvas?.mark(x);
   }
 
   #render() {
@@ -51,7 +61,9 @@ export class Plot {
     this.#width = width;
     const drawing = svg("svg", { width, height: this.#height, viewBox: `0 0 ${width} ${this.#height}` });
     drawing.setAttribute("aria-hidden", "true"); // the caption beside it says what it shows
-    this.#draw(new Canvas(drawing, width, this.#height));
+    this.#canvas = new Canvas(drawing, width, this.#height);
+    this.#draw(this.#canvas);
+    if (this.#marked !== null) this.#canvas.mark(this.#marked);
     this.#root.replaceChildren(drawing);
   }
 }
@@ -63,6 +75,7 @@ export class Canvas {
   #height;
   #ends = { x: 1, y: 1 };
   #start = 0;
+  #marker = null;
 
   constructor(drawing, width, height) {
     this.#drawing = drawing;
@@ -93,6 +106,11 @@ export class Canvas {
     return ROOM.left + ((value - this.#start) / (this.#ends.x - this.#start)) * span;
   }
 
+  /** The highest value that there is room for. */
+  get top() {
+    return this.#ends.y;
+  }
+
   y(value) {
     return this.#height - ROOM.bottom - (value / this.#ends.y) * (this.#height - ROOM.top - ROOM.bottom);
   }
@@ -106,23 +124,23 @@ export class Canvas {
     for (const { x, y } of points) this.#add("circle", { class: `dot-${kind}`, cx: this.x(x), cy: this.y(y), r });
   }
 
-  /** Columns from `{ x, from, to }`, each one unit of x wide. */
+  /** Columns from `{ x, from, to }`, each one unit of x wide. Where they are thin, a line around each would fill it. */
   columns(items, kind) {
+    const thin = this.x(1) - this.x(0) < THIN ? " thin" : "";
     const path = items.map(({ x, from, to }) => {
       const [left, right] = [this.x(x - 0.42), this.x(x + 0.42)].map((at) => at.toFixed(2));
       const [top, bottom] = [this.y(to), this.y(from)].map((at) => at.toFixed(2));
       return `M${left} ${bottom}V${top}H${right}V${bottom}Z`;
     });
-    this.#add("path", { class: `column-${kind}`, d: path.join("") });
+    this.#add("path", { class: `column-${kind}${thin}`, d: path.join("") });
   }
 
-  /** A line from bottom to top at `x`. */
-  marker(x, text = "") {
+  /** The one marker, a line from bottom to top, at `x`. */
+  mark(x) {
+    this.#marker?.remove();
     const at = this.x(x);
-    this.#add("line", { class: "marker", x1: at, x2: at, y1: ROOM.top, y2: this.#height - ROOM.bottom });
-    const end = at > this.#width / 2;
-    const place = { x: at + (end ? -5 : 5), y: ROOM.top + 10, "text-anchor": end ? "end" : "start", class: "tick axis" };
-    if (text) this.#text(place, text);
+    this.#marker = svg("line", { class: "marker", x1: at, x2: at, y1: ROOM.top, y2: this.#height - ROOM.bottom });
+    this.#drawing.append(this.#marker);
   }
 
   #add(tag, attributes) {

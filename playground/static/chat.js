@@ -81,12 +81,12 @@ export class Chat {
   async #ask(text) {
     const { server, settings } = this.#page;
     const asked = text.trim();
-    if (!asked || this.#running || !settings.hold()) return;
+    if (!asked || this.#running || !settings.hold() || !this.#page.alone()) return;
     const running = new AbortController();
     this.#begin(running);
-    if (!server.models.length) await server.findModels();
+    const ready = await server.ready();
     if (this.#running !== running) return;
-    if (!server.models.length) {
+    if (!ready) {
       this.#status("");
       return this.#end();
     }
@@ -108,6 +108,7 @@ export class Chat {
       status: (line) => this.#status(line),
       useSeed: (seed) => this.#page.settings.useSeed(seed),
       lookInside: (recording) => this.#page.lookInside(recording),
+      raceIt: (asked) => this.#page.raceIt(asked),
       failed: (error, turn) => this.#failed(error, turn),
       done: (turn, running) => this.#done(turn, running),
       current: (running) => this.#running === running,
@@ -148,7 +149,7 @@ export class Chat {
 
   #failed(error, turn) {
     this.#status("");
-    this.#page.problem(error.message);
+    this.#page.failed(error);
     if (turn.text) return;
     turn.remove();
     if (!this.#find("#t-prompt").value) this.#setPrompt(turn.recording.asked);

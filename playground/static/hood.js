@@ -24,7 +24,7 @@ export class Hood {
     this.#root = page.root.querySelector("#panel-hood");
     this.#rows = new Plot(this.#find("[data-chart=rows]"), 190);
     this.#curve = new Plot(this.#find("[data-chart=curve]"), 280);
-    this.#scrubber = new Scrubber(this.#find(".scrubber"), page.root.querySelector("#t-hint"), (at) => this.#drawRows(at));
+    this.#scrubber = new Scrubber(this.#find(".scrubber"), page.root.querySelector("#t-hint"), (at) => this.#rows.mark(at));
     page.shelf.addEventListener("change", () => this.#show());
     page.server.addEventListener("models", () => this.#showCurve());
     this.#find("#h-which").addEventListener("change", (event) => {
@@ -41,7 +41,7 @@ export class Hood {
 
   /** The tab was opened or left: nothing is drawn while nobody looks. */
   visible(now) {
-    this.#visible = now;
+    this.#visible = this.#page.shelf.studied = now;
     this.#show();
   }
 
@@ -57,6 +57,7 @@ export class Hood {
     if (chosen === this.#drawn) return;
     this.#drawn = chosen;
     this.#find("[data-origin]").textContent = origin(chosen);
+    this.#drawRows();
     this.#scrubber.open(chosen);
     this.#drawNumbers(chosen);
     this.#showCurve();
@@ -101,7 +102,7 @@ export class Hood {
     this.#find("[data-note=shapes]").textContent = chose + more;
   }
 
-  #drawRows(current) {
+  #drawRows() {
     const traces = this.#drawn.steps.map((step) => step.trace).filter(Boolean);
     const decode = traces.map(({ step, rows }, i) => ({ x: i, rows, step })).filter(({ step }) => step > 0);
     const most = decode.reduce((found, { rows }) => Math.max(found, rows.verify + rows.mask), 1);
@@ -109,7 +110,6 @@ export class Hood {
       canvas.axes({ xStart: -0.5, xEnd: traces.length - 0.5, yEnd: most, xLabel: "step", yLabel: "rows" });
       canvas.columns(decode.map(({ x, rows }) => ({ x, from: 0, to: rows.verify })), "verify");
       canvas.columns(decode.map(({ x, rows }) => ({ x, from: rows.verify, to: rows.verify + rows.mask })), "mask");
-      canvas.marker(current);
     });
   }
 

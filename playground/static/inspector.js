@@ -4,6 +4,8 @@ import { tokensBehind } from "./answer.js";
 import { chances, describe } from "./trace.js";
 
 const GAP = 8;
+const BACK = ["ArrowLeft", "ArrowUp", "End"];
+const WAYS = new Set([...BACK, "ArrowRight", "ArrowDown", "Home"]);
 
 function paragraph(className, text) {
   const element = document.createElement("p");
@@ -75,22 +77,29 @@ export class Inspector {
     const answer = event.target.closest(".answer-text");
     if (!answer) return;
     if (event.key === "Escape") this.hide();
-    const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
-    const step = steps[event.key];
-    if (!step || event.ctrlKey || event.altKey || event.metaKey) return;
-    const tokens = [...answer.querySelectorAll(".piece, .ghost")].filter(
-      (span) => span.getClientRects().length && tokensBehind(span).length,
-    );
-    if (!tokens.length) return;
+    if (!WAYS.has(event.key) || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
-    const here = tokens.indexOf(event.target);
-    const next = here < 0 && step > 0 && step < Infinity ? 0 : here + step;
-    const span = tokens[Math.min(Math.max(next, 0), tokens.length - 1)];
+    const span = tokenAfter(answer, event.target, event.key);
+    if (!span) return;
     span.tabIndex = -1;
     span.focus({ preventScroll: true });
     span.scrollIntoView({ block: "nearest" });
     this.#show(span);
   }
+}
+
+// Where `key` leads from the token `here`, or from the answer itself: to the next token that can be seen, if there is
+// one. A long answer has thousands, so no more of them are looked at than are passed.
+function tokenAfter(answer, here, key) {
+  const isToken = (span) => (span.matches(".piece, .ghost") ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP);
+  const walker = document.createTreeWalker(answer, NodeFilter.SHOW_ELEMENT, isToken);
+  const inside = here !== answer && key !== "Home" && key !== "End";
+  const back = BACK.includes(key) && (inside || key === "End");
+  const next = () => (back ? walker.previousNode() : walker.nextNode());
+  if (inside) walker.currentNode = here;
+  let span = key === "End" ? walker.lastChild() : next();
+  while (span && !(span.getClientRects().length && tokensBehind(span).length)) span = next();
+  return span;
 }
 
 function card(token) {

@@ -32,7 +32,7 @@ export class Lane {
 
   clear() {
     this.runs = [];
-    this.#root.querySelector(".lane-text").replaceChildren();
+    this.#box.replaceChildren();
     this.#meters.show(rates(newTally()), { insist: true });
     this.#inside.hidden = true;
     this.#state("waits");
@@ -42,9 +42,13 @@ export class Lane {
     this.#root.querySelector("[data-lane-state]").textContent = text;
   }
 
+  get #box() {
+    return this.#root.querySelector(".lane-text");
+  }
+
   #freshText() {
     const text = answerText("Text of this run");
-    this.#root.querySelector(".lane-text").replaceChildren(text);
+    this.#box.replaceChildren(text);
     return text;
   }
 
@@ -81,10 +85,12 @@ export class Lane {
 
   /** Draw the latest run again at the times at which it came. */
   async replay(signal) {
+    this.#box.style.minHeight = `${this.#box.offsetHeight}px`; // so that nothing moves while the text grows again
     const text = this.#freshText();
     this.#root.dataset.replay = "";
     this.#state("replay");
     await replay(this.latest.recording, text, signal, () => this.#follow(text));
+    this.#box.style.minHeight = "";
     delete this.#root.dataset.replay;
     this.#state(signal.aborted ? "replay stopped" : "replay over");
   }

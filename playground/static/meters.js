@@ -1,6 +1,7 @@
 // The live numbers, and the ribbon of the last steps.
 
 import { one, two, whole } from "./numbers.js";
+import { plural } from "./stats.js";
 
 const RIBBON_STEPS = 64;
 const METER_MS = 100; // numbers that change faster than this cannot be read
@@ -23,6 +24,7 @@ export function formatRates(rates) {
     tokens: whole.format(rates.tokens),
     steps: whole.format(rates.steps),
     perStep: shown(rates.perStep, (value) => two.format(value)),
+    inWords: rates.perStep === null ? "" : `${plural(rates.stepTokens, "token")} in ${plural(rates.steps, "step")}`,
     acceptance: shown(rates.acceptance, (value) => `${Math.round(value * 100)} %`),
     perSecond: shown(rates.perSecond, formatSpeed),
     firstToken: shown(rates.firstToken, formatTime),

@@ -13,23 +13,31 @@ import { Tabs } from "./tabs.js";
 class Page {
   #root;
   #server;
+  #settings;
   #views = {};
   #tabs = null;
 
   constructor(root, address) {
     this.#root = root;
     this.#server = new Server(address);
+    this.#settings = new Settings(root, this.#server);
     const shelf = new Shelf();
     const shared = {
       root,
       server: this.#server,
-      settings: new Settings(root, this.#server),
+      settings: this.#settings,
       shelf,
       problem: (text) => this.#problem(text),
+      failed: (error) => this.#failed(error),
       wantKey: () => this.#wantKey(),
+      alone: () => this.#alone(),
       lookInside: (recording) => {
         shelf.choose(recording);
         this.#tabs.open("hood");
+      },
+      raceIt: (asked) => {
+        this.#tabs.open("race");
+        this.#views.race.prepare(asked);
       },
     };
     this.#views.chat = new Chat(shared);
@@ -37,7 +45,6 @@ class Page {
     this.#views.hood = new Hood(shared);
     this.#views.cluster = new Cluster(shared);
     this.#tabs = new Tabs(root, (name) => this.#opened(name));
-    shared.settings.show();
     this.#listen();
     this.#showKey();
     this.#server.findModels();
@@ -48,6 +55,8 @@ class Page {
   }
 
   #opened(name) {
+    this.#problem("");
+    this.#settings.show();
     for (const [of, view] of Object.entries(this.#views)) view.visible?.(of === name);
   }
 
@@ -56,6 +65,7 @@ class Page {
       event.preventDefault();
       this.#takeKey(this.#find("#t-key").value.trim());
     });
+    this.#find("#t-close").addEventListener("click", () => this.#problem(""));
     this.#find("#t-forget").addEventListener("click", () => this.#useKey(""));
     for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
       radio.addEventListener("change", () => (this.#root.dataset.ghosts = radio.value));
@@ -130,7 +140,19 @@ class Page {
   #problem(text) {
     const line = this.#find("#t-problem");
     line.textContent = text;
-    line.hidden = !text;
+    line.parentElement.hidden = !text;
+  }
+
+  // A request failed by `error`.
+  #failed(error) {
+    this.#problem(error.message);
+    this.#server.failed(error);
+  }
+
+  // Whether no answer is under way, and if one is, say so.
+  #alone() {
+    if (this.#server.busy) this.#problem("An answer is still being written; it would share the engine. Stop it or wait.");
+    return !this.#server.busy;
   }
 
   focus() {

@@ -41,7 +41,7 @@ export class Race {
       this.#race(prompt.value.trim());
     });
     this.#find("#r-stop").addEventListener("click", () => this.#running?.abort());
-    this.#find("#r-replay").addEventListener("click", () => this.#replay());
+    this.#find("#r-replay").addEventListener("click", () => (this.#running ? this.#running.abort() : this.#replay()));
   }
 
   #find(selector) {
@@ -50,6 +50,15 @@ export class Race {
 
   visible(now) {
     if (now) fitHeight(this.#find("#r-prompt"));
+  }
+
+  /** Ready to race with the question `asked` on Auto, as soon as it is started. */
+  prepare(asked) {
+    const prompt = this.#find("#r-prompt");
+    prompt.value = asked;
+    fitHeight(prompt);
+    this.#find("[name=r-drafts][value=auto]").checked = true;
+    this.#find("#r-start").focus();
   }
 
   #status(text) {
@@ -61,7 +70,6 @@ export class Race {
     this.#running = running;
     this.#find("#r-start").hidden = true;
     this.#find("#r-stop").hidden = false;
-    this.#find("#r-replay").disabled = true;
     return running;
   }
 
@@ -69,16 +77,15 @@ export class Race {
     this.#running = null;
     this.#find("#r-start").hidden = false;
     this.#find("#r-stop").hidden = true;
-    this.#find("#r-replay").disabled = false;
   }
 
   async #race(asked) {
-    const { server, settings, problem } = this.#page;
-    if (!asked || this.#running || !settings.hold()) return;
+    const { server, settings, problem, alone } = this.#page;
+    if (!asked || this.#running || !settings.hold() || !alone()) return;
     problem("");
     const running = this.#begin();
-    if (!server.models.length) await server.findModels();
-    if (server.models.length && !running.signal.aborted) await this.#run(asked, running);
+    this.#find(".verdict").hidden = true;
+    if ((await server.ready()) && !running.signal.aborted) await this.#run(asked, running);
     this.#end();
   }
 
@@ -88,7 +95,6 @@ export class Race {
     const common = this.#page.settings.read();
     const { model } = this.#page.server; // of all runs, whatever is chosen meanwhile
     if (common.temperature > 0 && !common.seed) common.seed = drawSeed();
-    this.#find(".verdict").hidden = true;
     for (const lane of Object.values(this.#lanes)) lane.clear();
     this.#lanes.drafts.name(`With drafts: ${mode}`);
     const salt = drawSeed();
@@ -122,7 +128,7 @@ export class Race {
 
   #failed(error) {
     this.#status("");
-    this.#page.problem(error.message);
+    this.#page.failed(error);
     if (error.status === 401) this.#page.wantKey();
   }
 
@@ -141,6 +147,7 @@ export class Race {
     this.#find("[data-same]").dataset.state = same.state;
     this.#find("[data-how]").textContent = how(rounds, off, drafts, settings);
     this.#status(`Done. ${same.line}`);
+    this.#find(".verdict").scrollIntoView({ block: "nearest" });
   }
 
   #compare(runs, model) {
@@ -161,10 +168,15 @@ export class Race {
   }
 
   async #replay() {
-    if (this.#running) return;
     const running = this.#begin();
+    const watch = this.#find("#r-replay");
+    const words = watch.textContent;
+    watch.textContent = "Stop the replay";
     this.#status("A replay at the recorded times: nothing is measured.");
-    await Promise.all(Object.values(this.#lanes).map((lane) => lane.replay(running.signal)));
+    const over = Promise.all(Object.values(this.#lanes).map((lane) => lane.replay(running.signal)));
+    watch.scrollIntoView(); // the lanes stand below it
+    await over;
+    watch.textContent = words;
     this.#status("The replay is over.");
     this.#end();
   }
@@ -178,12 +190,11 @@ function drawSeed() {
 
 function speedWords(ratio, drafts) {
   if (ratio === null) return "The answer is too short to measure a speed.";
+  const verified = drafts.runs.some(({ recording }) => recording.steps.some(({ trace }) => trace?.drafted.length));
+  if (!verified) return "as many tokens per second: no draft was verified, and what is left is the spread of the measurement.";
   if (ratio >= 1.005) return "as many tokens per second with drafts as without.";
   if (ratio >= 0.995) return "as many tokens per second with drafts as without: no difference.";
-  const verified = drafts.runs.some(({ recording }) => recording.steps.some(({ trace }) => trace?.drafted.length));
-  return verified
-    ? "as many tokens per second: on this machine the drafts of this answer cost more time than they saved."
-    : "as many tokens per second: the policy chose not to draft, and what is left is the spread of the measurement.";
+  return "as many tokens per second: on this machine the drafts of this answer cost more time than they saved.";
 }
 
 function how(rounds, off, drafts, { temperature }) {

@@ -2,7 +2,7 @@
 
 import { Inspector } from "./inspector.js";
 import { drawStep, tellStep } from "./figure.js";
-import { answerText, keep, layOut } from "./answer.js";
+import { answerText, keep, layOut, Lines } from "./answer.js";
 
 const PLAY_MS = 700; // a step, at a pace at which it can be read
 
@@ -58,13 +58,14 @@ export class Scrubber {
     const root = answerText("The answer up to this step");
     root.classList.add("scrub-text");
     this.#find("[data-text]").replaceChildren(root);
+    const lines = new Lines(root);
     layOut(steps, (step, pieces) => {
       if (step.trace) now = index.get(step.trace);
       for (const piece of pieces) {
         const span = keep(piece);
         span.classList.add("ahead");
         this.#spans[now]?.push(span);
-        root.append(span);
+        lines.write(span, piece.text);
       }
     });
     this.#at = -1;
@@ -90,7 +91,22 @@ export class Scrubber {
     this.#find("[data-count]").textContent = `${at + 1} of ${last + 1}`;
     this.#slider.value = String(at);
     this.#slider.setAttribute("aria-valuetext", story);
+    this.#bringIntoSight(this.#spans[at][0]);
     this.#onStep(at);
+  }
+
+  // In the boxes that scroll, and in them alone: the page stays where it is.
+  #bringIntoSight(span) {
+    const figure = this.#find(".step-figure");
+    const slot = figure.querySelector("tr.used .slot");
+    const head = figure.querySelector("tr.used th")?.offsetWidth; // it stays while the others move
+    figure.scrollLeft = slot ? slot.offsetLeft + slot.offsetWidth / 2 - (head + figure.clientWidth) / 2 : 0;
+    if (!span) return;
+    const box = this.#find(".scrub-text");
+    const [inner, outer] = [span, box].map((one) => one.getBoundingClientRect());
+    if (inner.top < outer.top || inner.bottom > outer.bottom) {
+      box.scrollTop += (inner.top + inner.bottom - outer.top - outer.bottom) / 2;
+    }
   }
 
   #play() {

@@ -15,6 +15,7 @@ export class Server extends EventTarget {
   metricsKey = new KeptKey("tidar.metrics_key");
   #root;
   #finding = null;
+  #streams = 0; // under way
 
   constructor(root) {
     super();
@@ -34,6 +35,22 @@ export class Server extends EventTarget {
   /** What the model's entry says beyond OpenAI's fields. */
   get facts() {
     return this.model?.tidar ?? {};
+  }
+
+  /** Whether an answer is being written: whatever is measured beside it shares the engine with it. */
+  get busy() {
+    return this.#streams > 0;
+  }
+
+  /** Whether there is a model to ask; looks for one where none is known, or the last look failed. */
+  async ready() {
+    if (this.failure || !this.models.length) await this.findModels();
+    return !this.failure && this.models.length > 0;
+  }
+
+  /** A request failed by `error`: where the model is not known any more, or nobody answered, look what is served now. */
+  failed({ status }) {
+    if (status === 404 || status === 0) this.findModels();
   }
 
   /** Ask for the models; who asks while somebody does waits for the same answer. */
@@ -66,11 +83,20 @@ export class Server extends EventTarget {
   }
 
   chat(body, signal) {
-    return stream(new URL("v1/chat/completions", this.#root), body, { key: this.key.value, signal });
+    return this.#stream("v1/chat/completions", body, signal);
   }
 
   complete(body, signal) {
-    return stream(new URL("v1/completions", this.#root), body, { key: this.key.value, signal });
+    return this.#stream("v1/completions", body, signal);
+  }
+
+  async *#stream(route, body, signal) {
+    this.#streams += 1;
+    try {
+      yield* stream(new URL(route, this.#root), body, { key: this.key.value, signal });
+    } finally {
+      this.#streams -= 1;
+    }
   }
 
   async tokenize(data, signal) {

@@ -77,7 +77,7 @@ export class Settings {
     const drafter = facts.block_length !== 0;
     for (const choice of this.#root.querySelectorAll("[name=t-drafts], [name=r-drafts]")) choice.disabled = !drafter;
     for (const note of this.#root.querySelectorAll("[data-drafts-note]")) {
-      note.textContent = drafter ? "They change the speed, never the text." : "This model has no drafter.";
+      note.textContent = drafter ? draftsChange(facts) : "This model has no drafter.";
     }
     const block = this.#find("#t-block");
     block.disabled = !drafter || (this.drafts === "off" && this.#root.dataset.tab === "chat");
@@ -91,4 +91,10 @@ export class Settings {
     note.hidden = !unsaid.some(Boolean);
     if (model.max_model_len) this.#find("#t-max").max = model.max_model_len;
   }
+}
+
+// What a server that says whether it is exact promises of drafts.
+function draftsChange({ exact }) {
+  if (exact === undefined) return "They change the speed.";
+  return exact ? "They change the speed, never the text." : "They change the speed; the text only where two scores nearly tie.";
 }

@@ -63,13 +63,20 @@ export function stepTimes(steps) {
   let before = null;
   for (const { trace } of steps) {
     if (!trace) continue;
-    if (before && trace.step === before.step + 1 && trace.t_ms > before.t_ms) {
+    const follows = before?.step === trace.step - 1 && before.replica === trace.replica; // each has a clock of its own
+    if (follows && trace.t_ms > before.t_ms) {
       const rows = trace.rows.verify + trace.rows.mask;
       times.push({ step: trace.step, rows, ms: trace.t_ms - before.t_ms, tokens: emitted(trace) });
     }
     before = trace;
   }
   return times;
+}
+
+/** The replicas that wrote an answer, in turn: more than one where another had to carry on. */
+export function replicas(steps) {
+  const names = steps.map(({ trace }) => trace?.replica).filter((name) => name !== undefined);
+  return names.filter((name, i) => name !== names[i - 1]);
 }
 
 export function median(values) {

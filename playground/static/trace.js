@@ -97,7 +97,7 @@ export function count(tally, trace, now) {
 }
 
 /**
- * The meters' numbers; null where there is nothing to tell yet. Times are this browser's: `firstToken` in ms from
+ * The meters' numbers; null where there is nothing to tell yet. `stepTokens` are those of the `steps`. Times are this browser's: `firstToken` in ms from
  * sending to the first token, `perSecond` over the tokens behind it.
  */
 export function rates(tally) {
@@ -105,6 +105,7 @@ export function rates(tally) {
   return {
     tokens: tally.tokens,
     steps: tally.steps,
+    stepTokens: tally.stepTokens,
     perStep: tally.steps ? tally.stepTokens / tally.steps : null,
     acceptance: tally.drafted ? tally.accepted / tally.drafted : null,
     perSecond: tally.steps && seconds > 0 ? tally.stepTokens / seconds : null,
@@ -116,11 +117,14 @@ export function rates(tally) {
 export function finalRates(tally, metrics, usage) {
   const own = rates(tally);
   const speculative = metrics?.speculative_decoding;
+  const { decode_steps: steps = own.steps, tokens_per_step } = metrics?.tidar ?? {};
+  const perStep = tokens_per_step ?? own.perStep;
   return {
     ...own,
     tokens: usage?.completion_tokens ?? own.tokens,
-    steps: metrics?.tidar?.decode_steps ?? own.steps,
-    perStep: metrics?.tidar?.tokens_per_step ?? own.perStep,
+    steps,
+    stepTokens: Math.round(steps * perStep),
+    perStep,
     acceptance: speculative?.num_draft_tokens ? speculative.draft_acceptance_rate : own.acceptance,
   };
 }

@@ -4,6 +4,7 @@ import { answerText } from "./answer.js";
 import { button, element } from "./dom.js";
 import { formatRates } from "./meters.js";
 import { Run } from "./run.js";
+import { replicas } from "./stats.js";
 
 const ENDINGS = { stop: "finished", length: "cut at max tokens", abort: "ended by the server", error: "ended by an error" };
 
@@ -68,7 +69,7 @@ export class Turn {
     this.#parts.meters.show(final, { insist: true });
     this.#parts.ribbon.draw();
     this.#parts.badge.textContent = metrics ? "counted by the server" : "as far as it came";
-    const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish];
+    const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish] ?? "broken off";
     if (failure) this.#parts.failed(failure, this);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
     if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
@@ -77,6 +78,7 @@ export class Turn {
   }
 
   #facts(final, metrics, why) {
+    const { steps, asked, settings } = this.recording;
     const shown = formatRates(final);
     const facts = element("div", "facts");
     const fact = (value, label) => {
@@ -84,17 +86,25 @@ export class Turn {
       line.append(element("b", "", value), ` ${label}`);
       facts.append(line);
     };
-    fact(shown.tokens, final.tokens === 1 ? "token" : "tokens");
-    fact(shown.perStep, "per step");
-    fact(shown.perSecond, "per second");
+    if (final.tokens) fact(shown.tokens, final.tokens === 1 ? "token" : "tokens");
+    if (final.perStep !== null) fact(shown.perStep, "per step");
+    if (final.perSecond !== null) fact(shown.perSecond, "per second");
     if (final.acceptance !== null) fact(shown.acceptance, "of drafts held");
-    if (why) facts.append(element("span", "fact", why));
+    for (const name of replicas(steps).slice(1)) facts.append(element("span", "fact", `carried on by replica ${name}`));
+    facts.append(element("span", "fact", why));
     const seed = metrics?.tidar?.seed;
     if (this.#parts.sampled && seed !== undefined) this.#addSeed(facts, String(seed));
+    if (settings.drafts === "full" && steps.some(({ trace }) => trace?.drafted.length)) {
+      const race = button("link", "Race it", () => this.#parts.raceIt(asked));
+      race.title = "Full drafting shows most; the race measures what drafts bring on Auto.";
+      facts.append(race);
+    }
     const buttons = element("span", "fact-buttons");
     const inside = button("quiet", "Look inside", () => this.#parts.lookInside(this.recording));
-    inside.hidden = !this.recording.steps.some((step) => step.trace);
-    buttons.append(inside, button("quiet", "Copy", (event) => this.#copy(event.currentTarget)));
+    inside.hidden = !steps.some((step) => step.trace);
+    const copy = button("quiet", "Copy", () => this.#copy(copy));
+    copy.hidden = !this.text;
+    buttons.append(inside, copy);
     facts.append(buttons);
     return facts;
   }

@@ -29,7 +29,7 @@ HOSTILE = [*MARKUP, "\u202eright to left", "`\\u0041${1+1}`", "\x00\x1b[31m", "a
 
 
 BEGUN = """before => document.querySelectorAll('.answer-text').length > before
-  || !document.querySelector('#t-problem').hidden"""
+  || document.querySelector('#t-problem').checkVisibility()"""
 
 
 def ask(page: Page, text: str) -> None:
@@ -59,6 +59,18 @@ def look(mark: Locator) -> tuple[str, str]:
 def overflow(page: Page) -> int:
     """By how many pixels the page is wider than its window."""
     return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+PAST = """all => all.map((one) => {
+  const words = document.createRange();
+  words.selectNodeContents(one);
+  return words.getBoundingClientRect().right - one.closest("ol").getBoundingClientRect().right;
+})"""
+
+
+def past(figures: Locator) -> float:
+    """By how many pixels words in a list of bars stand outside of it, at most."""
+    return max(figures.evaluate_all(PAST))
 
 
 IMPORT = "async ([file, name, args]) => (await import(file))[name](...args)"

@@ -103,8 +103,69 @@ def test_numbers_at_the_end_are_the_servers(opened: Visit, recorded: RecordedSer
     expect(page.locator(".live [data-meter=acceptance]")).to_have_text("12 %")
     expect(page.locator("[data-badge]")).to_have_text("counted by the server")
     expect(page.locator(".facts")).to_contain_text("14 tokens")
-    page.locator(".facts .link").click()
+    page.get_by_title("Use this seed again").click()
     expect(page.locator("#t-seed")).to_have_value("18446744073709551615")  # more than a JavaScript number holds
+
+
+def test_tokens_per_step_are_said_in_words(opened: Visit, recorded: RecordedServer) -> None:
+    steps = plain_steps(TOKENS)
+    recorded.play(recording(steps))
+    page = opened.page
+    words = page.locator(".live .in-words")
+    expect(words).to_have_text("")
+    ask(page, "Go")
+    opened.settle()
+    expect(words).to_have_text(f"13 tokens in {len(steps) - 1} steps")  # the first token is read off the prompt
+    page.click("#t-clear")
+    expect(words).to_have_text("")
+
+
+def test_an_answer_that_another_replica_carried_on_says_so(opened: Visit, recorded: RecordedServer) -> None:
+    answer = recording(plain_steps(TOKENS))
+    moved = [one.replace('"replica": "r1"', '"replica": "<b>2</b>"') for one in answer.events[3:]]
+    recorded.play(answer, Recording([*answer.events[:3], *moved]))
+    page = opened.page
+    for question in ("One?", "Two?"):
+        ask(page, question)
+        opened.settle()
+    facts = page.locator(".facts")
+    expect(facts.last).to_contain_text("carried on by replica <b>2</b>")
+    expect(facts.first).not_to_contain_text("carried on")
+
+
+def test_an_answer_of_full_drafts_leads_to_the_race(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    ask(page, "How\nquick?")
+    opened.settle()
+    page.click("#tab-race")
+    page.locator("label:has(> [name=r-drafts][value=full])").click()
+    page.click("#tab-chat")
+    page.get_by_role("button", name="Race it").click()
+    expect(page.locator("#r-prompt")).to_have_value("How\nquick?")
+    expect(page.locator("[name=r-drafts][value=auto]")).to_be_checked()
+    expect(page.locator("#r-start")).to_be_focused()
+    assert len(recorded.bodies) == 1, "it is started by hand"
+    page.click("#tab-chat")
+    page.locator("label:has(> [name=t-drafts][value=auto])").click()
+    ask(page, "And?")
+    opened.settle()
+    expect(page.get_by_role("button", name="Race it")).to_have_count(1)
+
+
+def test_what_drafts_change_is_what_the_server_says(context: BrowserContext, recorded: RecordedServer) -> None:
+    page = visit(context, recorded.address).page
+    note = page.locator("#t-drafts-note")
+    expect(note).to_have_text("They change the speed, never the text.")
+    for exact, line in [
+        (False, "They change the speed; the text only where two scores nearly tie."),
+        (None, "They change the speed."),
+    ]:
+        facts = {name: fact for name, fact in MODEL["tidar"].items() if name != "exact"}
+        recorded.model = MODEL | {"tidar": facts if exact is None else {**facts, "exact": exact}}
+        page.reload()
+        page.wait_for_selector("#t-served[data-state=up]")
+        expect(note).to_have_text(line)
 
 
 def test_numbers_move_while_the_answer_grows(opened: Visit, recorded: RecordedServer) -> None:
@@ -160,6 +221,15 @@ def test_stop_closes_the_stream_and_keeps_the_text(opened: Visit, recorded: Reco
     ask(page, "And?")
     opened.settle()
     assert recorded.bodies[0]["messages"][1]["content"] == so_far
+
+
+def test_a_stop_before_the_first_token_has_nothing_to_tell(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording([event({"choices": []}), ""], 60))
+    page = opened.page
+    ask(page, "Go")
+    page.click("#t-stop")
+    expect(page.locator(".facts")).to_have_text("stopped by youLook insideCopy")
+    expect(page.locator(".facts button:visible")).to_have_count(0)
 
 
 def test_clear_and_a_closed_page_close_the_stream(chromium: Browser, opened: Visit, recorded: RecordedServer) -> None:
@@ -239,6 +309,33 @@ def test_tokens_tell_about_themselves(opened: Visit, recorded: RecordedServer) -
     assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "t-hint"
     page.keyboard.press("Escape")
     expect(hint).to_be_hidden()
+
+
+def test_a_key_asks_for_the_place_of_few_tokens(opened: Visit, recorded: RecordedServer) -> None:
+    """A long answer has thousands, and a keyboard repeats a key thirty times a second."""
+    recorded.play(recording(plain_steps(TOKENS * 20)))
+    page = opened.page
+    ask(page, "Go")
+    opened.settle()
+    expect(page.locator(".ghosts:not(.gone)")).to_have_count(0)
+    page.locator(".answer-text").focus()
+    page.evaluate(COUNT_PLACES)
+    seen = []
+    for key in ("End", "ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowRight", "Home", "ArrowLeft"):
+        page.keyboard.press(key)
+        seen.append(page.evaluate("document.activeElement.textContent"))
+    assert seen == [".", " does", " it", " does", ".", ".", "The", "The"]
+    assert page.evaluate("window.places_asked_for") < 100
+
+
+COUNT_PLACES = """() => {
+  window.places_asked_for = 0;
+  const own = Element.prototype.getClientRects;
+  Element.prototype.getClientRects = function () {
+    window.places_asked_for += 1;
+    return own.call(this);
+  };
+}"""
 
 
 def test_wrong_settings_are_pointed_at(opened: Visit, recorded: RecordedServer) -> None:

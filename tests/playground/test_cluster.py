@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
-from tests.playground.asking import overflow
+from tests.playground.asking import overflow, past
 from tests.playground.conftest import Visit, visit
 from tests.playground.recorded import HOSTILE_REPLICA, RecordedServer, burst, metrics_pages
 
@@ -145,6 +145,20 @@ def test_a_burst_is_bounded_and_tells_how_the_batch_went(opened: Visit, recorded
     ]
     assert "1.0 verify + 4.0 mask rows, 1.00 tokens" in shown[0]
     assert page.locator("[data-chart=burst] path").count() == 2
+    expect(page.locator("[data-answers]")).to_have_text("answers under way, of 5: all of them at the top")
+
+
+def test_figures_of_a_burst_stay_in_their_card_on_a_telephone(opened: Visit, recorded: RecordedServer) -> None:
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.play(burst(16, 8))
+    page = opened.page
+    page.click("#tab-cluster")
+    page.fill("#b-answers", "16")
+    page.click("#b-start")
+    expect(page.locator("#b-status")).to_contain_text("Done: 16 of 16")
+    expect(page.locator("[data-chart=classes] li")).to_have_count(5)
+    assert past(page.locator("[data-chart=classes] :is(.bar-label, .bar-value)")) <= 0.5
 
 
 def test_a_burst_can_be_stopped(opened: Visit, recorded: RecordedServer) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.playground.asking import HOSTILE, MARKUP, TOKENS, ask, overflow, texts
+from playground.files import read_files
+from tests.playground.asking import HOSTILE, MARKUP, TOKENS, ask, overflow, past, texts
 from tests.playground.conftest import Visit
 from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording
 
@@ -167,6 +168,98 @@ def reopen(opened: Visit, file: Path) -> Page:
     page.click("#tab-hood")
     page.set_input_files("#h-file", file)
     return page
+
+
+INSIDE = """([inner, outer]) => {
+  const [a, b] = [inner, outer].map((one) => document.querySelector(one).getBoundingClientRect());
+  return b.left <= a.left && a.right <= b.right && b.top <= a.top && a.bottom <= b.bottom;
+}"""
+
+
+def test_the_text_follows_the_steps(opened: Visit, recorded: RecordedServer) -> None:
+    page = inside(opened, recorded, recording(plain_steps(TOKENS * 30)))
+    slider = page.get_by_role("slider", name="Step", exact=True)
+    last = int(slider.get_attribute("max") or "")
+    marker = page.locator("[data-chart=rows] .marker")
+    columns = page.locator("[data-chart=rows] .column-verify").element_handle()
+    places = []
+    page.evaluate("scrollTo(0, 200)")
+    for step in (last, last // 2, 1):
+        slider.fill(str(step))
+        assert page.evaluate(INSIDE, [".scrub-text .now", ".scrub-text"]), step
+        expect(marker).to_have_count(1)
+        places.append(float(marker.get_attribute("x1") or ""))
+    assert page.evaluate("scrollY") == 200, "the text moves in its box, the page stays"
+    assert places[0] > places[1] > places[2]
+    assert columns.evaluate("one => one.isConnected"), "the marker moves, the chart is not drawn anew"
+
+
+def test_a_telephone_shows_what_came_true(opened: Visit, recorded: RecordedServer) -> None:
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    wide = Step([f" word{number}" for number in range(7)], 5, " brown", " quick brown")
+    answer = recording([STEPS[0], wide, STEPS[2]])
+    events = [json.loads(one.removeprefix("data: ")) for one in answer.events]
+    events[1]["tidar"] |= {"proposals": [{"a": a} for a in range(1, 9)], "used": 6, "block": 8}
+    page = inside(opened, recorded, Recording([event(one) for one in events]))
+    assert page.evaluate(INSIDE, ["tr.used .slot", ".step-figure"])
+    expect(page.locator("tr.proposal:visible")).to_have_count(1)
+    assert past(page.locator(".charts .bar-value")) <= 0.5
+    assert overflow(page) <= 0
+
+
+def test_what_is_studied_stays_when_another_answer_ends(
+    opened: Visit, recorded: RecordedServer, tmp_path: Path
+) -> None:
+    page = inside(opened, recorded, shaped(recording(STEPS)))
+    file = exported(page, tmp_path)
+    page.click("#tab-chat")
+    recorded.play(recording(plain_steps(TOKENS), pause=0.1))
+    ask(page, "In the background")
+    page.get_by_role("button", name="Look inside").first.click()
+    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    expect(page.locator("#h-which option")).to_have_count(2)
+    expect(page.locator("#h-which option:checked")).to_have_text("Chat (full): Go on")
+    expect(page.locator("[data-count]")).to_have_text("2 of 4")
+    page.set_input_files("#h-file", file)
+    expect(page.locator("#h-which option:checked")).to_contain_text("File: ")
+
+
+SHELVE = """async ([file]) => {
+  const { Shelf } = await import(file);
+  const shelf = new Shelf();
+  const all = Array.from({ length: 26 }, (_, number) => ({ steps: [number], number }));
+  for (const one of all) shelf.put(one);
+  shelf.choose(all[0]);
+  const picked = shelf.recordings.map(({ number }) => number);
+  shelf.studied = true;
+  shelf.put({ steps: [0], number: "new" });
+  return [picked, shelf.recordings.map(({ number }) => number), shelf.chosen.number];
+}"""
+
+
+def test_the_chosen_one_has_a_place_however_old_it_is(blank: Page) -> None:
+    picked, then, chosen = blank.evaluate(SHELVE, [f"/playground/{read_files().address}/shelf.js"])
+    assert picked == [*range(25, 2, -1), 0]
+    assert then == ["new", *range(25, 3, -1), 0]
+    assert chosen == 0
+
+
+LAY_OUT = """async ([file]) => {
+  const { layOut } = await import(file);
+  const token = (step) => ({ id: 1, text: "x" });
+  const traced = (step) => ({ step, drafted: [], accepted: 0, anchor: token(step) });
+  const steps = Array.from({ length: 50_000 }, (_, step) => ({ text: "", trace: traced(step), logprobs: null }));
+  const begun = performance.now();
+  let seen = 0;
+  layOut(steps, () => (seen += 1));
+  return [seen, performance.now() - begun];
+}"""
+
+
+def test_steps_whose_text_never_comes_are_soon_laid_out(blank: Page) -> None:
+    seen, ms = blank.evaluate(LAY_OUT, [f"/playground/{read_files().address}/answer.js"])
+    assert seen == 50_000
+    assert ms < 2000
 
 
 def test_a_trace_goes_out_and_comes_back(opened: Visit, recorded: RecordedServer, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def ask(live: Visit, text: str, tokens: int) -> str:
     page.fill("#t-max", str(tokens))
     page.fill("#t-prompt", text)
     page.press("#t-prompt", "Enter")
-    page.wait_for_selector(".facts, #t-problem:not([hidden])", timeout=120_000)
+    page.wait_for_selector(".facts, #t-problem:visible", timeout=120_000)
     assert page.locator("#t-problem").text_content() == ""
     pieces = page.locator(".answer-text .piece")
     return "".join(pieces.evaluate_all("all => all.map(piece => piece.textContent)"))

@@ -61,6 +61,32 @@ def test_every_window_in_light_and_dark(
     context.close()
 
 
+def test_one_step_is_shown_before_anything_is_asked(opened: Visit, recorded: RecordedServer) -> None:
+    page = opened.page
+    marks = page.locator(".worked :is(.held, .own, .ghost)")
+    kinds = marks.evaluate_all("all => all.map(one => one.className.split(' ')[0])")
+    assert kinds == ["held", "held", "held", "ghost", "ghost", "own"]
+    expect(page.locator(".worked figcaption")).to_contain_text("An example.")
+    expect(page.locator(".live")).to_be_visible()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.reload()
+    expect(page.locator(".live")).to_be_hidden()
+    expect(page.locator(".worked")).to_be_in_viewport(ratio=0.99)
+    recorded.play(recording(plain_steps(TOKENS)))
+    ask(page, "Go")
+    expect(page.locator(".live")).to_be_visible()
+
+
+def test_the_block_can_be_set_for_the_race_whatever_the_chat_drafts(opened: Visit) -> None:
+    page = opened.page
+    page.locator("label:has(> [name=t-drafts][value=off])").click()
+    expect(page.locator("#t-block")).to_be_disabled()
+    page.click("#tab-race")
+    expect(page.locator("#t-block")).to_be_enabled()
+    page.click("#tab-chat")
+    expect(page.locator("#t-block")).to_be_disabled()
+
+
 def test_the_theme_can_be_chosen_and_is_kept(opened: Visit) -> None:
     page = opened.page
     theme = "document.documentElement.dataset.theme"

@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.playground.asking import TEXT, TOKENS, overflow
+from tests.playground.asking import TEXT, TOKENS, ask, overflow
 from tests.playground.conftest import Visit
 from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording
 
@@ -99,6 +99,51 @@ def test_drafts_that_cost_more_than_they_bring_are_told_so(opened: Visit, record
     expect(page.locator("[data-speed-words]")).to_contain_text(words)
 
 
+@pytest.mark.parametrize("pauses", [(0.01, 0.04), (0.04, 0.01)])
+def test_a_difference_without_drafts_is_not_theirs(
+    opened: Visit, recorded: RecordedServer, pauses: tuple[float, float]
+) -> None:
+    recorded.play(*[Recording(SLOW.events, pause) for pause in pauses])
+    page = race(opened)
+    expect(page.locator("[data-speed-words]")).to_contain_text("no draft was verified")
+
+
+ENGAGED = "An answer is still being written; it would share the engine. Stop it or wait."
+
+
+def test_nothing_is_measured_beside_another_answer(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.metrics[:] = [""]
+    recorded.play(SLOW, QUICK, Recording(QUICK.events, 60))
+    page = race(opened)
+    page.click("#tab-chat")
+    ask(page, "Go")
+    page.wait_for_selector("#t-turns .piece")
+    for tab, start, stop in (("race", "#r-start", "#r-stop"), ("cluster", "#b-start", "#b-stop")):
+        page.click(f"#tab-{tab}")
+        expect(page.locator("#t-problem")).to_be_hidden()
+        page.click(start)
+        expect(page.locator("#t-problem")).to_have_text(ENGAGED)
+        expect(page.locator(stop)).to_be_hidden()
+    page.click("#tab-race")
+    expect(page.locator(".verdict")).to_be_visible()
+    page.click("#tab-chat")
+    page.click("#t-stop")
+    expect(page.locator("#t-send")).to_be_visible()
+    # And the other way round.
+    page.click("#tab-race")
+    page.click("#r-start")
+    page.wait_for_selector("[data-lane=off] .piece")
+    page.click("#tab-chat")
+    page.fill("#t-prompt", "And?")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-problem")).to_have_text(ENGAGED)
+    expect(page.locator("#t-prompt")).to_have_value("And?")
+    assert recorded.most_under_way == 1
+    page.click("#tab-race")
+    page.click("#r-stop")
+    expect(page.locator("#r-start")).to_be_visible()
+
+
 @pytest.mark.parametrize(("exact", "why"), [(True, "please report it"), (False, "does not claim to be exact")])
 def test_texts_that_differ_are_told_so(opened: Visit, recorded: RecordedServer, exact: bool, why: str) -> None:
     recorded.model = {**recorded.model, "tidar": {**recorded.model["tidar"], "exact": exact}}
@@ -154,3 +199,26 @@ def test_a_replay_is_called_one_and_asks_for_nothing(opened: Visit, recorded: Re
     assert lane_text(page, "off") == lane_text(page, "drafts") == TEXT
     assert len(recorded.bodies) == asked
     assert page.locator("[data-speed-up]").text_content() == speed
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+def test_a_replay_is_brought_into_sight(opened: Visit, recorded: RecordedServer, size: tuple[int, int]) -> None:
+    opened.page.set_viewport_size({"width": size[0], "height": size[1]})
+    long = plain_steps(TOKENS * 8)
+    recorded.play(recording([Step((), 0, token, token) for token in TOKENS * 8]), recording(long, pause=0.05))
+    page = race(opened)
+    expect(page.locator(".verdict")).to_be_in_viewport(ratio=0.99)
+    page.evaluate("scrollTo(0, 0)")
+    before = page.locator(".lanes").evaluate("one => one.offsetHeight")
+    watch = page.locator("#r-replay")
+    watch.click()
+    expect(watch).to_have_text("Stop the replay")
+    expect(watch).to_be_in_viewport(ratio=0.99)
+    expect(watch).to_be_focused()
+    for lane in ("off", "drafts"):
+        expect(page.locator(f"[data-lane={lane}] .lane-text")).to_be_in_viewport(ratio=0.99)
+    assert page.locator(".lanes").evaluate("one => one.offsetHeight") == before, "nothing moves"
+    watch.click()
+    expect(watch).to_have_text("Watch both at once (a replay)")
+    assert page.locator("[data-lane=drafts] [data-lane-state]").text_content() == "replay stopped"
+    expect(page.locator("#r-start")).to_be_visible()

@@ -67,6 +67,34 @@ def test_counts_are_those_of_the_server(blank: Page, steps: list[StepTrace]) -> 
     assert [one["ms"] for one in times] == pytest.approx([20.0] * (len(steps) - 1))
 
 
+def test_the_gap_between_two_replicas_is_no_step(blank: Page) -> None:
+    steps = [{"trace": {**wire(StepTrace(n, 0.02 * n, (), 0, 7, 4, (), None, 1, 0)), "replica": "a"}} for n in range(5)]
+    for moved in steps[3:]:
+        moved["trace"] |= {"replica": "b", "t_ms": moved["trace"]["t_ms"] + 900}
+    times = call(blank, "stats.js", "stepTimes", steps)
+    assert [one["ms"] for one in times] == pytest.approx([20.0] * 3)
+    assert call(blank, "stats.js", "replicas", steps) == ["a", "b"]
+
+
+COURSE = """async ([file, answers, counted]) => {
+  const tally = new (await import(file)).BurstTally(answers);
+  for (const [at, finished] of counted) {
+    tally.count({ step: 1, accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, finished, at);
+  }
+  return tally.course;
+}"""
+
+
+@pytest.mark.parametrize(("end", "middles"), [(1300, [0.25, 0.75, 1.15]), (1100, [0.25, 0.8])])
+def test_a_burst_does_not_slow_down_at_its_end(blank: Page, end: int, middles: list[float]) -> None:
+    """One token every 10 ms to the end, wherever in its half second that is."""
+    counted = [(at, at == 800) for at in range(10, end + 1, 10)]
+    course = blank.evaluate(COURSE, [f"/playground/{read_files().address}/burst.js", 2, counted])
+    assert [part["at"] for part in course] == pytest.approx(middles)
+    assert [part["perSecond"] for part in course] == pytest.approx([100] * len(middles), rel=0.05)
+    assert [part["active"] for part in course] == [2, 2, 1][: len(middles)]
+
+
 def test_drafts_behind_a_stop_count_as_not_judged(blank: Page) -> None:
     cut = wire(StepTrace(1, 0.1, (1, 2, 3), 1, None, 4, (), None, 4, 0))
     assert call(blank, "stats.js", "acceptanceByPosition", [cut]) == [{"judged": 1, "held": 1}]

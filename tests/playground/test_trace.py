@@ -147,6 +147,7 @@ def test_numbers(blank: Page) -> None:
     assert rates == {
         "tokens": 5,
         "steps": 2,
+        "stepTokens": 4,
         "perStep": 2.0,  # the token of step 0 is left out
         "acceptance": 0.5,
         "perSecond": 4.0,
@@ -158,6 +159,7 @@ def test_numbers(blank: Page) -> None:
     }
     final = call(blank, "trace.js", "finalRates", tally, metrics, {"completion_tokens": 6})
     assert (final["tokens"], final["steps"], final["perStep"], final["acceptance"]) == (6, 3, 1.5, 0.25)
+    assert final["stepTokens"] == 5  # 4.5
     assert call(blank, "trace.js", "finalRates", tally, None, None) == rates
 
 

@@ -1,11 +1,13 @@
 """What goes wrong well: keys that are wanted, refusals, streams that break off, a server that is gone."""
 
+import re
+
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
 from tests.playground.asking import TEXT, TOKENS, ask, shown
 from tests.playground.conftest import Visit, visit
-from tests.playground.recorded import RecordedServer, Recording, event, plain_steps, recording
+from tests.playground.recorded import MODEL, RecordedServer, Recording, event, plain_steps, recording
 
 
 def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: RecordedServer) -> None:
@@ -108,6 +110,52 @@ def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: Recorded
     assert TEXT.startswith(shown(opened.page))
     assert shown(opened.page)
     expect(opened.page.locator("[data-badge]")).to_have_text("as far as it came")
+    expect(opened.page.locator(".facts")).to_contain_text("broken off")
+
+
+def test_an_error_is_closed_by_hand_and_with_its_tab(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording([event({"error": {"message": "The replica died."}})]))
+    page = opened.page
+    problem = page.locator("#t-problem")
+    for leave in ("#t-close", "#tab-race"):
+        ask(page, "Go")
+        expect(problem).to_have_text("The replica died.")
+        page.click(leave)
+        expect(problem).to_be_hidden()
+
+
+def test_a_model_that_is_served_no_more_is_looked_up_anew(context: BrowserContext, recorded: RecordedServer) -> None:
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    recorded.model = MODEL | {"id": "recorded/Another"}
+    recorded.play(refusal(404, "The model does not exist."), recording(plain_steps(TOKENS)))
+    ask(page, "Who is there?")
+    expect(page.locator("#t-problem")).to_have_text("The model does not exist.")
+    expect(page.locator("#t-served")).to_contain_text("Another")
+    page.press("#t-prompt", "Enter")
+    page.wait_for_selector(".facts")
+    assert recorded.bodies[-1]["model"] == "recorded/Another"
+
+
+@pytest.mark.parametrize(("tab", "start"), [("chat", "#t-send"), ("race", "#r-start"), ("cluster", "#b-start")])
+def test_a_server_that_comes_back_is_found_again(
+    context: BrowserContext, recorded: RecordedServer, tab: str, start: str
+) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-served")).to_have_attribute("data-state", "up")
+    page.fill("#t-prompt", "Anyone?")
+    page.click(f"#tab-{tab}")
+    context.route(re.compile(r"/v1/|/tokenize"), lambda route: route.abort())
+    page.click(start)
+    expect(page.locator("#t-problem")).to_have_text("The server cannot be reached. Is it still running?")
+    expect(page.locator("#t-served")).to_have_text("No answer from the server")
+    expect(page.locator("#t-served")).to_have_attribute("data-state", "down")
+    context.unroute(re.compile(r"/v1/|/tokenize"))
+    recorded.model = MODEL | {"id": "recorded/Another"}
+    page.click(start)
+    expect(page.locator("#t-served")).to_contain_text("Another")
+    expect(page.locator("#t-served")).to_have_attribute("data-state", "up")
 
 
 def test_a_server_that_is_gone_is_one_line(context: BrowserContext, recorded: RecordedServer) -> None:
