@@ -1,5 +1,7 @@
 """The kernels' library: made once, made anew where it is damaged, and one line where it cannot be made."""
 
+import ctypes
+import fcntl
 import os
 import shutil
 import stat
@@ -8,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tidar_core.kernels import cpu_build
@@ -32,25 +35,83 @@ def compiler(folder: Path, *lines: str) -> str:
     return str(script)
 
 
+def in_another_process() -> subprocess.Popen[bytes]:
+    code = (
+        "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); cpu_build.compiled_library()"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
+
+
 def test_it_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_build.compiled_library()
-    (library,) = cache.iterdir()
+    (library,) = cache.glob("*.so")
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
     assert cpu_build.compiled_library()
-    assert list(cache.iterdir()) == [library]
+    assert list(cache.glob("*.so")) == [library]
+
+
+def test_processes_that_start_together_compile_it_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 'case "$*" in *" -c "*) echo >>"$0.calls"; sleep 1; esac'
+    monkeypatch.setenv("CXX", compiler(tmp_path, count, 'exec g++ "$@"'))
+    assert [process.wait() for process in [in_another_process() for _ in range(2)]] == [0, 0]
+    assert (tmp_path / "compiler.calls").read_text() == "\n"
+
+
+def test_a_process_that_hangs_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_build, "SECONDS", 0.3)
+    with cpu_build._alone(tmp_path / "lock"):
+        began = time.monotonic()
+        with cpu_build._alone(tmp_path / "lock"):
+            assert time.monotonic() - began >= 0.3
+
+
+def test_a_library_that_another_kept_meanwhile_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no locks: those that have it loaded would lose it."""
+    compile_it = cpu_build._compile
+
+    def no_locks(file: int, how: int) -> None:
+        raise OSError("no locks available")
+
+    def compile_behind_another(source: str, scratch: Path) -> Path:
+        monkeypatch.setattr(cpu_build, "_compile", compile_it)
+        cpu_build.compiled_library()
+        first.extend(path.stat().st_ino for path in cache.glob("*.so"))
+        return compile_it(source, scratch)
+
+    first: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(cpu_build, "_compile", compile_behind_another)
+    assert cpu_build.compiled_library()
+    assert [path.stat().st_ino for path in cache.glob("*.so")] == first
+
+
+def test_where_the_cache_may_run_nothing_a_copy_runs(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a home that is mounted noexec."""
+    load = ctypes.CDLL
+
+    def refusing(name: str) -> ctypes.CDLL:
+        if cache in Path(name).parents:
+            raise OSError("failed to map segment from shared object: Operation not permitted")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", refusing)
+    assert cpu_build.compiled_library()
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
+    assert cpu_build.compiled_library()
 
 
 @pytest.mark.parametrize("kept", [0, 100, 4096, -1])
 def test_a_library_that_was_cut_is_made_anew(cache: Path, kept: int) -> None:
     """In a process of its own: one that is cut ends whoever touches what it lacks."""
     cpu_build.compiled_library()
-    (library,) = cache.iterdir()
+    (library,) = cache.glob("*.so")
     whole = library.read_bytes()
     library.write_bytes(whole[:kept])
-    code = (
-        "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); cpu_build.compiled_library()"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+    assert in_another_process().wait() == 0
     assert len(library.read_bytes()) == len(whole)
 
 
@@ -58,7 +119,7 @@ def test_what_cannot_be_loaded_is_not_kept(cache: Path, tmp_path: Path, monkeypa
     monkeypatch.setenv("CXX", compiler(tmp_path, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"; shift; done'))
     with pytest.raises(cpu_build.CompileError, match=r"kernels\.so"):
         cpu_build.compiled_library()
-    assert list(cache.iterdir()) == []
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
     monkeypatch.delenv("CXX")
     assert cpu_build.compiled_library()
 
@@ -85,6 +146,27 @@ def test_a_compiler_that_fails_is_one_line(
     with pytest.raises(cpu_build.CompileError, match=says) as error:
         cpu_build.compiled_library()
     assert "\n" not in str(error.value)
+
+
+def test_a_compiler_that_takes_too_long_ends_with_all_that_it_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_build, "SECONDS", 2.0)
+    monkeypatch.setenv("CXX", compiler(tmp_path, 'sleep 60 & echo $! >"$0.called"; wait'))
+    with pytest.raises(cpu_build.CompileError, match=r"^the C\+\+ compiler took longer than 2 seconds: .* later$"):
+        cpu_build.compiled_library()
+    called = int((tmp_path / "compiler.called").read_text())
+    last = time.monotonic() + 10
+    while runs(called) and time.monotonic() < last:
+        time.sleep(0.05)
+    assert not runs(called)
+
+
+def runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,24 @@ def test_a_rows_products_do_not_depend_on_how_many_there_are(ins, outs, rank, dt
             assert torch.equal(found[first:], drafted[first:rows]), (rows, first)
 
 
+@pytest.mark.parametrize(("ins", "outs", "rank"), [(64, 96, 16), (160, 32, 32), (48, 64, 80), (96, 640, 16)])
+def test_products_do_not_depend_on_the_number_of_threads(ins, outs, rank, dtype, ops):
+    """Bit for bit, whether each computes all of the drafter's narrow product or they share it, as many do."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    weight, x = ops.pack(random(outs, ins)), random(70, ins)
+    drafter = LowRank(ops.pack_adapter(random(rank, ins)), ops.pack_adapter(random(outs, rank)))
+    for rows, first in [(1, 0), (19, 3), (70, 0), (70, 41), (70, 69)]:
+        found = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            found.append(ops.linear(x[:rows], weight, None, drafter, first))
+        assert all(torch.equal(each, found[0]) for each in found)
+
+
 @pytest.mark.parametrize("rank", [4, 16, 32])
 def test_packed_products_match_the_oracle_and_keep_rows_apart(rank, dtype, ops):
     generator = torch.Generator().manual_seed(4)

@@ -20,6 +20,7 @@ from tidar_core.model.weights import LowRank
 
 LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 INT4_GROUP = 32  # inputs that share a scale and a minimum
+SLICE_WEIGHTS = 1 << 20  # that are packed at a time
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 
 
@@ -53,6 +54,30 @@ def pack(weight: Tensor) -> Tensor:
 
 def pack_int8(weight: Tensor) -> Tensor:
     """[out, in] -> [out / 16, 16 in + 64] bytes, as `cpu_gemm_int8.cpp` reads it: one scale an output."""
+    return _in_slices(_int8_blocks, weight, LANES * (weight.shape[1] + 4))
+
+
+def pack_int4(weight: Tensor) -> Tensor:
+    """[out, in] -> [out / 16, 10 in] bytes, as `cpu_gemm_int4.cpp` reads it: a scale and a minimum for 32 inputs.
+
+    The smallest weight of a group becomes 0 and the largest 15, so that weights from a GGUF file's Q4_1 come out with
+    the whole numbers that they had there.
+    """
+    return _in_slices(_int4_blocks, weight, 10 * weight.shape[1])
+
+
+def _in_slices(blocks_of: Callable[[Tensor], Tensor], weight: Tensor, block_bytes: int) -> Tensor:
+    """Blocks of 16 outputs, made of some rows at a time: of a whole matrix the numbers between would take several times
+    its memory."""
+    rows, columns = weight.shape
+    packed = weight.new_empty(rows // LANES, block_bytes, dtype=torch.uint8)
+    blocks = max(1, SLICE_WEIGHTS // (LANES * columns))
+    for part, to in zip(weight.split(blocks * LANES), packed.split(blocks), strict=True):
+        to.copy_(blocks_of(part))
+    return packed
+
+
+def _int8_blocks(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     wide = weight.float()
     scales = wide.abs().amax(dim=1) / 127
@@ -62,12 +87,7 @@ def pack_int8(weight: Tensor) -> Tensor:
     return torch.cat((blocks.reshape(rows // LANES, -1), scales.view(rows // LANES, LANES).view(torch.uint8)), dim=1)
 
 
-def pack_int4(weight: Tensor) -> Tensor:
-    """[out, in] -> [out / 16, 10 in] bytes, as `cpu_gemm_int4.cpp` reads it: a scale and a minimum for 32 inputs.
-
-    The smallest weight of a group becomes 0 and the largest 15, so that weights from a GGUF file's Q4_1 come out with
-    the whole numbers that they had there.
-    """
+def _int4_blocks(weight: Tensor) -> Tensor:
     rows, columns = weight.shape
     groups = columns // INT4_GROUP
     wide = weight.float().view(rows, groups, INT4_GROUP)

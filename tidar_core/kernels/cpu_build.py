@@ -5,6 +5,7 @@ loaded: none of that may outlive the start that it happened in.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -14,6 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 
@@ -44,9 +47,11 @@ FLAGS = (
     # For some processors g++ would contract where a row has company and not where it is alone: other bits.
     "--param=avoid-fma-max-bits=0",
     "-fno-math-errno",
+    "-pipe",  # no files of its own, which it would leave behind where it is killed
 )
 COMPILERS = ("g++", "clang++")
-SECONDS = 300.0  # for one call of a compiler
+SECONDS = 900.0  # for one call of a compiler, and for waiting until another process has compiled
+LOOK_SECONDS = 0.1  # while waiting
 DIGEST_BYTES = 32
 SCRATCH = "compiling-"
 ABANDONED_SECONDS = 3600.0  # a start that was killed left its scratch behind
@@ -70,23 +75,70 @@ def compiled_library() -> ctypes.CDLL:
     source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
     key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *_torchs_openmp()))
     target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    try:
-        if _is_whole(target):
-            return ctypes.CDLL(str(target))
-    except OSError:
-        pass  # made for another system, or by another compiler's runtime that is gone: once more
+    kept = _kept(target)
+    if kept is not None:
+        return kept
     room_to_keep = _writable(target.parent)
+    with _alone(target.with_suffix(".lock")) if room_to_keep else ExitStack():
+        return _kept(target) or _made(source, target, room_to_keep)
+
+
+def _kept(target: Path) -> ctypes.CDLL | None:
+    """The library that is there, None where there is none, or one that is damaged, was made for another system, or by
+    another compiler's runtime that is gone."""
+    try:
+        return _loaded(target) if _is_whole(target) else None
+    except OSError:
+        return None
+
+
+def _made(source: str, target: Path, room_to_keep: bool) -> ctypes.CDLL:
+    """Compiles the library, and keeps it where no other is kept by now: that may be in use. Raises CompileError."""
     try:
         # One that nobody else can write: what is loaded is run.
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent if room_to_keep else None) as scratch:
+        place = target.parent if room_to_keep else None
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place, ignore_cleanup_errors=True) as scratch:
             built = _compile(source, Path(scratch))
-            library = ctypes.CDLL(str(built))  # before others find it
-            if room_to_keep:
+            library = _loaded(built)  # before others find it
+            if room_to_keep and _kept(target) is None:
                 _seal(built)
                 os.replace(built, target)
             return library
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise CompileError(f"compiling the CPU kernels failed: {error}") from error
+
+
+def _loaded(library: Path) -> ctypes.CDLL:
+    """Raises OSError. Where nothing that lies there may be run, as in some homes, a copy of it may elsewhere."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        with tempfile.TemporaryDirectory(prefix=SCRATCH, ignore_cleanup_errors=True) as elsewhere:
+            return ctypes.CDLL(shutil.copy(library, elsewhere))
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """While this is open no other process compiles the same, if the file system has locks. Another that hangs is not
+    waited for for ever."""
+    with ExitStack() as stack:
+        last = time.monotonic() + SECONDS
+        try:
+            file = stack.enter_context(lock.open("ab"))
+            while not _locked(file.fileno()) and time.monotonic() < last:
+                time.sleep(LOOK_SECONDS)
+        except OSError:
+            pass
+        yield
+
+
+def _locked(file: int) -> bool:
+    """Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _writable(directory: Path) -> bool:
@@ -127,7 +179,7 @@ def compiler() -> list[str]:
 
 
 def _compile(source: str, scratch: Path) -> Path:
-    """The library made of the source. Raises CompileError, OSError, TimeoutExpired."""
+    """The library made of the source. Raises CompileError, OSError."""
     called, unit, built = compiler(), scratch / "kernels.o", scratch / "kernels.so"
     (scratch / "kernels.cpp").write_text(source)
     # clang calls a runtime of its own, by names that torch's does not have.
@@ -139,15 +191,27 @@ def _compile(source: str, scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """What it prints. Raises CompileError."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-    if done.returncode < 0:
-        killed = signal.Signals(-done.returncode).name
+    """What it prints. Raises CompileError, OSError."""
+    # A session of its own: what is called calls others, and they end with it.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    ) as process:
+        try:
+            printed, complaints = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise CompileError(
+                f"the C++ compiler took longer than {SECONDS:.0f} seconds: the machine may be busy, start again later"
+            ) from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode < 0:
+        killed = signal.Signals(-process.returncode).name
         raise CompileError(f"the C++ compiler was ended by {killed}: it may have run out of memory")
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if process.returncode != 0:
+        last = (complaints.strip().splitlines() or ["no message"])[-1]
         raise CompileError(f"the C++ compiler failed: {last}")
-    return done.stdout
+    return printed
 
 
 def _seal(built: Path) -> None:

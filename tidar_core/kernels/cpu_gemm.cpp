@@ -122,8 +122,8 @@ void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<
     }
 }
 
-// `low` is scratch for all rows times `down`, one copy a thread: computing it twice costs less than waiting. x is what
-// the adapter reads, whatever the base makes of it.
+// `low` is scratch for all rows times `down`, one copy a thread, the first of them for all where they share it. x is
+// what the adapter reads, whatever the base makes of it.
 template <typename Base, typename T, typename Out>
 void product(const Base& base, const T* x, int rows, int in, int out_features, const T* bias, Out* out,
              int first_mask_row, const T* down, const T* up, int rank, T* low, int threads) {
@@ -134,25 +134,34 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
                                  threads);
 #endif
     const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows;
+    const bool together = plain < rows && shares_down(threads, rank, out_features);
 #pragma omp parallel num_threads(threads)
     {
         const int team = omp_get_num_threads(), me = omp_get_thread_num();
         const int from = pairs * me / team, to = pairs * (me + 1) / team;
         const LowRank<T> none{nullptr, nullptr, 0};
         LowRank<T> extra = none;
-        if (plain < rows && from < to) {
-            T* own = low + int64_t(me) * rows * rank;
-            std::memset(own, 0, sizeof(T) * plain * rank);
-            T* masked = own + int64_t(plain) * rank;
+        if (plain < rows && (together || from < to)) {
+            constexpr int LEAST_ROWS = 4;  // of a slice: fewer would wait for `down` more than they multiply
+            const int mine = together ? me : 0;
+            T* own = low + int64_t(me - mine) * rows * rank;
+            if (mine == 0) std::memset(own, 0, sizeof(T) * plain * rank);
+            const DownPart part = part_of_down(mine, together ? team : 1, rank, rows - plain, LEAST_ROWS);
+            const int first = plain + part.row, count = part.row_end - part.row;
+            T* masked = own + int64_t(first) * rank;
             const T* no_bias = nullptr;
             const Dense<T> inner{x, down, in};
-            const int count = rows - plain, even = rank / (2 * LANES) * 2 * LANES;
-            const Ahead own_first = base.ahead(2 * LANES * from, 2);
-            for (int r = 0; r < even; r += 2 * LANES)
-                rows_of_tiles<2>(inner, plain, count, no_bias, none, count, r, masked, rank, own_first);
-            if (even < rank)
-                rows_of_tiles<1>(inner, plain, count, no_bias, none, count, even, masked, rank, own_first);
+            const Ahead own_first = base.ahead(2 * LANES * from, from < to ? 2 : 0);
+            for (int r = part.rank; r < part.rank_end; r += 2 * LANES) {
+                if (r + 2 * LANES <= rank)
+                    rows_of_tiles<2>(inner, first, count, no_bias, none, count, r, masked, rank, own_first);
+                else
+                    rows_of_tiles<1>(inner, first, count, no_bias, none, count, r, masked, rank, own_first);
+            }
             extra = {own, up, rank};
+        }
+        if (together) {
+#pragma omp barrier
         }
         for (int p = from; p < to; p++) {
             const int first = 2 * LANES * p;

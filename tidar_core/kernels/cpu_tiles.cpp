@@ -23,6 +23,24 @@ constexpr int TILE_ROWS = 16, TILE_INPUTS = 32;
 // Low-rank products are as wide as tiles, filled up with zeros.
 inline int tiled_rank(int rank) { return (rank + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS; }
 
+// Whether threads share the adapter's product with `down` and wait for one another; else each computes all of it, which
+// costs a thread as much as `rank` more outputs. Two would wait longer than that takes.
+inline bool shares_down(int threads, int rank, int out_features) {
+    return threads > 2 && 4 * int64_t(threads) * rank > out_features;
+}
+
+// The ranks [rank, rank_end) of rows [row, row_end) that are one thread's part of that product: blocks of ranks, and
+// where there are fewer of these than threads, slices of at least `height` rows. A thread too many has no ranks.
+struct DownPart { int rank, rank_end, row, row_end; };
+inline DownPart part_of_down(int me, int team, int rank, int rows, int height) {
+    const int blocks = tiled_rank(rank) / TILE_INPUTS, across = blocks < team ? blocks : team;
+    const int most = (rows + height - 1) / height, slices = team / across < most ? team / across : most;
+    const int column = me % across, slice = me / across, end = TILE_INPUTS * (blocks * (column + 1) / across);
+    if (slice >= slices) return {0, 0, 0, rows};
+    return {TILE_INPUTS * (blocks * column / across), end < rank ? end : rank, rows * slice / slices,
+            rows * (slice + 1) / slices};
+}
+
 #ifdef TILED
 
 // Linux gives a process the unit's registers when it asks for them.
@@ -162,6 +180,7 @@ void tiled_product(const bf16* x, int rows, int in, const bf16* weight, int out_
                    int first_mask_row, const bf16* down, const bf16* up, int rank, bf16* low, int threads) {
     if (rows == 0) return;
     const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows, wide = tiled_rank(rank);
+    const bool together = plain < rows && shares_down(threads, rank, out_features);
     const bf16* no_bias = nullptr;
 #pragma omp parallel num_threads(threads)
     {
@@ -169,20 +188,30 @@ void tiled_product(const bf16* x, int rows, int in, const bf16* weight, int out_
         const int from = pairs * me / team, to = pairs * (me + 1) / team;
         const TiledLowRank none{nullptr, nullptr, 0, rows};
         TiledLowRank extra = none;
-        if (plain < rows && from < to) {
-            bf16* own = low + int64_t(me) * rows * wide;
-            std::memset(own, 0, sizeof(bf16) * rows * wide);
-            const int count = rows - plain, height = tile_height(count), even = rank / (2 * LANES) * 2 * LANES;
-            const bf16* masked = x + int64_t(plain) * in;
-            bf16* to_low = own + int64_t(plain) * wide;
+        if (plain < rows && (together || from < to)) {
+            const int mine = together ? me : 0;
+            bf16* own = low + int64_t(me - mine) * rows * wide;
+            if (mine == 0) {
+                std::memset(own, 0, sizeof(bf16) * plain * wide);
+                for (int r = plain; r < rows; r++)
+                    std::memset(own + int64_t(r) * wide + rank, 0, sizeof(bf16) * (wide - rank));
+            }
+            const DownPart part = part_of_down(mine, together ? team : 1, rank, rows - plain, TILE_ROWS);
+            const int first = plain + part.row, count = part.row_end - part.row, height = tile_height(count);
             shape_tiles(height);
-            for (int r = 0; r < even; r += 2 * LANES)
-                tiled_blocks<2>(masked, count, in, height, down + int64_t(r) * in, no_bias, none, to_low + r, wide, nullptr);
-            if (even < rank)
-                tiled_blocks<1>(masked, count, in, height, down + int64_t(even) * in, no_bias, none, to_low + even, wide,
-                                nullptr);
+            for (int r = part.rank; r < part.rank_end; r += 2 * LANES) {
+                const bf16 *masked = x + int64_t(first) * in, *blocks = down + int64_t(r) * in;
+                bf16* to_low = own + int64_t(first) * wide + r;
+                if (r + 2 * LANES <= rank)
+                    tiled_blocks<2>(masked, count, in, height, blocks, no_bias, none, to_low, wide, nullptr);
+                else
+                    tiled_blocks<1>(masked, count, in, height, blocks, no_bias, none, to_low, wide, nullptr);
+            }
             written(own);
             extra = {own, up, rank, plain};
+        }
+        if (together) {
+#pragma omp barrier
         }
         const int height = tile_height(rows);
         if (from < to) shape_tiles(height);
@@ -193,7 +222,7 @@ void tiled_product(const bf16* x, int rows, int in, const bf16* weight, int out_
             tiled_blocks<2>(x, rows, in, height, blocks, bias ? bias + first : bias, extra, out + first, out_features,
                             p + 1 < to ? (const char*)(blocks + 2 * int64_t(LANES) * in) : nullptr);
         }
-        if (from < to) _tile_release();
+        if (from < to || together) _tile_release();
     }
 }
 

@@ -163,9 +163,16 @@ def pack_model(
     weights: ModelWeights, pack: Callable[[Tensor], Tensor], pack_head: Callable[[Tensor], Tensor]
 ) -> ModelWeights:
     """The same model with every matrix that is multiplied by laid out anew, the layers' by `pack`; the embedding
-    stays."""
+    stays. The layers are taken: whoever holds them as they were has empty matrices, so that never all of them are there
+    twice."""
     layers = tuple(
-        replace(layer, qkv=pack(layer.qkv), o=pack(layer.o), gate_up=pack(layer.gate_up), down=pack(layer.down))
+        replace(
+            layer,
+            qkv=_taken(layer.qkv, pack),
+            o=_taken(layer.o, pack),
+            gate_up=_taken(layer.gate_up, pack),
+            down=_taken(layer.down, pack),
+        )
         for layer in weights.layers
     )
     return replace(weights, layers=layers, head=pack_head(weights.head))
@@ -175,8 +182,15 @@ def pack_adapter(
     adapter: AdapterWeights, pack: Callable[[Tensor], Tensor], pack_base: Callable[[Tensor], Tensor]
 ) -> AdapterWeights:
     """The same adapter with every matrix of its layers laid out anew: by `pack_base` where it stands for one of the
-    base's, else by `pack`."""
+    base's, and is taken as `pack_model` does, else by `pack`."""
     attention = adapter.attention and tuple(
-        replace(own, qkv=pack_base(own.qkv), o=pack_base(own.o)) for own in adapter.attention
+        replace(own, qkv=_taken(own.qkv, pack_base), o=_taken(own.o, pack_base)) for own in adapter.attention
     )
     return replace(adapter, layers=_map_layers(adapter, pack), attention=attention)
+
+
+def _taken(matrix: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    packed = pack(matrix)
+    if packed is not matrix:
+        matrix.data = matrix.new_empty(0)
+    return packed
