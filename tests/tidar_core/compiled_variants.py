@@ -83,8 +83,8 @@ def variants_in_use() -> list[Variant]:
 def train(sizes: BlockSizes) -> None:
     """One layer's attention of the drafter's training, both ways."""
     clean, rows = (
-        torch.empty(count, (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim, dtype=BF16, device="meta")
-        for count in (1000, 90 * sizes.slots)
+        torch.empty(count, heads * sizes.head_dim, dtype=BF16, device="meta")
+        for count, heads in ((1000, 2 * sizes.kv_heads), (90 * sizes.slots, sizes.heads + 2 * sizes.kv_heads))
     )
     _, k, v = split_heads(clean, sizes.kv_heads, sizes.head_dim)
     tiles = BlockTiles(*(torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((50, 8), (90,))))

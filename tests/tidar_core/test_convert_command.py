@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tidar_core.config import EngineConfig
 from tidar_core.convert import run, speed
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
+from tidar_core.convert.own_words import add_text
 from tidar_core.convert.shards import KINDS, ShardStore
 from tidar_core.convert.trainer import train_drafter
 from tidar_core.engine import load_engine
@@ -70,7 +72,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     (tmp_path / "drafter.work" / "training").rename(tmp_path / "elsewhere")
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 50, *SMALL)
     assert status == 1
-    assert f"holds what 40 steps have trained, and the training itself is gone from {tmp_path}" in output
+    assert f"holds what 40 steps have trained, and the training itself is not in {tmp_path}" in output
     assert (tmp_path / "drafter" / "adapter.safetensors").read_bytes() == kept
     (tmp_path / "elsewhere").rename(tmp_path / "drafter.work" / "training")
 
@@ -221,7 +223,7 @@ def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_
     assert not [tokens for tokens in judged if any(each.startswith(tokens) for each in trained)]
 
 
-def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
+def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, monkeypatch):
     model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(400)))
     (tmp_path / "prompts").write_text("What is the answer?\n" + json.dumps({"prompt": "Why do dogs mind?"}))
@@ -240,12 +242,17 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path):
 
     # Prompts that come later are answered, and those that were asked cost no start of the generator.
     (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?\n" + "And so on? " * 500)
+    read: list[Path] = []
+    monkeypatch.setattr(run, "add_text", lambda *given: read.append(given[1]) or add_text(*given))
     for generating in (True, False):
         status, output = run_command(
             model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",
-            "--prompts", tmp_path / "prompts", *SMALL,
+            "--text", tmp_path / "text", "--prompts", tmp_path / "prompts", *SMALL,
         )  # fmt: skip
         assert status == 0, output
+        assert read == [tmp_path / "text"], "once"
+        assert [f"reading {path}" in output for path in (tmp_path / "text", tmp_path / "prompts")] == [True] * 2
+        read.clear()
         assert ("generating with transformers" in output) == generating
         assert ("1 of --prompts taught nothing: too long, or" in output) == generating
 

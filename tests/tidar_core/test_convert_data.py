@@ -6,16 +6,17 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from tests.tidar_core.documents import HEADER
-from tests.tiny import tiny_tokenizer
+from tests.tiny import thinking_tokenizer, tiny_tokenizer
 from tidar_core.config import ConfigError
 from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
 from tidar_core.convert.given import read_prompts
-from tidar_core.convert.own_words import add_text
+from tidar_core.convert.own_words import AddedText, add_text
 from tidar_core.convert.shards import content_key, open_store
 from tidar_core.convert.sources import Completion
-from tidar_core.convert.template import answer_prompt, encode, open_user_turn, text_start
+from tidar_core.convert.template import answer_prompt, encode, has_special, open_user_turn, text_start
 
 SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
 
@@ -61,6 +62,17 @@ def test_a_text_begins_with_at_least_one_token(tokenizer):
     assert text_start(tokenizer, "def ") == encode(tokenizer, "def ")
 
 
+def test_special_tokens_are_known_without_a_list_of_them(tokenizer, monkeypatch):
+    """Of a large vocabulary it takes long to make, and a conversation asks at each turn."""
+
+    def listed(_) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(type(tokenizer), "added_tokens_decoder", property(listed))
+    assert [has_special(tokenizer, tokens) for tokens in ((), (5, 9), (5, 2), (1, 5))] == [False, False, True, True]
+    assert open_user_turn(tokenizer, []).stop_ids == {2}
+
+
 # Jobs and conversations
 
 
@@ -74,6 +86,13 @@ def test_a_job_is_fixed_by_number_and_seed():
     assert kinds["code"] > 10
     assert kinds["text"] > 10
     assert len({job.opening for job in jobs}) > 100
+
+
+def test_longer_answers_have_longer_documents_as_far_as_there_are_positions():
+    plan = Plan(0, chat=True, answer_tokens=900)
+    assert (plan.within(4096).longest, plan.within(4096).answer_tokens) == (1800, 900)
+    assert (plan.within(1000).longest, plan.within(1000).answer_tokens) == (1000, 500)
+    assert Plan(0, chat=True).within(4096) == Plan(0, chat=True)
 
 
 def test_a_model_without_a_template_gets_no_chat_jobs():
@@ -117,6 +136,23 @@ def test_a_conversation_asks_itself_and_answers(tokenizer):
     assert made.tokens[: len(prompts[3])] == prompts[3]
     assert not any(made.own[: len(prompts[1])])
     assert made.key == content_key(encode(tokenizer, "What is the answer?"))
+
+
+def test_a_model_that_thinks_answers_every_second_question_without(tokenizer):
+    jobs = [plan_job(SHORT, number) for number in range(40)] + [prompt_job(SHORT, f"Why {n}?") for n in range(40)]
+    thinking, closed = thinking_tokenizer(), "<think>\n\n</think>\n\n"
+    assert [job.thinks for job in jobs[:40]] == [True, False] * 20
+    for job in (each for each in jobs if each.kind in ("chat", "prompt")):
+        prompts = []
+        for each in (thinking, tokenizer):
+            conversation = Conversation(job, SHORT, each, set())
+            wish = conversation.start()
+            if job.kind == "chat":
+                wish = conversation.advance(Completion(0, (*encode(each, " is the answer?"), 2), True))
+            prompts.append(each.decode(list(wish.prompt)))
+        assert prompts[0].endswith(closed) != job.thinks
+        assert not prompts[1].endswith(closed)  # a template that does not ask
+    assert 10 < sum(job.thinks for job in jobs[40:]) < 30
 
 
 def test_questions_that_are_no_use_end_the_conversation(tokenizer):
@@ -185,9 +221,9 @@ def test_text_is_cut_into_documents_once(tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog.\n" * 40 + "In the beginning there was a word.\n" * 30)
     store = open_store(tmp_path / "data", HEADER)
-    added = add_text(tokenizer, path, store, 64)
+    added = add_text(tokenizer, path, store, 64, 512).documents
     assert added > 5
-    assert add_text(tokenizer, path, store, 64) == 0
+    assert add_text(tokenizer, path, store, 64, 512) == AddedText(0, 0)
     corpus = store.read().corpus
     whole = [t for i in range(len(corpus)) for t in corpus.document(i)[0].tolist()]
     assert len(corpus) == added
@@ -197,12 +233,44 @@ def test_text_is_cut_into_documents_once(tokenizer, tmp_path):
     assert set(whole) <= set(encode(tokenizer, path.read_text()))
 
 
+def test_a_text_begins_as_the_tokenizer_begins_one(tokenizer, tmp_path):
+    path, begins = tmp_path / "text.txt", tiny_tokenizer()
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)]
+    )
+    plain, begun = (open_store(tmp_path / name, HEADER) for name in ("plain", "begun"))
+    added = add_text(tokenizer, path, plain, 64, 512)
+    assert add_text(begins, path, begun, 64, 512) == added
+    for index in range(added.documents):
+        (tokens, own), (words, _) = (store.read().corpus.document(index) for store in (begun, plain))
+        assert tokens.tolist() == [0, *words]
+        assert own.tolist() == [False] + [True] * len(words)
+    assert add_text(begins, path, plain, 64, 512) == AddedText(0, 0), "stored as it was without"
+
+
+def test_what_the_model_has_no_embedding_of_is_left_out(tmp_path):
+    path, tokenizer = tmp_path / "text.txt", tiny_tokenizer()
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["<|extra|>"])
+    path.write_text("The quick brown fox jumps over the lazy dog.\n" * 40 + "<|extra|>")
+    store = open_store(tmp_path / "data", HEADER)
+    assert add_text(tokenizer, path, store, 64, rows + 1).unknown == 0
+    store = open_store(tmp_path / "less", HEADER)
+    added = add_text(tokenizer, path, store, 64, rows)
+    assert added.documents == len(store.read().corpus) > 1
+    assert added.unknown == 1
+    assert store.read().corpus.tokens.max() < rows
+    with pytest.raises(ConfigError, match="nothing to learn from"):
+        add_text(tokenizer, path, store, 64, 1)
+
+
 def test_a_text_too_short_to_learn_from_is_told(tokenizer, tmp_path):
     store = open_store(tmp_path / "data", HEADER)
     for text in ("", "Too short."):
         (tmp_path / "text").write_text(text)
         with pytest.raises(ConfigError, match="nothing to learn from"):
-            add_text(tokenizer, tmp_path / "text", store, 64)
+            add_text(tokenizer, tmp_path / "text", store, 64, 512)
 
 
 def test_prompts_are_read_plain_or_as_json(tmp_path):
@@ -224,4 +292,4 @@ def test_files_that_are_not_there_are_one_line(tokenizer, tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none")
     with pytest.raises(ConfigError, match="cannot be read"):
-        add_text(tokenizer, tmp_path / "none", open_store(tmp_path / "data", HEADER), 64)
+        add_text(tokenizer, tmp_path / "none", open_store(tmp_path / "data", HEADER), 64, 512)

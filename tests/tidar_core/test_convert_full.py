@@ -31,7 +31,14 @@ from tidar_core.bench.exact import (
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import full
 from tidar_core.convert.full import _visible, document_logits, doubled, joint_loss
-from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of, replace_folder, take_back
+from tidar_core.convert.full_folder import (
+    check_replaceable,
+    kept_tokens_per_step,
+    part_of,
+    remove,
+    replace_folder,
+    take_back,
+)
 from tidar_core.engine import load_engine
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
@@ -102,7 +109,7 @@ def trained(tmp_path_factory):
     (directory / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(400)), encoding="utf-8")
     common = (
         model, "--mode", "full", "--out", directory / "out", "--text", directory / "text", "--block-length", 4,
-        "--learning-rate", 0.01, "--rows", 1500, "--threads", 1,
+        "--learning-rate", 0.01, "--rows", 1500, "--threads", 1, "--dtype", "float32",
     )  # fmt: skip
     said = [run_command(*common, "--steps", steps) for steps in (15, 110)]
     return directory, said
@@ -116,11 +123,12 @@ def test_tokens_per_step_rise_and_a_run_goes_on(trained):
     contract = read_own_drafter(directory / "out")
     assert contract is not None
     assert contract.block_length == 4
+    assert contract.training["dtype"] == "float32"
     assert contract.training["tokens_per_step"] > 1.5
     assert len(contract.holds) == 3
     expected = 1 + sum(accumulate(contract.holds, mul))
     assert contract.training["tokens_per_step"] == pytest.approx(expected, abs=0.005), "both are of the same drafts"
-    assert "Measured: " in (directory / "out" / "README.md").read_text()
+    assert "a mean over blocks one behind the other" in (directory / "out" / "README.md").read_text()
     assert json.loads((directory / "out" / "config.json").read_text())["dtype"] == "bfloat16", "as the weights are"
 
 
@@ -262,6 +270,25 @@ def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
     (tmp_path / "empty").mkdir()
     check_replaceable(tmp_path / "empty", [])
     check_replaceable(tmp_path / "new", [])
+
+
+@pytest.mark.parametrize("name", ["out.part", "out.replaced"])
+def test_a_folder_that_only_has_the_name_of_ours_is_left_alone(tmp_path, name):
+    (tmp_path / name).mkdir()
+    check_replaceable(tmp_path / "out", [])  # there is nothing to lose
+    (tmp_path / name / "mine.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match=f"{name} holds no full weights that were made here"):
+        check_replaceable(tmp_path / "out", [])
+
+
+def test_what_a_kill_leaves_of_a_removal_is_known_for_ours(tmp_path, monkeypatch):
+    aside = full_weights(tmp_path / "out.replaced")
+    (aside / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        remove(aside)
+    assert [path.name for path in aside.iterdir()] == [CONTRACT_FILE]
+    check_replaceable(tmp_path / "out", [])
 
 
 def test_the_new_folder_is_on_the_disk_before_the_one_before_is_moved(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from tidar_core.config import ConfigError
 from tidar_core.convert import full, full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
-from tidar_core.convert.full_folder import kept_tokens_per_step, part_of
+from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of
 from tidar_core.convert.trainer import Budget
 from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
@@ -132,7 +132,7 @@ def test_what_is_measured_on_is_not_trained_on(tiny, monkeypatch):
     trained: set[bytes] = set()
 
     def measured(model, documents, *_) -> FullDrafts:
-        judged.update(tokens.tobytes() for tokens in documents)
+        judged.update(tokens.tobytes() for tokens, _ in documents)
         return FullDrafts(1.5, (0.5, 0.5, 0.5))
 
     def noted(tokens, *given):
@@ -152,8 +152,10 @@ def test_drafts_count_up_to_the_first_that_differs(monkeypatch):
     masked = F.one_hot(torch.tensor([1, 1, 0, 1, 0, 1, 0, 0, 0]), 2).float()
     following = F.one_hot(torch.zeros(9, dtype=torch.int64), 2).float()
     monkeypatch.setattr(full, "document_logits", lambda *_: (following, masked))
-    drafts = measure_full(None, [np.arange(3, 12)], 2, FullConfig(block=4))
-    assert drafts == FullDrafts(3.0, (1.0, 0.5, 1.0))
+    tokens, own = np.arange(3, 12), np.arange(9) > 0
+    assert measure_full(None, [(tokens, own)], 2, FullConfig(block=4)) == FullDrafts(3.0, (1.0, 0.5, 1.0))
+    asked = np.arange(9) > 4  # what was asked is not drafted
+    assert measure_full(None, [(tokens, asked)], 2, FullConfig(block=4)) == FullDrafts(4.0, (1.0, 1.0, 1.0))
 
 
 def test_the_best_is_known_after_a_kill(tiny, monkeypatch):
@@ -256,6 +258,17 @@ def test_a_full_disk_is_one_line_and_keeps_the_model_before(tiny, monkeypatch, e
     assert not part_of(tiny.out).exists()
 
 
+def test_what_a_kill_leaves_of_the_writing_is_known_for_ours(tiny, monkeypatch):
+    def killed(*_, **__) -> None:
+        raise Killed
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", killed)
+    with pytest.raises(Killed):
+        tiny.train(1)
+    assert any(part_of(tiny.out).glob("*.safetensors"))
+    check_replaceable(tiny.out, [])
+
+
 def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
     def wrong(*_, **__) -> None:
         raise TypeError("a mistake")
@@ -265,15 +278,36 @@ def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
         tiny.train(1)
 
 
-def test_other_documents_begin_a_new_epoch(tiny):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_are_in_the_dtype_that_was_asked_for(tiny, monkeypatch, dtype):
+    training = FullTraining(
+        dense_model(tiny.source, torch.float32), 2, FullConfig(block=4, dtype=dtype), random_documents(12).__getitem__
+    )
+    training.model = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    found: list[bool] = []
+
+    def noted(kind: str, dtype: torch.dtype, enabled: bool) -> None:
+        found.append(enabled)
+        raise Killed
+
+    monkeypatch.setattr(torch, "autocast", noted)
+    with pytest.raises(Killed):
+        training.step(range(12), 0.0)
+    assert found == [dtype == "bfloat16"]
+
+
+def test_other_documents_begin_a_new_epoch(tiny, monkeypatch):
     documents = random_documents(12)
     model = dense_model(tiny.source, torch.float32)
     training = FullTraining(model, 2, FullConfig(block=4, tokens_a_step=100), lambda index: documents[index])
+    orders, generator = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: orders.append(seed) or generator(seed))
     seen: list[int] = []
     training._document = lambda index: seen.append(index) or documents[index]
     while training.progress.place < 5:
         training.step(range(12), 0.0)
     assert training.progress.epoch == 0
+    assert orders.count((0, 0, 4)) == 1, "drawn once"
     seen.clear()
     training.step(range(3), 0.0)
     assert training.progress.epoch >= 1

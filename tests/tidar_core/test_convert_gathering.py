@@ -249,7 +249,7 @@ def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, m
 def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(200)))
     store = open_store(tmp_path / "data", HEADER)
-    add_text(engine.tokenizer, tmp_path / "text", store, 64)
+    add_text(engine.tokenizer, tmp_path / "text", store, 64, 512)
     text = store.read().corpus
     assert text.own_tokens() > 1000
     assert text.generated_tokens() == 0
@@ -370,6 +370,13 @@ def test_transformers_generates_the_same_greedy_answers(engine, model_directory,
         found.append(done)
     assert found[0] == found[1]
     assert other.emitted == ours.emitted
+
+
+def test_neither_source_takes_a_token_that_the_model_does_not_have(engine, model_directory):
+    model = AutoModelForCausalLM.from_pretrained(model_directory).eval()
+    for source in (TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512), engine_source(engine)):
+        assert not source.submit(0, (30, 512, 31), SamplingParams(max_tokens=4))
+        assert source.in_flight == 0
 
 
 def test_a_wave_that_lasts_too_long_goes_on_in_another(engine, model_directory, monkeypatch):

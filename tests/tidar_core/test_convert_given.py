@@ -106,7 +106,7 @@ def test_a_file_that_is_being_written_is_not_taken_for_a_whole_one(tmp_path, mon
     store = open_store(tmp_path / "data", HEADER)
     monkeypatch.setattr(given_files, "TEXT_PIECE", 64)
     with pytest.raises(ConfigError, match="was written to while it was read: start again when it is complete"):
-        add_text(tokenized, path, store, 64)
+        add_text(tokenized, path, store, 64, 512)
     assert len(store.read().corpus) == 0
 
 
@@ -146,5 +146,5 @@ def test_one_huge_line_takes_no_longer_than_as_many_short_ones(tmp_path):
         longest = max(longest, len(text))
         return tokenizer(text, **how)
 
-    assert add_text(tokenized, tmp_path / "text", open_store(tmp_path / "data", HEADER), 512) > 1
+    assert add_text(tokenized, tmp_path / "text", open_store(tmp_path / "data", HEADER), 512, 512).documents > 1
     assert longest <= 2 * given_files.TEXT_PIECE

@@ -18,7 +18,7 @@ from tidar_core.convert import flex, held_out
 from tidar_core.convert.blocks import Blocks, anchor_places, draw_blocks, lay_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.flex import TILE, flex_clean_attention, flex_mask_attention, mask_rows_see, tiles
-from tidar_core.convert.forward import Attends, Clean, FrozenBase, gpu_attends, run_clean, run_masks
+from tidar_core.convert.forward import PLAIN, Attends, Clean, FrozenBase, gpu_attends, run_clean, run_masks
 from tidar_core.convert.held_out import HeldOut, choose_windows, judge_windows, measure_held_out
 from tidar_core.convert.ops import compiled, training_ops
 from tidar_core.engine.batch import build_batch
@@ -126,6 +126,33 @@ def test_flex_attention_is_the_same_attention(tmp_path, within_block, architectu
         )
     torch.testing.assert_close(a, c, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(b, d, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("attends", [PLAIN, Attends(flex_clean_attention, flex_mask_attention)])
+def test_queries_of_clean_rows_are_not_kept(tmp_path, attends):
+    base = replace(tiny_base(tmp_path).base, attends=attends)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        kv = run_clean(base, pack_documents(random_documents(3), CPU)).kv
+    for keys, values in zip(kv.keys, kv.values, strict=True):
+        assert keys.stride() == values.stride() == (base.config.head_dim, 2 * len(keys) * base.config.head_dim, 1)
+        assert keys.untyped_storage().nbytes() == 2 * keys.numel() * keys.element_size()
+
+
+def test_flex_attention_is_tried_with_the_models_own_heads(tmp_path, monkeypatch):
+    tiny, said, tried = tiny_base(tmp_path, "qwen3"), [], []
+
+    def attend(q, k, v, **how):
+        tried.append((q.shape[1], k.shape[1], v.shape[3], q.dtype))
+        if len(tried) > 1:
+            raise RuntimeError("out of shared memory")
+        return q
+
+    monkeypatch.setattr(flex, "_flex", lambda device: attend)
+    config, embedding = tiny.base.config, tiny.base.weights.embedding
+    assert [flex.flex_runs(config, embedding, said.append) for _ in range(2)] == [True, False]
+    assert tried == [(config.heads, config.kv_heads, config.head_dim, embedding.dtype)] * 2
+    assert said == ["training without FlexAttention, which is slower: RuntimeError"]
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])

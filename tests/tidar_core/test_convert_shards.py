@@ -36,13 +36,16 @@ def test_a_torn_last_shard_is_dropped_with_one_line(tmp_path):
     torn = tmp_path / "shard-000001.safetensors"
     torn.write_bytes(torn.read_bytes()[:-9])
     (tmp_path / "shard-000002.safetensors.part").write_bytes(b"half")
+    theirs = [tmp_path / name for name in ("film.mkv.part", "shard-of-mine.safetensors.part")]
+    for path in theirs:
+        path.write_bytes(b"half a download")
     again = open_store(tmp_path, HEADER)
     assert len(again.notes) == 1
     assert "shard-000001" in again.notes[0]
     assert again.read().done == {0}
     again.append([document(1)], [1], 1.0)
     assert open_store(tmp_path, HEADER).read().done == {0, 1}
-    assert not list(tmp_path.glob("*.part"))
+    assert sorted(tmp_path.glob("*.part")) == sorted(theirs)
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])
@@ -78,17 +81,22 @@ def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
     open_store(tmp_path, HEADER)
     with pytest.raises(ConfigError, match="another tokenizer"):
         open_store(tmp_path, HEADER.model_copy(update={"tokenizer": "x"}))
+    store = open_store(tmp_path, HEADER.model_copy(update={"seed": 1, "fingerprint": ""}))
+    assert store.header == HEADER
     with pytest.raises(ConfigError, match="--seed 0"):
-        open_store(tmp_path, HEADER.model_copy(update={"seed": 1}))
-    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
-    assert open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""})).notes == ()
+        store.check_seed(1)
+    store.check_seed(0)
+    assert "other weights" in store.said_by(HEADER.model_copy(update={"fingerprint": "x"}))
+    assert store.said_by(HEADER) == ""
 
 
 def test_data_begun_with_text_alone_are_of_the_first_weights_that_say_something(tmp_path):
-    open_store(tmp_path, HEADER.model_copy(update={"fingerprint": ""}))
-    assert open_store(tmp_path, HEADER).notes == ()
-    assert read_header(tmp_path) == HEADER
-    assert "other weights" in open_store(tmp_path, HEADER.model_copy(update={"fingerprint": "x"})).notes[0]
+    """And are planned with their seed."""
+    store = open_store(tmp_path, HEADER.model_copy(update={"model": "another", "fingerprint": "", "seed": 1}))
+    store.check_seed(0)
+    assert store.said_by(HEADER) == ""
+    assert read_header(tmp_path) == store.header == HEADER
+    assert "other weights" in store.said_by(HEADER.model_copy(update={"fingerprint": "x"}))
 
 
 def test_a_shard_that_the_disk_does_not_give_is_kept(tmp_path):

@@ -223,6 +223,15 @@ def test_the_learning_rate_rises_and_falls():
     assert learning_rate(config, 1000, 1.0) == pytest.approx(0.1)
 
 
+def test_the_order_of_an_epoch_is_drawn_once(corpus, monkeypatch):
+    drawn, generator = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed))
+    sampler, progress = Sampler(corpus, range(len(corpus)), 4, 1024, 0), Progress()
+    while progress.epoch < 2:
+        sampler.next_documents(progress, 1, 64)
+    assert [seed[1] for seed in drawn] == [0, 1, 2]
+
+
 def test_documents_come_once_an_epoch(corpus):
     learnt, _ = corpus.split()
     sampler, progress = Sampler(corpus, learnt.tolist(), 4, 1024, 0), Progress()

@@ -6,6 +6,7 @@ needed.
 
     run.py            the whole way, resumable: gather, train, write (`command.py`, `screen.py`: the terminal's side)
     options.py        what a user chooses of it; lock.py: one run at a time in a folder
+    start.py          what training begins from, checked before anything takes long
 
     seeds.py          first words that give the questions their variety
     template.py       the chat template, cut open at the user's turn

@@ -35,17 +35,28 @@ class CleanKV:
     keys: list[Tensor]
     values: list[Tensor]
 
+    def keep(self, qkv: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a layer's rotated rows, [heads, rows, head_dim] each. Keys and values are parts of one copy, in
+        which the heads of a row lie side by side: as parts of `qkv` they would hold on to all queries."""
+        kv_heads, head_dim = config.kv_heads, config.head_dim
+        q, _, _ = split_heads(qkv, kv_heads, head_dim)
+        _, k, v = split_heads(qkv[:, -2 * kv_heads * head_dim :].clone(), kv_heads, head_dim)
+        q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        self.keys.append(k)
+        self.values.append(v)
+        return q, k, v
 
-def clean_attention(config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, keep: CleanKV) -> Attention:
-    """Causal attention inside each document; every layer's keys and values are added to `keep`."""
+
+def clean_attention(
+    config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, clean: CleanKV
+) -> Attention:
+    """Causal attention inside each document; every layer's keys and values are added to `clean`."""
     windows = layer_windows(config)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
         qkv = rotate_qkv(qkv, pack.positions, rotary.of(layer), config.kv_heads, norms)
-        q, k, v = (each.transpose(0, 1) for each in split_heads(qkv, config.kv_heads, config.head_dim))
-        keep.keys.append(k)
-        keep.values.append(v)
+        q, k, v = clean.keep(qkv, config)
         spans = (slice(start, start + length) for start, length in pack.spans)
         window = windows[layer] if windows else 0
         return torch.cat([_causal(q[:, rows], k[:, rows], v[:, rows], window) for rows in spans])

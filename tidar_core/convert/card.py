@@ -125,13 +125,16 @@ def kept_tokens_per_step(out: Path) -> float:
     return float(found) if isinstance(found, int | float) and (out / WEIGHTS_FILE).exists() else 0.0
 
 
-def trained_steps(out: Path) -> int:
-    """Steps that the drafter in `out` was trained for; 0 where there is none, or nothing says so."""
+def trained_steps(out: Path) -> int | None:
+    """Steps that the drafter in `out` was trained for; 0 where there is none, None where nothing says so, as of one
+    that was made elsewhere."""
+    if not (out / WEIGHTS_FILE).exists():
+        return 0
     try:
         found = read_adapter_config(out).training.get("steps")
     except ConfigError:
-        return 0
-    return found if isinstance(found, int) and (out / WEIGHTS_FILE).exists() else 0
+        return None
+    return found if isinstance(found, int) else None
 
 
 def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> dict[str, Any]:

@@ -38,6 +38,9 @@ def convert_command(
         int, typer.Option(min=0, help="Tokens of its own words to gather; 0: what fits into 45 % of the time.")
     ] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,
+    answer_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens of an answer of its own, at most; half of the model's positions.")
+    ] = 320,
     prompts: Annotated[
         Path | None, typer.Option(help='Questions to answer besides its own: one a line, plain or {"prompt": …}.')
     ] = None,
@@ -125,7 +128,7 @@ def convert_command(
             model=model, out=out.expanduser().absolute(), data=data, minutes=minutes, own_tokens=own_tokens,
             steps=steps, prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
             layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
-            mode=mode,
+            answer_tokens=answer_tokens, mode=mode,
         )  # fmt: skip
         with TerminalScreen(console) as screen, _trainers(workers, options, screen) as trainers:
             progress = convert(options, screen, trainers)

@@ -40,7 +40,7 @@ class Plan:
 
     def within(self, positions: int) -> "Plan":
         """The same for a model of so many positions: half of a document is for an answer, a quarter for a question."""
-        longest = min(self.longest, positions)
+        longest = min(max(self.longest, 2 * self.answer_tokens), positions)
         return replace(
             self,
             longest=longest,
@@ -51,7 +51,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """number: -1 for the user's own prompts. opening: the first words given. seed: of its sampling."""
+    """number: -1 for the user's own prompts. opening: the first words given. seed: of its sampling. thinks: whether a
+    model that thinks before it answers does so here, and then seldom comes to the answer itself."""
 
     number: int
     kind: Kind
@@ -59,6 +60,7 @@ class Job:
     temperature: float
     turns: int
     seed: int
+    thinks: bool = True
 
 
 def plan_job(plan: Plan, number: int) -> Job:
@@ -76,12 +78,13 @@ def plan_job(plan: Plan, number: int) -> Job:
         opening = draw.choice(openings) if openings else ""
     turns = draw.choices((1, 2, 3), (0.75, 0.17, 0.08))[0] if kind == "chat" else 1
     temperature = draw.choice(ANSWER_TEMPERATURES)
-    return Job(number, kind, opening, temperature, turns, draw.getrandbits(48))
+    return Job(number, kind, opening, temperature, turns, draw.getrandbits(48), thinks=number % 2 == 0)
 
 
 def prompt_job(plan: Plan, prompt: str) -> Job:
     """The job of answering a question of the user's."""
-    return Job(-1, "prompt", prompt, 0.0, 1, random.Random(f"{plan.seed}/{prompt}").getrandbits(48))
+    seed = random.Random(f"{plan.seed}/{prompt}").getrandbits(48)
+    return Job(-1, "prompt", prompt, 0.0, 1, seed, thinks=seed % 2 == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class Conversation:
         return self._wish_answer() if self._is_new(self.tokens) else None
 
     def _wish_question(self, opening: str) -> Wish | None:
-        turn = open_user_turn(self.tokenizer, self.turns, opening)
+        turn = open_user_turn(self.tokenizer, self.turns, opening, self.job.thinks)
         if turn is None or not self._extends(turn.tokens):
             return None
         self.asking = True
@@ -188,7 +191,10 @@ class Conversation:
         if not self.turns and not self._is_new(words):
             return None
         self.turns.append({"role": "user", "content": question})
-        prompt = answer_prompt(self.tokenizer, self.turns) if self.plan.chat else text_start(self.tokenizer, question)
+        if self.plan.chat:
+            prompt = answer_prompt(self.tokenizer, self.turns, self.job.thinks)
+        else:
+            prompt = text_start(self.tokenizer, question)
         if not self._extends(prompt):
             return None
         self._give(prompt)

@@ -50,7 +50,7 @@ class Seen:
 
 
 def flex_clean_attention(
-    config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, keep: CleanKV
+    config: ModelConfig, weights: ModelWeights, rotary: Rotary, pack: Pack, clean: CleanKV
 ) -> Attention:
     """As `attention.clean_attention`."""
     rows = len(pack.tokens)
@@ -60,9 +60,7 @@ def flex_clean_attention(
     mask_of = _layer_masks(config, seen, row, rows)
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = _heads(config, rotated(config, weights, rotary, pack.positions, layer, qkv))
-        keep.keys.append(k)
-        keep.values.append(v)
+        q, k, v = clean.keep(rotated(config, weights, rotary, pack.positions, layer, qkv), config)
         return _attend(q, k, v, mask_of(layer))
 
     return attention
@@ -82,7 +80,8 @@ def flex_mask_attention(
     mask_of = _layer_masks(config, seen, seen.first + blocks.positions.int(), len(pack.tokens) + len(blocks.positions))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
-        q, k, v = _heads(config, rotated(config, weights, rotary, blocks.positions, layer, qkv))
+        rows = rotated(config, weights, rotary, blocks.positions, layer, qkv)
+        q, k, v = (each.transpose(0, 1) for each in split_heads(rows, config.kv_heads, config.head_dim))
         keys, values = torch.cat((clean.keys[layer], k), dim=1), torch.cat((clean.values[layer], v), dim=1)
         return _attend(q, keys, values, mask_of(layer))
 
@@ -111,12 +110,15 @@ def mask_rows_see(pack: Pack, blocks: Blocks, within_block: WithinBlock) -> Seen
     return Seen(first, first + contexts, own_first, own_end)
 
 
-def flex_runs(report: Callable[[str], None]) -> bool:
-    """Whether FlexAttention compiles here; if not, one line to `report`."""
+def flex_runs(config: ModelConfig, embedding: Tensor, report: Callable[[str], None]) -> bool:
+    """Whether FlexAttention compiles for these heads where the embedding lies; if not, one line to `report`."""
     try:
-        x = torch.zeros(1, TILE, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        row = torch.arange(TILE, dtype=torch.int32, device="cuda")
-        _attend(x, x, x, block_mask(Seen(row, row + 1, row, row), TILE)).sum().backward()  # type: ignore[no-untyped-call]
+        q, k, v = (
+            embedding.new_zeros(heads, TILE, config.head_dim).requires_grad_()
+            for heads in (config.heads, config.kv_heads, config.kv_heads)
+        )
+        row = torch.arange(TILE, dtype=torch.int32, device=embedding.device)
+        _attend(q, k, v, block_mask(Seen(row, row + 1, row, row), TILE)).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:  # Triton or the compiler may be missing or broken in many ways
         report(f"training without FlexAttention, which is slower: {type(error).__name__}")
         return False
@@ -164,12 +166,6 @@ def rotated(
     norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
     turned: Tensor = _rotation(qkv.device.type)(qkv, positions, rotary.of(layer), config.kv_heads, norms)
     return turned
-
-
-def _heads(config: ModelConfig, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, [heads, rows, head_dim] each."""
-    q, k, v = (each.transpose(0, 1) for each in split_heads(qkv, config.kv_heads, config.head_dim))
-    return q, k, v
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:

@@ -65,7 +65,7 @@ def frozen_base(
 ) -> FrozenBase:
     """The loaded model, ready to train a drafter for. report gets a line where something makes it slower."""
     device = weights.embedding.device
-    attends = gpu_attends() if device.type == "cuda" and flex_runs(report) else PLAIN
+    attends = gpu_attends() if device.type == "cuda" and flex_runs(config, weights.embedding, report) else PLAIN
     return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report), attends)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, DTypeName
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.layout import WithinBlock
 
@@ -27,7 +27,8 @@ from tidar_core.layout import WithinBlock
 @dataclass(frozen=True, slots=True)
 class FullConfig:
     """block: slots a proposal. alpha: how much the autoregressive half counts. learning_rate falls by a cosine to
-    final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step."""
+    final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step.
+    dtype: of its products on a GPU; weights, and all on a CPU, are fp32."""
 
     block: int = 8
     within_block: WithinBlock = "bidirectional"
@@ -38,15 +39,16 @@ class FullConfig:
     longest: int = 1024
     clip: float = 1.0
     seed: int = 0
+    dtype: DTypeName = "bfloat16"
 
     def settings(self) -> dict[str, Any]:
         """What the record of the weights tells of their training."""
         return {"mode": "full", **asdict(self)}
 
     def fixed(self) -> dict[str, Any]:
-        """What must not change when a training goes on: all but what the user is told to lower when it fails, and what
-        follows from the model."""
-        free = ("learning_rate", "tokens_a_step", "longest")
+        """What must not change when a training goes on: all but what the user is told to lower when it fails, what
+        follows from the model, and how exact products are."""
+        free = ("learning_rate", "tokens_a_step", "longest", "dtype")
         return {name: value for name, value in self.settings().items() if name not in free}
 
 
@@ -115,24 +117,31 @@ def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted:
 @dataclass(frozen=True, slots=True)
 class FullDrafts:
     """tokens_per_step: one, and the masks behind a block's first that say in a row what the model's own next-token half
-    says there. holds: how often slot s does where those before it do, for s = 1, 2, …; 0 where these never did."""
+    says there, the mean over blocks one behind the other. holds: how often slot s does where those before it do, for
+    s = 1, 2, …; 0 where these never did."""
 
     tokens_per_step: float
     holds: tuple[float, ...]
 
 
+def judged_blocks(own: np.ndarray, block: int) -> list[int]:
+    """Where the blocks of a document begin that a measurement counts: those of tokens that are generated alone."""
+    return [start for start in range(1, len(own) - block + 1, block) if own[start : start + block].all()]
+
+
 @torch.no_grad()
-def measure_full(model: Any, documents: Sequence[np.ndarray], mask: int, config: FullConfig) -> FullDrafts:
-    """What the model's drafts are worth on given documents."""
+def measure_full(
+    model: Any, documents: Sequence[tuple[np.ndarray, np.ndarray]], mask: int, config: FullConfig
+) -> FullDrafts:
+    """What the model's drafts are worth on given documents (tokens, own)."""
     lengths: list[int] = []  # of the runs of drafts that hold
-    for tokens in documents:
+    for tokens, own in documents:
         document = doubled(tokens, mask, config.block, 1, config.within_block)
         following, masked = (scores.argmax(-1).cpu() for scores in document_logits(model, document))
         agrees = masked[1:] == following[:-1]
-        for start in document.starts:
-            if 0 < start <= len(tokens) - config.block:
-                held = agrees[start : start + config.block - 1].long().cumprod(0)
-                lengths.append(int(held.sum()))
+        for start in judged_blocks(own, config.block):
+            held = agrees[start : start + config.block - 1].long().cumprod(0)
+            lengths.append(int(held.sum()))
     reached = [sum(length >= slot for length in lengths) for slot in range(config.block)]
     holds = tuple(held / before if before else 0.0 for before, held in pairwise(reached))
     return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), holds)
@@ -168,6 +177,7 @@ class FullTraining:
         self.model, self.mask, self.config, self.progress = model, mask, config, Progress()
         self.settings = {"base": digest_of_weights(model)} | config.fixed()
         self._document = corpus
+        self._drawn = (-1, 0), np.zeros(0, np.int64)
         self.names, self.tensors = zip(*model.named_parameters(), strict=True)
         self.optimizer = torch.optim.AdamW(
             self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -195,7 +205,8 @@ class FullTraining:
                 order = self._order(documents)
             chosen.append((tokens[: config.longest], own[: config.longest]))
             total += int(own[1 : config.longest].sum())
-        bf16 = torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.model.device.type == "cuda")
+        kind = self.model.device.type
+        bf16 = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" and config.dtype == "bfloat16")
         for tokens, own in chosen:
             offset = int(draw.integers(1, config.block + 1))
             document = doubled(tokens, self.mask, config.block, offset, config.within_block)
@@ -225,4 +236,9 @@ class FullTraining:
         return FullReport(progress, loss, total, seconds)
 
     def _order(self, documents: Sequence[int]) -> np.ndarray:
-        return np.random.default_rng((self.config.seed, self.progress.epoch, 4)).permutation(documents)
+        """Kept for all steps of an epoch: of many documents it takes long to draw."""
+        epoch = self.progress.epoch, len(documents)
+        if self._drawn[0] != epoch:
+            draw = np.random.default_rng((self.config.seed, self.progress.epoch, 4))
+            self._drawn = epoch, draw.permutation(documents)
+        return self._drawn[1]

@@ -7,25 +7,30 @@ before under `<name>.replaced`, from where the next start takes it back.
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from tidar_core.config import ConfigError
-from tidar_core.model.contract import OwnDrafter, read_own_drafter
+from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
 
 def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
     """Raises ConfigError where `out` must not be replaced: one of `needed`, or the current directory, is the folder or
-    lies in it, or it holds anything but full weights that were made here. Changes nothing."""
+    lies in it, or it holds anything but full weights that were made here, or a folder that is removed with it does.
+    Changes nothing."""
     folder = out.resolve()
     for path in (Path.cwd(), *needed):
         if path.resolve().is_relative_to(folder):
             raise ConfigError(f"{out} will be replaced, and with it {path}: choose a new folder for --out")
-    try:
-        foreign = folder.exists() and any(folder.iterdir()) and not _made_here(folder)
-    except OSError as error:
-        raise _cannot_use(out, error) from None
-    if foreign:
-        raise ConfigError(f"{out} holds no full weights that were made here: choose a new or empty folder for --out")
+    for each in (out, part_of(out), _aside(folder)):
+        try:
+            foreign = each.exists() and any(each.iterdir()) and not _made_here(each)
+        except OSError as error:
+            raise _cannot_use(each, error) from None
+        if foreign:
+            raise ConfigError(
+                f"{each} holds no full weights that were made here: choose a new or empty folder for --out"
+            )
 
 
 def take_back(out: Path) -> None:
@@ -39,11 +44,11 @@ def take_back(out: Path) -> None:
     except OSError as error:
         raise _cannot_use(out, error) from None
     if folder.exists():
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
 
 
 def part_of(out: Path) -> Path:
-    """Where the folder is written before it takes its name."""
+    """Where the folder is written before it takes its name; its contract first, by which it is known for ours."""
     folder = out.resolve()
     return folder.with_name(folder.name + ".part")
 
@@ -56,11 +61,22 @@ def replace_folder(out: Path) -> None:
     for path in filter(Path.is_file, part_of(out).rglob("*")):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     if folder.exists():
         os.replace(folder, aside)
     os.replace(part_of(out), folder)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
+
+
+def remove(folder: Path) -> None:
+    """Away with a folder of ours: its contract last, so that what a kill leaves of it is still known for that."""
+    for path in folder.glob("*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != CONTRACT_FILE:
+            with suppress(OSError):
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def kept_tokens_per_step(out: Path) -> float:

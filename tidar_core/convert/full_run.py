@@ -5,7 +5,6 @@ The whole model with its optimizer has to fit the device: 16 bytes a parameter a
 """
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,8 @@ from tidar_core.convert.checkpoint import (
     restore_parameters,
     save_checkpoint,
 )
-from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, measure_full
-from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, replace_folder
+from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
+from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
 from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
 from tidar_core.model.configuration import load_config
@@ -60,8 +59,11 @@ def train_full(
     """
     learnt, held = corpus.split()
     usable = [int(index) for index in learnt if teaches(*corpus.document(int(index)), config.longest)]
-    judged = [corpus.document(int(index))[0][: config.longest] for index in held[:HELD_OUT_DOCUMENTS]]
-    judged = [tokens for tokens in judged if len(tokens) > config.block]
+    judged = [
+        (tokens[: config.longest], own[: config.longest])
+        for tokens, own in (corpus.document(int(index)) for index in held[:HELD_OUT_DOCUMENTS])
+        if judged_blocks(own[: config.longest], config.block)
+    ]
     if not usable or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
     check_tensors(source, load_config(source))  # transformers would make up what is missing
@@ -70,7 +72,7 @@ def train_full(
     training = FullTraining(model.to(device), mask, config, corpus.document)
     resume(training, work, out, screen)
     progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
-    progress.measured_on(digest_of(judged))
+    progress.measured_on(digest_of(column for each in judged for column in each))
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
     while True:
@@ -111,7 +113,7 @@ def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:
 
 def measure(
     training: FullTraining,
-    documents: list[np.ndarray],
+    documents: list[tuple[np.ndarray, np.ndarray]],
     out: Path,
     tokenizer: PreTrainedTokenizerFast,
     source: ModelSource,
@@ -174,16 +176,17 @@ def write_model(
     )
     part = part_of(out)
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
+        part.mkdir(parents=True)
+        (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in training.model.state_dict().items()}
         training.model.save_pretrained(part, state_dict=weights)
         state_dtype(part / "config.json", "bfloat16")
         tokenizer.save_pretrained(part)
-        (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (part / "README.md").write_text(_card(out.name, record), encoding="utf-8")
         replace_folder(out)
     except Exception as error:  # the tokenizer's library raises nothing more exact
-        shutil.rmtree(part, ignore_errors=True)
+        remove(part)
         if isinstance(error, OSError | SafetensorError) or system_error(error) is not None:
             raise cannot_write(out, error) from None
         raise
@@ -194,7 +197,8 @@ def _card(name: str, record: dict[str, Any]) -> str:
         f"# {name}\n\nFull TiDAR weights made from {record['base']}: one set of weights verifies and drafts (arXiv "
         f"2511.08923). It is another model than its base: texts differ.\n\n"
         f"Measured: {record['tokens_per_step']} tokens per step (greedy, block {record['block']}, "
-        f"{record['held_out_documents']} held-out documents, {record['steps']} optimizer steps).\n\n"
+        f"{record['held_out_documents']} held-out documents, {record['steps']} optimizer steps): a mean over "
+        "blocks one behind the other. Decoding begins a block where a draft failed, and may gain less.\n\n"
         f"    tidar up --model {name}\n\n`{CONTRACT_FILE}` names the mask token and the block length.\n"
     )
 

@@ -101,12 +101,13 @@ def block_error(
     ).astype(np.int64)
     tiles = block_tiles(document, context, starts, sizes, device)
 
-    def rows(count: int) -> Tensor:
-        width = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-        return torch.randn(count, width, generator=random, device=device).to(dtype)
+    def rows(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads * sizes.head_dim, generator=random, device=device).to(dtype)
 
-    _, k, v = split_heads(rows(sum(lengths)), sizes.kv_heads, sizes.head_dim)
-    keys, values, qkv = k.transpose(0, 1), v.transpose(0, 1), rows(len(context) * sizes.slots)
+    # As `CleanKV` has them: the kernels are compiled for how far apart rows lie.
+    _, k, v = split_heads(rows(sum(lengths), 2 * sizes.kv_heads), sizes.kv_heads, sizes.head_dim)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    qkv = rows(len(context) * sizes.slots, sizes.heads + 2 * sizes.kv_heads)
     first = torch.from_numpy(starts[document])[:, None]
     row = torch.arange(sum(lengths))
     seen = ((row >= first) & (row < first + torch.from_numpy(context)[:, None])).to(device)

@@ -15,7 +15,7 @@ from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
 from tidar_core.convert.sources import TextSource
-from tidar_core.convert.template import encode
+from tidar_core.convert.template import encode, text_lead
 
 FLUSH_SECONDS = 30.0
 FLUSH_TOKENS = 1_000_000
@@ -210,29 +210,48 @@ def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], store
     ]
 
 
-def add_text(tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int) -> int:
-    """Cuts the text of a file into documents of at most `longest` tokens; those that are stored already are left
-    out. Gives how many were added. Raises ConfigError where the file cannot be read or is too short, or the disk is
-    full."""
+@dataclass(frozen=True, slots=True)
+class AddedText:
+    """documents: how many came of a text. unknown: how many did not, for a token that the model has no embedding of."""
+
+    documents: int
+    unknown: int
+
+
+def add_text(
+    tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int, vocab_size: int
+) -> AddedText:
+    """Cuts the text of a file into documents of at most `longest` tokens, behind those with which the tokenizer begins
+    each text; what is stored already is left out. vocab_size: rows of the embedding, of which a tokenizer may have
+    more tokens. Raises ConfigError where the file cannot be read or is too short, or the disk is full."""
     seen = set(store.read().corpus.keys.tolist())
+    lead = text_lead(tokenizer)
     fresh: list[Document] = []
-    added = useful = 0
+    added = unknown = useful = 0
     for tokens in _windows(tokenizer, path, longest):
+        if max(tokens) >= vocab_size:
+            unknown += 1
+            continue
         key = content_key(tokens)
         useful += len(tokens) > LEAST_OWN_TOKENS
         if key in seen or len(tokens) <= LEAST_OWN_TOKENS:
             continue
         seen.add(key)
-        fresh.append(Document(tokens, (False, *[True] * (len(tokens) - 1)), key, "file", -1))
+        given = len(lead) or 1  # nothing foretells the first token of all
+        own = [False] * given + [True] * (len(lead) + len(tokens) - given)
+        fresh.append(Document(lead + tokens, tuple(own), key, "file", -1))
         added += 1
         if len(fresh) * longest >= FLUSH_TOKENS:
             store.append(fresh, [], 0.0)
             fresh = []
     if not useful:
-        raise ConfigError(f"the text {path} has nothing to learn from: it takes more than {LEAST_OWN_TOKENS} tokens")
+        raise ConfigError(
+            f"the text {path} has nothing to learn from: it takes more than {LEAST_OWN_TOKENS} tokens that the model "
+            "knows"
+        )
     if fresh:
         store.append(fresh, [], 0.0)
-    return added
+    return AddedText(added, unknown)
 
 
 def _windows(tokenizer: PreTrainedTokenizerFast, path: Path, longest: int) -> Iterator[tuple[int, ...]]:

@@ -23,14 +23,6 @@ from tidar_core.convert.card import (
 from tidar_core.convert.checkpoint import Progress, has_checkpoint
 from tidar_core.convert.conversations import Plan
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import (
-    check_layers,
-    check_rank,
-    fingerprint_of,
-    kept_of,
-    new_drafter,
-    with_slot_head,
-)
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import check_replaceable, full_steps, take_back
@@ -48,22 +40,16 @@ from tidar_core.convert.own_words import (
     unanswered,
 )
 from tidar_core.convert.sampler import Sampler
-from tidar_core.convert.shards import HEADER_FILE, Corpus, DataHeader, ShardStore, Stored, open_store, read_header
+from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
+from tidar_core.convert.start import begin, check_start, shape_of
 from tidar_core.convert.template import open_user_turn
-from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, check_rows, train_drafter
+from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
-from tidar_core.model.adapter import (
-    WEIGHTS_FILE,
-    check_trainable,
-    default_adapter_for,
-    identify_base,
-    load_trained,
-    tokenizer_fingerprint,
-)
-from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
+from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, tokenizer_fingerprint
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import load_weights
@@ -109,7 +95,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     _check_result(options)
     tokenizer = load_tokenizer(source)
     if options.mode == "adapter":
-        _check_drafter(options, _shape(source, load_config(source), tokenizer))
+        check_start(options, shape_of(source, load_config(source), tokenizer))
     if options.text is not None:
         check_text(options.text)
     with alone_in(options.work, "running", "--out"):  # before all that takes long
@@ -121,6 +107,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         screen.line(_told_of(stored))
         if options.mode == "full":
             return _train_full(options, device, source, tokenizer, stored, spent, screen)
+        del stored  # which `train` reads anew, perhaps elsewhere
         return train(options, spent, screen)
 
 
@@ -130,11 +117,12 @@ def _check_result(options: ConvertOptions) -> None:
     adapter = options.mode == "adapter"
     steps = trained_steps(options.out) if adapter else full_steps(options.out)
     goes_on = adapter and Path(options.start).resolve() == options.out.resolve()
-    if steps and not goes_on and not has_checkpoint(options.work / "training"):
+    if steps != 0 and not goes_on and not has_checkpoint(options.work / "training"):
+        held = "a drafter" if steps is None else f"what {steps:,} steps have trained"
         instead = f", or go on from it with --start {options.out}" if adapter else ""
         raise ConfigError(
-            f"{options.out} holds what {steps:,} steps have trained, and the training itself is gone from "
-            f"{options.work}: choose another --out{instead}"
+            f"{options.out} holds {held}, and the training itself is not in {options.work}: choose another "
+            f"--out{instead}"
         )
 
 
@@ -154,30 +142,33 @@ def _gather(
     screen: Screen,
 ) -> tuple[Corpus, float]:
     """The documents, and the seconds spent on generating them."""
-    directory = options.shards
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     prompts = read_prompts(options.prompts) if options.prompts else []
-    if options.mode == "full" and options.text and not options.own_tokens and not prompts:
-        header = DataHeader(
-            model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
-        )
-        return _open(options, directory, header, tokenizer, screen).read().corpus, 0.0
-    if (directory / HEADER_FILE).exists():
-        known = read_header(directory)
-        if known.tokenizer == tokenizer_fingerprint(tokenizer):
-            stored = _open(options, directory, known, tokenizer, screen).read()
-            to_do = unanswered(tokenizer, prompts, stored) or waits_to_be_cut(directory, stored.done)
-            if _reached(goal, stored) and not to_do:
-                if known.model != source.name:
-                    screen.line(f"{directory} holds the words of {known.model}: they are trained on as they are")
-                return stored.corpus, stored.seconds
+    header = DataHeader(
+        model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
+    )
+    store = open_store(options.shards, header)
+    for note in store.notes:
+        screen.line(note)
+    text_alone = options.mode == "full" and options.text and not options.own_tokens and not prompts
+    if prompts:
+        screen.line(f"reading {options.prompts}")
+        prompts = unanswered(tokenizer, prompts, store.read())
+    if text_alone or (not prompts and _has_all(goal, store)):
+        if not text_alone and store.header.model != source.name:
+            screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
+        _add_text(options, source, tokenizer, store, screen)
+        stored = store.read()
+        return stored.corpus, 0.0 if text_alone else stored.seconds
+    store.check_seed(options.train.seed)
+    _add_text(options, source, tokenizer, store, screen)
     plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
     plan = plan.within(load_config(source).max_positions)
     generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
-    header = DataHeader(
-        model=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer), seed=plan.seed
-    )
-    store = _open(options, directory, header, tokenizer, screen)
+    if options.mode == "adapter":  # again: only now is it known which weights these are
+        check_start(options, shape_of(source, load_config(source), tokenizer, fingerprint))
+    if note := store.said_by(header.model_copy(update={"fingerprint": fingerprint})):
+        screen.line(note)
     gathered = gather_own_words(
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
     )
@@ -188,25 +179,30 @@ def _gather(
     return store.read().corpus, gathered.seconds
 
 
-def _open(
+def _add_text(
     options: ConvertOptions,
-    directory: Path,
-    header: DataHeader,
+    source: ModelSource,
     tokenizer: PreTrainedTokenizerFast,
+    store: ShardStore,
     screen: Screen,
-) -> ShardStore:
-    """The data directory, with the user's text in it."""
-    store = open_store(directory, header)
-    for note in store.notes:
-        screen.line(note)
-    if options.text is not None and (added := add_text(tokenizer, options.text, store, TEXT_LONGEST)):
-        screen.line(f"{added:,} documents from {options.text.name}")
-    return store
+) -> None:
+    """The user's text goes into the data directory, as far as it is not there yet."""
+    if options.text is None:
+        return
+    screen.line(f"reading {options.text}")
+    added = add_text(tokenizer, options.text, store, TEXT_LONGEST, load_config(source).vocab_size)
+    if added.documents:
+        screen.line(f"{added.documents:,} documents from {options.text.name}")
+    if added.unknown:
+        screen.line(f"{added.unknown:,} more were left out: they hold tokens that {source.name} has no embedding for")
 
 
-def _reached(goal: Goal, stored: Stored) -> bool:
+def _has_all(goal: Goal, store: ShardStore) -> bool:
+    """Whether the goal is reached, and nothing waits to be taken up."""
+    stored = store.read()
     enough = bool(goal.own_tokens) and stored.corpus.generated_tokens() >= goal.own_tokens
-    return enough or (bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds)
+    over = bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds
+    return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 
 def _source(
@@ -265,6 +261,7 @@ def _train_full(
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
+        dtype=options.dtype,
     )  # fmt: skip
     with enough_memory(
         f"training all weights of {source.name} wants more, or lower --rows (now {config.tokens_a_step})"
@@ -290,13 +287,14 @@ def _train(
     screen: Screen,
     crew: Crew,
 ) -> Progress:
+    _check_known(options, source, corpus)
     identity, model_config, weights = _load_base(options, device, source, tokenizer, screen)
     if crew.agree(fast_dtype(device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
         weights = widened(weights)
     base = frozen_base(model_config, weights, screen.line)
     config = options.train
-    start, begun_from = _start(options, identity, weights, screen)
+    start, begun_from = begin(options, identity, weights, screen)
     if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
         config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held = corpus.split()
@@ -326,60 +324,11 @@ def _train(
     return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
 
 
-def _shape(source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> BaseIdentity:
-    """What a drafter must fit, known before the weights are read (so without their fingerprint)."""
-    return BaseIdentity(
-        name=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer),
-        architecture=config.architecture, hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size, layers=config.layers, heads=config.heads,
-        kv_heads=config.kv_heads, head_dim=config.head_dim,
-    )  # fmt: skip
-
-
-def _check_drafter(options: ConvertOptions, identity: BaseIdentity) -> None:
-    """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError."""
-    check_rows(options.train)
-    path, layers = _start_path(options, identity), check_layers(identity, options.layers)
-    if path is None:
-        check_rank(identity, options.rank, options.projections)
-        return
-    known, train = read_adapter_config(path), options.train
-    for name, theirs, ours in (
-        ("--block-length", known.block_length, train.block),
-        ("--within-block", known.within_block, train.within_block),
-    ):
-        if theirs != ours:
-            raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
-    check_trainable(known, path)
-    if not any(known.adapts(layer, projection) for layer in layers for projection in options.projections):
-        raise ConfigError(f"the adapter {path.name} adapts nothing of what --projections and --layers name")
-
-
-def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
-    """Where the adapter lies that training begins from; None for a new one."""
-    if options.start == "none":
-        return None
-    path = default_adapter_for(identity) if options.start == "default" else Path(options.start)
-    if path is None:
-        raise ConfigError(f"no drafter is shipped for {identity.name}: leave --start out")
-    return path
-
-
-def _start(
-    options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen
-) -> tuple[AdapterWeights, str]:
-    """A new drafter, or one to go on from; and what a checkpoint knows that by. Raises ConfigError where it does not
-    fit."""
-    path, train, known_by = _start_path(options, identity), options.train, "none"
-    if path is None:
-        begun = new_drafter(
-            identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
+def _check_known(options: ConvertOptions, source: ModelSource, corpus: Corpus) -> None:
+    """Raises ConfigError for tokens beyond the embedding, which earlier versions took from a text."""
+    rows, highest = load_config(source).vocab_size, int(corpus.tokens.max(initial=0))
+    if highest >= rows:
+        raise ConfigError(
+            f"{options.shards} holds token {highest:,}, and {source.name} has {rows:,} of them: choose another --data, "
+            "or delete this one"
         )
-    else:
-        begun = load_trained(path, identity, torch.float32, weights.embedding.device, screen.line)
-        # What is in --out changes while it is trained, and goes on from itself.
-        known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
-        begun = kept_of(begun, options.projections, options.layers)
-    if begun.slot_head is None:
-        begun = with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
-    return begun, known_by

@@ -19,6 +19,7 @@ class Sampler:
         counts = {index: len(anchor_places(corpus.document(index)[1], block, max_positions)) for index in documents}
         self._documents = np.array([index for index in documents if counts[index]], dtype=np.int64)
         self._places = counts
+        self._drawn = -1, self._documents
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -48,4 +49,8 @@ class Sampler:
         return np.random.default_rng((self._seed, progress.step, 1))
 
     def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self._seed, epoch, len(self), 2)).permutation(self._documents)
+        """Kept for all steps of an epoch: of many documents it takes long to draw."""
+        if self._drawn[0] != epoch:
+            draw = np.random.default_rng((self._seed, epoch, len(self), 2))
+            self._drawn = epoch, draw.permutation(self._documents)
+        return self._drawn[1]

@@ -168,7 +168,7 @@ class Stored:
 
 
 class ShardStore:
-    """A data directory: what is in it, and the place where new documents go."""
+    """A data directory: what is in it, and the place where new documents go. `header` is the one that lies there."""
 
     def __init__(self, directory: Path, header: DataHeader, notes: Sequence[str] = ()):
         self.directory = directory
@@ -203,12 +203,30 @@ class ShardStore:
         write_atomically(self.directory / f"shard-{self._next:06d}.safetensors", content)
         self._next += 1
 
+    def check_seed(self, seed: int) -> None:
+        """Raises ConfigError where jobs were planned with another seed than those to come."""
+        if self.header.fingerprint and self.header.seed != seed:
+            raise ConfigError(
+                f"{self.directory} was begun with --seed {self.header.seed}: use it, or another directory"
+            )
+
+    def said_by(self, header: DataHeader) -> str:
+        """Takes note of whose words come next, where none are here yet. Gives a line worth telling where those that
+        are here are of other weights, else an empty one."""
+        known = self.header
+        if not known.fingerprint:
+            _write_header(self.directory / HEADER_FILE, header)
+            self.header = header
+        elif known.fingerprint != header.fingerprint:
+            return f"{self.directory} holds the words of other weights ({known.model}): they are trained on as they are"
+        return ""
+
 
 def open_store(directory: Path, header: DataHeader) -> ShardStore:
-    """The data directory, created or continued. `notes` of the result has lines worth telling.
+    """The data directory, created with this header or continued. `notes` of the result has lines worth telling.
 
     A torn last shard is removed: its jobs run again. Raises ConfigError where the directory's tokens are another
-    model's, were planned with another seed, or cannot be read for any other reason.
+    model's or cannot be read.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -219,17 +237,10 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
         known = read_header(directory)
         if known.tokenizer != header.tokenizer:
             raise ConfigError(f"{directory} holds tokens of {known.model}, another tokenizer than {header.model}'s")
-        if known.seed != header.seed:
-            raise ConfigError(f"{directory} was begun with --seed {known.seed}: use it, or another directory")
-        if known.fingerprint and header.fingerprint not in ("", known.fingerprint):
-            notes.append(
-                f"{directory} holds the words of other weights ({known.model}): they are trained on as they are"
-            )
-        if header.fingerprint and not known.fingerprint:
-            _write_header(path, header)
+        header = known
     else:
         _write_header(path, header)
-    for left in directory.glob("*.part"):
+    for left in _shard_paths(directory, ".part"):
         left.unlink()
     shards = _shard_paths(directory)
     if shards:
@@ -256,14 +267,18 @@ def read_header(directory: Path) -> DataHeader:
         raise ConfigError(f"{path} is not a readable header of token shards") from None
 
 
-def _shard_paths(directory: Path) -> list[Path]:
+def _shard_paths(directory: Path, suffix: str = "") -> list[Path]:
     """Those that a store wrote: a user's copy of one beside it is not read."""
-    named = [path for path in directory.glob("shard-*.safetensors") if path.stem.removeprefix("shard-").isdecimal()]
+    named = [path for path in directory.glob(f"shard-*.safetensors{suffix}") if _numbered(path).isdecimal()]
     return sorted(named, key=_number)
 
 
 def _number(path: Path) -> int:
-    return int(path.stem.removeprefix("shard-"))
+    return int(_numbered(path))
+
+
+def _numbered(path: Path) -> str:
+    return path.name.partition(".")[0].removeprefix("shard-")
 
 
 def _join(shards: list[dict[str, np.ndarray]], name: str, kind: type) -> np.ndarray:

@@ -124,6 +124,7 @@ class TransformersSource:
         self.emitted = 0
         self._eos_ids = eos_ids
         self._longest = longest
+        self._vocab_size = model.get_input_embeddings().num_embeddings
         self._waiting: deque[_Submission] = deque()
 
     @property
@@ -131,7 +132,7 @@ class TransformersSource:
         return len(self._waiting)
 
     def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
-        if not prompt or len(prompt) + params.max_tokens > self._longest:
+        if not prompt or len(prompt) + params.max_tokens > self._longest or max(prompt) >= self._vocab_size:
             return False
         self._waiting.append(_Submission(key, prompt, params, said))
         self.emitted += len(said)

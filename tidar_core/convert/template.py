@@ -24,7 +24,9 @@ class OpenTurn:
     stop: tuple[str, ...]
 
 
-def open_user_turn(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], opening: str = "") -> OpenTurn | None:
+def open_user_turn(
+    tokenizer: PreTrainedTokenizerFast, turns: list[Turn], opening: str = "", thinks: bool = True
+) -> OpenTurn | None:
     """The conversation `turns` with another user turn begun by `opening`; None where the model has no usable template.
 
     The boundary is found by rendering a turn that holds a sentinel and cutting there.
@@ -32,7 +34,7 @@ def open_user_turn(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], openin
     if tokenizer.chat_template is None:
         return None
     try:
-        text = _render(tokenizer, [*turns, {"role": "user", "content": _SENTINEL}], answer=False)
+        text = _render(tokenizer, [*turns, {"role": "user", "content": _SENTINEL}], False, thinks)
     except Exception:  # a template may refuse in any way it likes; then there is none for us
         return None
     before, found, after = text.rpartition(_SENTINEL)
@@ -40,7 +42,7 @@ def open_user_turn(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], openin
         return None
     stop_ids, stop = _end_ids(tokenizer), tuple[str, ...]()
     ending = encode(tokenizer, after)
-    if ending and ending[0] in _special_ids(tokenizer):
+    if has_special(tokenizer, ending[:1]):
         stop_ids.add(ending[0])
     elif after.strip():
         stop = (after.strip(),)
@@ -49,9 +51,10 @@ def open_user_turn(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], openin
     return OpenTurn(encode(tokenizer, before + opening), frozenset(stop_ids), stop)
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[int, ...]:
-    """The conversation `turns`, which ends with a user's, up to where the model's answer begins."""
-    return encode(tokenizer, _render(tokenizer, turns, answer=True))
+def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks: bool = True) -> tuple[int, ...]:
+    """The conversation `turns`, which ends with a user's, up to where the model's answer begins. thinks: whether a
+    model that does so may think before it."""
+    return encode(tokenizer, _render(tokenizer, turns, True, thinks))
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
@@ -67,23 +70,28 @@ def text_start(tokenizer: PreTrainedTokenizerFast, opening: str) -> tuple[int, .
     return tokens or encode(tokenizer, "A")
 
 
+def text_lead(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """The token ids before the words of every text begun without a template: none, or beginning-of-sequence."""
+    started, words = text_start(tokenizer, "A"), encode(tokenizer, "A")
+    return started[: started.index(words[0])]
+
+
 def decode(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...], skip_special: bool = False) -> str:
     """The text of token ids."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
 
 
 def has_special(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...]) -> bool:
-    return not _special_ids(tokenizer).isdisjoint(tokens)
+    """Told by what a decoder leaves out: to list all special tokens of a large vocabulary takes long."""
+    return decode(tokenizer, tokens) != decode(tokenizer, tokens, skip_special=True)
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], answer: bool) -> str:
-    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer)
+def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], answer: bool, thinks: bool) -> str:
+    told: dict[str, Any] = (
+        {} if thinks else {"enable_thinking": False}
+    )  # which templates of models that do not think never look at
+    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **told)
     return str(rendered)
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    added = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:

@@ -156,6 +156,11 @@ def default_adapter_for(base: BaseIdentity) -> Path | None:
     return None
 
 
+def may_have_default(base: BaseIdentity) -> bool:
+    """Whether a shipped adapter fits the model `base`, so that it may be for its weights, whatever that is called."""
+    return any(not _misfits(read_adapter_config(path).base, base) for path in shipped_adapters())
+
+
 def shipped_adapters() -> list[Path]:
     """Directories of the adapters that come with the package."""
     root = Path(str(files("tidar_core").joinpath("data", "adapters")))

@@ -1,0 +1,97 @@
+"""What training begins from: a new drafter, or an adapter to go on from; what does not fit is told early."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.convert.drafter import (
+    check_layers,
+    check_rank,
+    fingerprint_of,
+    kept_of,
+    new_drafter,
+    with_slot_head,
+)
+from tidar_core.convert.options import ConvertOptions, Screen
+from tidar_core.convert.trainer import check_rows
+from tidar_core.model.adapter import (
+    check_trainable,
+    default_adapter_for,
+    load_trained,
+    may_have_default,
+    tokenizer_fingerprint,
+)
+from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
+from tidar_core.model.sources import ModelSource
+from tidar_core.model.weights import AdapterWeights, ModelWeights
+
+
+def shape_of(
+    source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast, fingerprint: str = ""
+) -> BaseIdentity:
+    """What a drafter must fit; without the fingerprint known before the weights are read."""
+    return BaseIdentity(
+        name=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer),
+        architecture=config.architecture, hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size, layers=config.layers, heads=config.heads,
+        kv_heads=config.kv_heads, head_dim=config.head_dim,
+    )  # fmt: skip
+
+
+def check_start(options: ConvertOptions, identity: BaseIdentity) -> None:
+    """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError.
+
+    Before the fingerprint is known a shipped drafter may be for the base all the same, whatever that is called.
+    """
+    check_rows(options.train)
+    layers = check_layers(identity, options.layers)
+    by_weights = options.start == "default" and not identity.fingerprint and default_adapter_for(identity) is None
+    if by_weights and may_have_default(identity):
+        return
+    path = _start_path(options, identity)
+    if path is None:
+        check_rank(identity, options.rank, options.projections)
+        return
+    known, train = read_adapter_config(path), options.train
+    for name, theirs, ours in (
+        ("--block-length", known.block_length, train.block),
+        ("--within-block", known.within_block, train.within_block),
+    ):
+        if theirs != ours:
+            raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
+    check_trainable(known, path)
+    if not any(known.adapts(layer, projection) for layer in layers for projection in options.projections):
+        raise ConfigError(f"the adapter {path.name} adapts nothing of what --projections and --layers name")
+
+
+def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
+    """Where the adapter lies that training begins from; None for a new one."""
+    if options.start == "none":
+        return None
+    path = default_adapter_for(identity) if options.start == "default" else Path(options.start)
+    if path is None:
+        raise ConfigError(f"no drafter is shipped for {identity.name}: leave --start out")
+    return path
+
+
+def begin(
+    options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen
+) -> tuple[AdapterWeights, str]:
+    """A new drafter, or one to go on from; and what a checkpoint knows that by. Raises ConfigError where it does not
+    fit."""
+    check_start(options, identity)
+    path, train, known_by = _start_path(options, identity), options.train, "none"
+    if path is None:
+        begun = new_drafter(
+            identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
+        )
+    else:
+        begun = load_trained(path, identity, torch.float32, weights.embedding.device, screen.line)
+        # What is in --out changes while it is trained, and goes on from itself.
+        known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
+        begun = kept_of(begun, options.projections, options.layers)
+    if begun.slot_head is None:
+        begun = with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
+    return begun, known_by
