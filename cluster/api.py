@@ -202,12 +202,12 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows, planned.thinking)
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
-            pieces = outcome.watch(pieces)
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             if echo is not None:
-                return EventStreamResponse(response_events(head, echo, made, first, pieces))
-            return EventStreamResponse(event_stream(head, made, first, pieces, body.include_usage, body.counts_on))
+                return EventStreamResponse(response_events(head, echo, made, first, pieces, outcome.broke))
+            events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
+            return EventStreamResponse(events)
         async with aclosing(pieces):
             gathered = [piece async for piece in pieces]
         # In a thread: the log-probabilities of long prompts take a while to write down.

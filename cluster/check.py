@@ -74,8 +74,10 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
         text = spec.get("serveConfigV2") or "" if isinstance(spec, dict) else None
         if not isinstance(text, str):
             raise ConfigError(f"{path}: spec.serveConfigV2 is no text: write `serveConfigV2: |` before it")
-        inner = next(iter(documents(text, f"{path}: serveConfigV2")), None)
-        return inner if isinstance(inner, dict) else {}
+        found = documents(text, f"{path}: serveConfigV2")
+        if len(found) > 1:
+            raise ConfigError(f"{path}: serveConfigV2 holds several documents: leave out the ---")
+        return found[0] if found and isinstance(found[0], dict) else {}
     return document if "applications" in document else None
 
 

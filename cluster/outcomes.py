@@ -1,10 +1,7 @@
 """What came of each request, for the metrics; and an answer where something happened that nobody expected."""
 
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,7 +10,6 @@ from cluster.errors import ApiError, server_error
 from cluster.metrics import IngressMetrics
 
 log = logging.getLogger("ray.serve")
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -24,15 +20,9 @@ class Outcome:
     model: str = ""
     status: int = 0
 
-    async def watch(self, stream: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-        """The same stream; what it fails of is what came of the request."""
-        async with aclosing(stream) as items:
-            try:
-                async for item in items:
-                    yield item
-            except Exception as error:
-                self.status = error.status if isinstance(error, ApiError) else 500
-                raise
+    def broke(self, error: Exception) -> None:
+        """A stream that had begun ended by this."""
+        self.status = error.status if isinstance(error, ApiError) else 500
 
 
 def outcome_of(request: Request) -> Outcome:

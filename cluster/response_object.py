@@ -4,7 +4,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -197,9 +197,15 @@ def whole_response(head: Head, echo: str, answer: Answer, pieces: Sequence[Piece
 
 
 async def response_events(
-    head: Head, echo: str, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None]
+    head: Head,
+    echo: str,
+    answer: Answer,
+    first: Piece,
+    rest: AsyncGenerator[Piece, None],
+    broke: Callable[[Exception], None],
 ) -> AsyncGenerator[bytes, None]:
-    """The events of an answer whose first piece is here already; the last one tells the whole object."""
+    """The events of an answer whose first piece is here already; the last one tells the whole object. An error is told
+    to `broke` too."""
     number = 0
 
     def event(told: Json, response: bytes | None = None) -> bytes:
@@ -226,6 +232,7 @@ async def response_events(
             yield event(told)
         yield event({"type": f"response.{status}"}, ended(head, echo, answer, output.items))
     except Exception as error:
+        broke(error)
         said = error if isinstance(error, ApiError) else server_error()
         if said is not error:
             log.exception("stream %s failed", head.id)

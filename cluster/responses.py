@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -233,9 +233,16 @@ def error_event(error: ApiError) -> bytes:
 
 
 async def event_stream(
-    head: Head, answer: Answer, first: Piece, rest: AsyncGenerator[Piece, None], with_usage: bool, counts_on: bool
+    head: Head,
+    answer: Answer,
+    first: Piece,
+    rest: AsyncGenerator[Piece, None],
+    broke: Callable[[Exception], None],
+    with_usage: bool = False,
+    counts_on: bool = False,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream whose first piece is here already; ends with [DONE], after an error too."""
+    """The events of a stream whose first piece is here already; ends with [DONE], after an error too, of which `broke`
+    is told."""
     begun: set[int] = set()
     try:
         async with aclosing(chain(first, rest)) as pieces:
@@ -248,11 +255,11 @@ async def event_stream(
                     yield chunk(head, answer, piece, is_first, with_usage, counts_on)
         if with_usage:
             yield usage_chunk(head, answer)
-    except ApiError as error:
-        yield error_event(error)
-    except Exception:
-        log.exception("stream %s failed", head.id)
-        yield error_event(server_error())
+    except Exception as error:
+        broke(error)
+        if not isinstance(error, ApiError):
+            log.exception("stream %s failed", head.id)
+        yield error_event(error if isinstance(error, ApiError) else server_error())
     yield DONE
 
 

@@ -120,9 +120,9 @@ export class Burst {
   }
 
   async #start() {
-    if (this.#running || !this.#page.alone()) return;
-    const { server, problem } = this.#page;
+    const { server, problem, engage, release } = this.#page;
     const running = new AbortController();
+    if (this.#running || !engage(running)) return;
     this.#running = running;
     problem("");
     this.#find("#b-start").hidden = true;
@@ -137,6 +137,7 @@ export class Burst {
     }
     if (tally.tokens) this.#show(tally, answers, running.signal.aborted ? "Stopped" : tally.done < answers ? "Broken off" : "Done");
     else this.#status(running.signal.aborted ? "Stopped." : "");
+    release(running);
     this.#running = null;
     this.#find("#b-start").hidden = false;
     this.#find("#b-stop").hidden = true;

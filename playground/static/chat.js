@@ -81,8 +81,9 @@ export class Chat {
   async #ask(text) {
     const { server, settings } = this.#page;
     const asked = text.trim();
-    if (!asked || this.#running || !settings.hold() || !this.#page.alone()) return;
+    if (!asked || this.#running || !settings.hold()) return;
     const running = new AbortController();
+    if (!this.#page.engage(running)) return;
     this.#begin(running);
     const ready = await server.ready();
     if (this.#running !== running) return;
@@ -134,6 +135,7 @@ export class Chat {
   }
 
   #end() {
+    this.#page.release(this.#running);
     this.#running = null;
     this.#find("#t-send").hidden = false;
     this.#find("#t-stop").hidden = true;

@@ -16,6 +16,7 @@ class Page {
   #settings;
   #views = {};
   #tabs = null;
+  #asking = null; // AbortController of the one view that asks the server
 
   constructor(root, address) {
     this.#root = root;
@@ -30,7 +31,8 @@ class Page {
       problem: (text) => this.#problem(text),
       failed: (error) => this.#failed(error),
       wantKey: () => this.#wantKey(),
-      alone: () => this.#alone(),
+      engage: (running) => this.#engage(running),
+      release: (running) => this.#release(running),
       lookInside: (recording) => {
         shelf.choose(recording);
         this.#tabs.open("hood");
@@ -65,7 +67,10 @@ class Page {
       event.preventDefault();
       this.#takeKey(this.#find("#t-key").value.trim());
     });
-    this.#find("#t-close").addEventListener("click", () => this.#problem(""));
+    this.#find("#t-close").addEventListener("click", () => {
+      this.#problem("");
+      this.#find("[role=tab][aria-selected=true]").focus({ preventScroll: true }); // the button is gone
+    });
     this.#find("#t-forget").addEventListener("click", () => this.#useKey(""));
     for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
       radio.addEventListener("change", () => (this.#root.dataset.ghosts = radio.value));
@@ -149,10 +154,15 @@ class Page {
     this.#server.failed(error);
   }
 
-  // Whether no answer is under way, and if one is, say so.
-  #alone() {
-    if (this.#server.busy) this.#problem("An answer is still being written; it would share the engine. Stop it or wait.");
-    return !this.#server.busy;
+  // Whether nobody asks the server so far: whatever is measured beside an answer shares the engine with it.
+  #engage(running) {
+    if (this.#asking) this.#problem("An answer is still being written; it would share the engine. Stop it or wait.");
+    else this.#asking = running;
+    return this.#asking === running;
+  }
+
+  #release(running) {
+    if (this.#asking === running) this.#asking = null;
   }
 
   focus() {

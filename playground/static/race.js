@@ -58,33 +58,34 @@ export class Race {
     prompt.value = asked;
     fitHeight(prompt);
     this.#find("[name=r-drafts][value=auto]").checked = true;
-    this.#find("#r-start").focus();
+    const start = this.#find("#r-start");
+    (start.hidden ? this.#find("#r-stop") : start).focus();
   }
 
   #status(text) {
     this.#find("#r-status").textContent = text;
   }
 
-  #begin() {
-    const running = new AbortController();
+  #begin(running) {
     this.#running = running;
     this.#find("#r-start").hidden = true;
     this.#find("#r-stop").hidden = false;
-    return running;
   }
 
   #end() {
+    this.#page.release(this.#running);
     this.#running = null;
     this.#find("#r-start").hidden = false;
     this.#find("#r-stop").hidden = true;
   }
 
   async #race(asked) {
-    const { server, settings, problem, alone } = this.#page;
-    if (!asked || this.#running || !settings.hold() || !alone()) return;
+    const { server, settings, problem, engage } = this.#page;
+    if (!asked || this.#running || !settings.hold()) return;
+    const running = new AbortController();
+    if (!engage(running)) return;
     problem("");
-    const running = this.#begin();
-    this.#find(".verdict").hidden = true;
+    this.#begin(running);
     if ((await server.ready()) && !running.signal.aborted) await this.#run(asked, running);
     this.#end();
   }
@@ -95,6 +96,7 @@ export class Race {
     const common = this.#page.settings.read();
     const { model } = this.#page.server; // of all runs, whatever is chosen meanwhile
     if (common.temperature > 0 && !common.seed) common.seed = drawSeed();
+    this.#find(".verdict").hidden = true;
     for (const lane of Object.values(this.#lanes)) lane.clear();
     this.#lanes.drafts.name(`With drafts: ${mode}`);
     const salt = drawSeed();
@@ -168,7 +170,8 @@ export class Race {
   }
 
   async #replay() {
-    const running = this.#begin();
+    const running = new AbortController();
+    this.#begin(running);
     const watch = this.#find("#r-replay");
     const words = watch.textContent;
     watch.textContent = "Stop the replay";

@@ -15,7 +15,6 @@ export class Server extends EventTarget {
   metricsKey = new KeptKey("tidar.metrics_key");
   #root;
   #finding = null;
-  #streams = 0; // under way
 
   constructor(root) {
     super();
@@ -35,11 +34,6 @@ export class Server extends EventTarget {
   /** What the model's entry says beyond OpenAI's fields. */
   get facts() {
     return this.model?.tidar ?? {};
-  }
-
-  /** Whether an answer is being written: whatever is measured beside it shares the engine with it. */
-  get busy() {
-    return this.#streams > 0;
   }
 
   /** Whether there is a model to ask; looks for one where none is known, or the last look failed. */
@@ -90,13 +84,8 @@ export class Server extends EventTarget {
     return this.#stream("v1/completions", body, signal);
   }
 
-  async *#stream(route, body, signal) {
-    this.#streams += 1;
-    try {
-      yield* stream(new URL(route, this.#root), body, { key: this.key.value, signal });
-    } finally {
-      this.#streams -= 1;
-    }
+  #stream(route, body, signal) {
+    return stream(new URL(route, this.#root), body, { key: this.key.value, signal });
   }
 
   async tokenize(data, signal) {

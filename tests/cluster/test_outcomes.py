@@ -1,7 +1,7 @@
 """What comes of requests is counted as their clients see it, once for each."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,23 +12,22 @@ from starlette.types import Message
 from cluster.errors import ApiError, full
 from cluster.metrics import IngressMetrics, render
 from cluster.outcomes import Outcomes, outcome_of
-from cluster.responses import EventStreamResponse
+from cluster.responses import EventStreamResponse, event_stream, new_head
+from cluster.streams import Answer, Piece, requests_for
 from tests.cluster.test_api import ask
+from tests.cluster.test_schemas import card_for
+from tests.tiny import tiny_tokenizer
+from tidar_core.request import Finish, FinishReason, SamplingParams
+
+CARD = card_for(tiny_tokenizer())
+UNKNOWN = 7  # no choice of the answer
 
 
-async def pieces(error: Exception | None) -> AsyncIterator[bytes]:
-    yield b"data: 1\n\n"
-    if error is not None:
-        raise error
-
-
-async def events(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """As a stream that has begun tells of an error."""
-    try:
-        async for piece in stream:
-            yield piece
-    except Exception:
-        yield b"data: error\n\n"
+async def pieces(*given: Piece | Exception) -> AsyncGenerator[Piece, None]:
+    for one in given:
+        if isinstance(one, Exception):
+            raise one
+        yield one
 
 
 @pytest.fixture
@@ -40,13 +39,21 @@ def metrics() -> IngressMetrics:
 def api(metrics: IngressMetrics) -> FastAPI:
     app = FastAPI()
     app.add_middleware(Outcomes, metrics=metrics)
-    failures = {"well": None, "unready": ApiError(503, "none"), "bug": KeyError("a secret")}
+    follows = {
+        "well": Piece(0, ("b",), Finish(FinishReason.STOP)),
+        "unready": ApiError(503, "none"),
+        "bug": KeyError("a secret"),
+        "unwritable": Piece(UNKNOWN, ("b",)),
+    }
 
     @app.post("/stream/{how}")
     async def stream(request: Request, how: str) -> Response:
         outcome = outcome_of(request)
         outcome.model = "tiny"
-        return EventStreamResponse(events(outcome.watch(pieces(failures[how]))))  # type: ignore[arg-type]
+        rest = pieces(Piece(0, ("a",)), follows[how]) if how in follows else pieces(KeyError("a secret"))
+        first = await anext(rest)
+        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
+        return EventStreamResponse(event_stream(new_head("tiny", False), answer, first, rest, outcome.broke))
 
     @app.post("/whole")
     async def whole(request: Request) -> Response:
@@ -80,10 +87,17 @@ def counted(metrics: IngressMetrics) -> dict[tuple[str, str], float]:
 
 
 def test_a_stream_counts_by_what_it_ended_of(api: FastAPI, metrics: IngressMetrics) -> None:
-    for how in ("well", "unready", "bug", "well"):
+    for how in ("well", "unready", "bug", "unwritable", "well"):
         answer = ask(api, "POST", f"/stream/{how}")
         assert (answer.status_code, "error" in answer.text) == (200, how != "well")
-    assert counted(metrics) == {("tiny", "200"): 2, ("tiny", "503"): 1, ("tiny", "500"): 1}
+    assert counted(metrics) == {("tiny", "200"): 2, ("tiny", "503"): 1, ("tiny", "500"): 2}
+
+
+def test_a_stream_that_fails_before_it_begins_is_an_answer(api: FastAPI, metrics: IngressMetrics) -> None:
+    answer = ask(api, "POST", "/stream/before")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert "secret" not in answer.text
+    assert counted(metrics) == {("tiny", "500"): 1}
 
 
 def test_what_is_refused_and_what_fails_counts_and_pages_do_not(api: FastAPI, metrics: IngressMetrics) -> None:

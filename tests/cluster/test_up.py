@@ -288,7 +288,14 @@ def test_a_cluster_of_our_own_leaves_rays_port_to_others() -> None:
     assert parameter.RayParams().dashboard_agent_listen_port == usual
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(params=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def number(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that is not ignored, as one of them is where the tests run under nohup."""
+    before = signal.signal(request.param, signal.default_int_handler)
+    yield request.param
+    signal.signal(request.param, before)
+
+
 def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[sys.UnraisableHookArgs] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
@@ -297,7 +304,6 @@ def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.
         def __del__(self) -> None:
             signal.raise_signal(number)  # Python drops what is raised here
 
-    before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.check()
         Careless()
@@ -308,7 +314,7 @@ def test_an_interrupt_is_never_lost(number: signal.Signals, monkeypatch: pytest.
         interrupts.ignore()
         signal.raise_signal(number)
         assert told == [], "the user has no use for Python's own word on it"
-    assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is signal.default_int_handler
     assert sys.unraisablehook == told.append
 
 

@@ -163,9 +163,11 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     merged = "x: &common {name: a}\napplications:\n- <<: *common\n  name: b\n"
     assert "stands there" not in told(merged), "what is merged may be overridden"
     assert told(merged + "  name: c\n") == " cannot be read: line 5: the key 'name' stands there twice\n"
-    service = {"kind": "RayService", "spec": {"serveConfigV2": "applications: []\napplications: []\n"}}
+    service: dict[str, Any] = {"kind": "RayService", "spec": {"serveConfigV2": "applications: []\napplications: []\n"}}
     said = ": serveConfigV2 cannot be read: line 2: the key 'applications' stands there twice\n"
     assert told(yaml.safe_dump(service)) == said
+    service["spec"]["serveConfigV2"] = "applications: []\n---\napplications: []\n"
+    assert told(yaml.safe_dump(service)) == ": serveConfigV2 holds several documents: leave out the ---\n"
 
 
 def test_the_playgrounds_builder_refuses_as_serve_shows_it() -> None:

@@ -117,11 +117,13 @@ def test_an_error_is_closed_by_hand_and_with_its_tab(opened: Visit, recorded: Re
     recorded.play(Recording([event({"error": {"message": "The replica died."}})]))
     page = opened.page
     problem = page.locator("#t-problem")
-    for leave in ("#t-close", "#tab-race"):
+    for leave, then in (("#t-close", "tab-chat"), ("#tab-race", "tab-race")):
         ask(page, "Go")
         expect(problem).to_have_text("The replica died.")
-        page.click(leave)
+        page.focus(leave)
+        page.keyboard.press("Enter")
         expect(problem).to_be_hidden()
+        assert page.evaluate("document.activeElement.id") == then
 
 
 def test_a_model_that_is_served_no_more_is_looked_up_anew(context: BrowserContext, recorded: RecordedServer) -> None:

@@ -198,7 +198,7 @@ def test_tiles_of_a_sequence_meet_at_each_split():
     """Every tile has every split of its sequence's longest row, and tiles that read the same keys are neighbours."""
     _, _, rows, _ = attention_case([(400, Shape(9)), (0, Shape()), (120, Shape(20))], (4, 2, 16), torch.float32)
     tile = 4
-    (part,) = triton_attention._plan_parts(rows, tile, 1024, triton_attention.split_count(448))
+    (part,) = triton_attention._plan_parts(rows, tile, 1024, triton_attention.split_count(448), {"OVERLAP": False})
     listed = [tuple(item) for item in part.items[: int(part.count), :5].tolist()]
     expected = []
     for sequence in range(3):

@@ -12,6 +12,7 @@ from tidar_core.bench import prompts as sets
 from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
 from tidar_core.bench.drive import Answer
 from tidar_core.config import ConfigError
+from tidar_core.engine import draft_policy
 from tidar_core.request import Finish, FinishReason, SamplingParams, StepTrace
 
 
@@ -37,6 +38,17 @@ def test_what_is_counted_is_what_was_emitted(tmp_path):
     assert list(result.acceptance_by_position) == sorted(result.acceptance_by_position, reverse=True)
     short = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full", block=2)
     assert len(measure_acceptance(engine, asked, short).acceptance_by_position) == 1
+
+
+def test_no_more_are_asked_at_once_than_may_all_draft(tmp_path, monkeypatch):
+    engine = tiny_engine(tmp_path)
+    asked = prompts(5, longest=20)
+    whole = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
+    free = measure_acceptance(engine, asked, whole)
+    assert free.tokens_per_step > 1
+    block = engine.info.block_length
+    monkeypatch.setattr(draft_policy, "FULL_ROWS", 2 * (block + block * block))
+    assert measure_acceptance(engine, asked, whole) == free
 
 
 def test_prompts_that_are_not_there_name_what_brings_them(monkeypatch):

@@ -66,6 +66,7 @@ def test_sampling_that_is_not_asked_for_is_as_the_models_makers_want_it(tmp_path
 
 def test_bench_decode_writes_a_record(model, tmp_path):
     record = tmp_path / "record.json"
+    gc.unfreeze()  # what tests before have loaded
     result = tidar(
         "bench", "decode", "--model", model / "tiny", "--adapter", model / "drafter", "--batch", 2, "--rounds", 1,
         "--prompts", 2, "--max-tokens", 8, "--json", record,

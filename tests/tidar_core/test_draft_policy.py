@@ -16,6 +16,7 @@ from tidar_core.engine.draft_policy import (
     best_choice,
     best_shape,
     candidate_shapes,
+    most_full,
     outcome_probabilities,
     tokens_per_second,
 )
@@ -151,7 +152,7 @@ def test_modes_and_limits_are_obeyed():
 
 def test_full_drafting_of_a_large_batch_takes_no_more_rows_than_there_is_room_for():
     policy = DraftPolicy(16, FLAT)
-    views = [SequenceView("full", 15, 16)] * 64
+    views = [SequenceView("full", 15, 16)] * 128
     shapes = policy.choose(views, 0)
     everything = Shape(15, tuple(range(1, 17)), 16)
     rows = [shape.verify_rows + shape.mask_rows for shape in shapes if shape.block]
@@ -159,7 +160,8 @@ def test_full_drafting_of_a_large_batch_takes_no_more_rows_than_there_is_room_fo
     assert FULL_ROWS - rows[0] < sum(rows) <= FULL_ROWS
     heard = [view._replace(say=index % 2 == 1) for index, view in enumerate(views)]
     assert policy.choose(heard, 0) == [everything if view.say else Shape() for view in heard]
-    assert policy.choose([view._replace(say=True) for view in views], 0) == [everything] * 64
+    assert policy.choose([view._replace(say=True) for view in views], 0) == [everything] * 128
+    assert most_full(16) == sum(map(bool, rows))
 
 
 # Rows are free up to 12 and dear from there on, as where arithmetic overtakes the memory.

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 
 from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.engine import Engine
+from tidar_core.engine.draft_policy import most_full
 from tidar_core.request import FinishReason, SamplingParams
 
 LOOP_TOKENS, LONGEST_LOOP = 64, 24
@@ -29,8 +30,14 @@ class AcceptanceResult:
 
 
 def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> AcceptanceResult:
-    """Answers all prompts under `params` and counts what held."""
-    answers = answer_all(engine, prompts, [params] * len(prompts))
+    """Answers all prompts under `params` and counts what held; no more of them at once than may all draft fully, where
+    that is asked for."""
+    most = max(1, len(prompts))
+    if params.drafting == "full":
+        block = engine.info.block_length
+        most = most_full(min(params.block or block, block))
+    parts = [prompts[first : first + most] for first in range(0, len(prompts), most)]
+    answers = [answer for part in parts for answer in answer_all(engine, part, [params] * len(part))]
     steps = [step for answer in answers for step in answer.steps if step.drafted]
     by_position = []
     for draft in range(max((len(step.drafted) for step in steps), default=0)):

@@ -19,18 +19,20 @@ def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
     lies in it, or it holds anything but full weights that were made here, or a folder that is removed with it does.
     Changes nothing."""
     folder = out.resolve()
-    for path in (Path.cwd(), *needed):
-        if path.resolve().is_relative_to(folder):
-            raise ConfigError(f"{out} will be replaced, and with it {path}: choose a new folder for --out")
-    for each in (out, part_of(out), _aside(folder)):
+    kept = [path.resolve() for path in (Path.cwd(), *needed)]
+    beside = "move it away, or choose another --out"
+    for each, advice in (
+        (folder, "choose a new or empty folder for --out"), (part_of(out), beside), (_aside(folder), beside)
+    ):  # fmt: skip
+        for path in kept:
+            if path.is_relative_to(each):
+                raise ConfigError(f"{each} will be replaced, and with it {path}: choose a new folder for --out")
         try:
             foreign = each.exists() and any(each.iterdir()) and not _made_here(each)
         except OSError as error:
             raise _cannot_use(each, error) from None
         if foreign:
-            raise ConfigError(
-                f"{each} holds no full weights that were made here: choose a new or empty folder for --out"
-            )
+            raise ConfigError(f"{each} holds no full weights that were made here: {advice}")
 
 
 def take_back(out: Path) -> None:

@@ -72,7 +72,9 @@ def train_full(
     training = FullTraining(model.to(device), mask, config, corpus.document)
     resume(training, work, out, screen)
     progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
-    progress.measured_on(digest_of(column for each in judged for column in each))
+    # Of a text all is its own: what was measured of it before that was told apart holds.
+    parts = [(tokens,) if own[1:].all() else (tokens, own) for tokens, own in judged]
+    progress.measured_on(digest_of(column for part in parts for column in part))
     if budget.used(progress) < SETTLED:  # one that came to its end has been given more
         progress.stale = 0
     while True:

@@ -6,6 +6,7 @@ needs minutes for the first whole document, and would begin anew each time.
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -36,7 +37,7 @@ class Growing(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    format: int = 1
+    format: Literal[2] = 2  # in the first, answers were asked for in other words
     conversations: tuple[Growing, ...]
 
 

@@ -31,7 +31,7 @@ PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
 FADING = 0.995  # weight that it keeps through a step without drafts
 BIAS_MEMORY, BIAS_MOST = 0.95, 3.0  # of how long real steps take; a step that others held up counts no more than this
-FULL_ROWS = 8192  # of all sequences that draft fully, in one step: what they take of memory has an end
+FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step: what they take of memory has an end
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
@@ -139,6 +139,11 @@ class Choice:
     drafting: int = 0
     rate: float = field(default=0.0, compare=False)
     renewal: float = field(default=0.0, compare=False)
+
+
+def most_full(block: int) -> int:
+    """How many sequences may all draft fully, with so many slots a proposal, in one step."""
+    return max(1, FULL_ROWS // max(1, block + block * block))
 
 
 class DraftPolicy:
