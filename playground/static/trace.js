@@ -97,8 +97,8 @@ export function count(tally, trace, now) {
 }
 
 /**
- * The meters' numbers; null where there is nothing to tell yet. `stepTokens` are those of the `steps`. Times are this browser's: `firstToken` in ms from
- * sending to the first token, `perSecond` over the tokens behind it.
+ * The meters' numbers; null where there is nothing to tell yet. `stepTokens` are those of the `steps`. Times are this
+ * browser's: `firstToken` in ms from sending to the first token, `perSecond` over the tokens behind it.
  */
 export function rates(tally) {
   const seconds = (tally.lastAt - tally.firstAt) / 1000;

@@ -76,7 +76,7 @@ class Graphs:
                 self._captured[key] = self._record(device, work, inputs)
         captured = self._captured.get(key)
         if captured is None:
-            return work(*(each.to(device) for each in inputs))
+            return work(*(each.to(device, non_blocking=True) for each in inputs))
         for static, given in zip(captured.inputs, inputs, strict=True):
             static.copy_(given, non_blocking=True)
         captured.replay()
