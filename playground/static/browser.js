@@ -34,6 +34,12 @@ export class KeptKey {
       // As above.
     }
   }
+
+  /** Take over what another tab kept or dropped; whether `event` tells of this key. */
+  follow({ key, newValue }) {
+    if (key === this.#name) this.value = isKey(newValue ?? "") ? newValue : "";
+    return key === this.#name;
+  }
 }
 
 /** Follows the end of the conversation while the reader is there, and leaves readers who scrolled up alone. */

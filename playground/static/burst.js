@@ -3,6 +3,7 @@
 // One request of many prompts, because a browser opens no more than six connections to a host.
 
 import { drawBars, Plot } from "./charts.js";
+import { swap } from "./dom.js";
 import { one, two } from "./numbers.js";
 import { readTrace } from "./recording.js";
 import { emitted, plural } from "./stats.js";
@@ -125,8 +126,7 @@ export class Burst {
     if (this.#running || !engage(running)) return;
     this.#running = running;
     problem("");
-    this.#find("#b-start").hidden = true;
-    this.#find("#b-stop").hidden = false;
+    swap(this.#find("#b-start"), this.#find("#b-stop"));
     this.#find("[data-burst]").hidden = true;
     const answers = Number(this.#find("#b-answers").value);
     const tally = new BurstTally(answers);
@@ -135,12 +135,12 @@ export class Burst {
     } catch (error) {
       if (error.name !== "AbortError") this.#failed(error);
     }
+    this.#find("#b-status").ariaBusy = "false";
     if (tally.tokens) this.#show(tally, answers, running.signal.aborted ? "Stopped" : tally.done < answers ? "Broken off" : "Done");
     else this.#status(running.signal.aborted ? "Stopped." : "");
     release(running);
     this.#running = null;
-    this.#find("#b-start").hidden = false;
-    this.#find("#b-stop").hidden = true;
+    swap(this.#find("#b-stop"), this.#find("#b-start"));
   }
 
   #failed(error) {
@@ -150,10 +150,11 @@ export class Burst {
 
   async #send(answers, tally, signal) {
     const { server } = this.#page;
+    const { model } = server; // of every request, whatever is chosen meanwhile
     this.#status(`Writing ${plural(answers, "prompt")}…`);
-    const prompts = await Promise.all(Array.from({ length: answers }, (_, i) => this.#prompt(i, signal)));
+    const prompts = await Promise.all(Array.from({ length: answers }, (_, i) => this.#prompt(i, model, signal)));
     const body = {
-      model: server.model.id,
+      model: model.id,
       prompt: prompts,
       max_tokens: Number(this.#find("#b-tokens").value),
       temperature: 0,
@@ -163,6 +164,7 @@ export class Burst {
     const begun = performance.now();
     this.#status("Waiting for the first token…");
     let shownAt = begun;
+    this.#find("#b-status").ariaBusy = "true"; // it changes too often to be said aloud: the last line alone is
     for await (const chunks of server.complete(JSON.stringify(body), signal)) {
       const now = performance.now();
       for (const chunk of chunks) {
@@ -176,9 +178,9 @@ export class Burst {
   }
 
   // Through the model's own template: /v1/completions takes token ids.
-  async #prompt(number, signal) {
+  async #prompt(number, model, signal) {
     const messages = [{ role: "user", content: `Tell me something about the number ${number + 2}, in plain words.` }];
-    return (await this.#page.server.tokenize({ messages }, signal)).tokens;
+    return (await this.#page.server.tokenize({ model: model.id, messages }, signal)).tokens;
   }
 
   #show(tally, answers, state) {

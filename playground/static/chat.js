@@ -1,6 +1,7 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
 import { composes, fitHeight, Follower } from "./browser.js";
+import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
 import { newRecording } from "./recording.js";
@@ -32,6 +33,10 @@ export class Chat {
     return this.#root.querySelector(selector);
   }
 
+  visible(now) {
+    if (now) this.#fitPrompt();
+  }
+
   focus() {
     this.#find("#t-prompt").focus({ preventScroll: true });
   }
@@ -51,7 +56,9 @@ export class Chat {
     this.#find("#t-stop").addEventListener("click", () => this.#stop());
     this.#find("#t-clear").addEventListener("click", () => this.#clear());
     this.#find(".examples").addEventListener("click", (event) => {
-      if (event.target.matches("button")) this.#ask(event.target.textContent);
+      if (!event.target.matches("button")) return;
+      this.#ask(event.target.textContent);
+      focusButton(this.#find("#t-stop")); // the examples are gone, if it was asked
     });
     this.#makeRoom();
   }
@@ -130,15 +137,13 @@ export class Chat {
     this.#makeRoom();
     this.#page.problem("");
     this.#status("Waiting for the first token…");
-    this.#find("#t-send").hidden = true;
-    this.#find("#t-stop").hidden = false;
+    swap(this.#find("#t-send"), this.#find("#t-stop"));
   }
 
   #end() {
     this.#page.release(this.#running);
     this.#running = null;
-    this.#find("#t-send").hidden = false;
-    this.#find("#t-stop").hidden = true;
+    swap(this.#find("#t-stop"), this.#find("#t-send"));
     if (!this.#find("#t-turns").childElementCount) this.#root.dataset.empty = "";
   }
 

@@ -44,7 +44,8 @@ export class Cluster {
       this.#takeKey(this.#find("#c-key").value.trim());
     });
     page.server.addEventListener("key", () => {
-      if (page.server.key.value) this.#find("#c-key-form").hidden = true; // it may open the metrics too
+      const { key, metricsKey } = page.server;
+      if (key.value || metricsKey.value) this.#find("#c-key-form").hidden = true; // the API's may open the metrics too
       this.#read();
     });
     document.addEventListener("visibilitychange", () => this.#read());
@@ -100,8 +101,8 @@ export class Cluster {
     this.#page.server.metricsKey.keep("");
     this.#problem(had ? "That key does not open the metrics." : "");
     this.#find("#c-key-form").hidden = false;
-    // Whoever is about to give the API's key is left there: it may open the metrics too.
-    if (document.activeElement?.id !== "t-key") this.#find("#c-key").focus();
+    // Whoever gave that key is led back to the field, and nobody away from where they are.
+    if (had && document.activeElement === document.body) this.#find("#c-key").focus();
   }
 
   #take(replicas, now) {

@@ -1,4 +1,4 @@
-// Small makers of elements. Text goes in as textContent alone.
+// Small makers of elements, and hands for buttons. Text goes in as textContent alone.
 
 const asNode = (item) => (item instanceof Node ? item : String(item));
 
@@ -16,6 +16,22 @@ export function button(className, text, onClick) {
   made.type = "button";
   made.addEventListener("click", onClick);
   return made;
+}
+
+/** Take the keyboard to `button`. The Enter that pressed another one may still be held: it shall not press this one. */
+export function focusButton(button, options) {
+  button.onkeydown = (event) => {
+    if (event.repeat && event.key === "Enter") event.preventDefault();
+  };
+  button.focus(options);
+}
+
+/** Show the button `come` in the place of `gone`, for the keyboard too. */
+export function swap(gone, come) {
+  const focused = document.activeElement === gone;
+  gone.hidden = true;
+  come.hidden = false;
+  if (focused) focusButton(come, { preventScroll: true });
 }
 
 /** An element of a drawing. */

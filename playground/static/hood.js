@@ -39,9 +39,10 @@ export class Hood {
     return this.#root.querySelector(selector);
   }
 
-  /** The tab was opened or left: nothing is drawn while nobody looks. */
+  /** The tab was opened or left: nothing is drawn or played while nobody looks. */
   visible(now) {
     this.#visible = this.#page.shelf.studied = now;
+    if (!now) this.#scrubber.pause();
     this.#show();
   }
 

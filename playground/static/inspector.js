@@ -32,7 +32,7 @@ export class Inspector {
     area.addEventListener("focusin", (event) => this.#show(this.#tokenAt(event.target)));
     area.addEventListener("focusout", () => this.hide());
     area.addEventListener("keydown", (event) => this.#walk(event));
-    addEventListener("scroll", () => this.#follow(), { passive: true });
+    addEventListener("scroll", () => this.#follow(), { capture: true, passive: true }); // of boxes in the page too
   }
 
   hide() {

@@ -101,6 +101,6 @@ export class Lane {
   }
 
   firstToken() {
-    return median(this.runs.map((run) => run.rates().firstToken).filter((value) => value !== null)) ?? 0;
+    return median(this.runs.map((run) => run.rates().firstToken).filter((value) => value !== null));
   }
 }

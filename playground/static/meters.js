@@ -1,6 +1,6 @@
 // The live numbers, and the ribbon of the last steps.
 
-import { one, two, whole } from "./numbers.js";
+import { one, orDash, two, whole } from "./numbers.js";
 import { plural } from "./stats.js";
 
 const RIBBON_STEPS = 64;
@@ -19,15 +19,14 @@ function formatSpeed(perSecond) {
 
 /** Every number of `rates` as the reader sees it; a dash where there is none. */
 export function formatRates(rates) {
-  const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
   return {
     tokens: whole.format(rates.tokens),
     steps: whole.format(rates.steps),
-    perStep: shown(rates.perStep, (value) => two.format(value)),
+    perStep: orDash(rates.perStep, two.format),
     inWords: rates.perStep === null ? "" : `${plural(rates.stepTokens, "token")} in ${plural(rates.steps, "step")}`,
-    acceptance: shown(rates.acceptance, (value) => `${Math.round(value * 100)} %`),
-    perSecond: shown(rates.perSecond, formatSpeed),
-    firstToken: shown(rates.firstToken, formatTime),
+    acceptance: orDash(rates.acceptance, (value) => `${Math.round(value * 100)} %`),
+    perSecond: orDash(rates.perSecond, formatSpeed),
+    firstToken: orDash(rates.firstToken, formatTime),
   };
 }
 

@@ -59,7 +59,7 @@ class Page {
   #opened(name) {
     this.#problem("");
     this.#settings.show();
-    for (const [of, view] of Object.entries(this.#views)) view.visible?.(of === name);
+    for (const [of, view] of Object.entries(this.#views)) view.visible(of === name);
   }
 
   #listen() {
@@ -87,12 +87,12 @@ class Page {
     const theme = window.tidarTheme;
     const words = { auto: ["Auto", "as the system"], light: ["Light", "light"], dark: ["Dark", "dark"] };
     const show = () => {
-      const [label, spoken] = words[theme.read()];
+      const [label, spoken] = words[theme.name];
       button.querySelector("[data-theme-name]").textContent = label;
       button.setAttribute("aria-label", `Colours: ${spoken}`);
     };
     button.addEventListener("click", () => {
-      theme.write(theme.names[(theme.names.indexOf(theme.read()) + 1) % theme.names.length]);
+      theme.next();
       show();
     });
     theme.apply();
@@ -132,14 +132,15 @@ class Page {
   }
 
   async #useKey(value) {
-    this.#find("#t-key-form").hidden = true;
     this.#problem("");
     this.#views.chat.focus();
     await this.#server.useKey(value);
   }
 
   #showKey() {
-    this.#find(".kept-key").hidden = !this.#server.key.value;
+    const { value } = this.#server.key;
+    this.#find(".kept-key").hidden = !value;
+    if (value) this.#find("#t-key-form").hidden = true;
   }
 
   #problem(text) {
@@ -173,7 +174,7 @@ class Page {
 /** Bring the page inside `element` to life. The API lies beside the playground: /playground/ and /v1/. */
 export function start(element) {
   const root = element.querySelector(".tidar");
+  root.hidden = false; // what is hidden has no height to fit a field to
   const page = new Page(root, new URL("../", document.baseURI));
-  root.hidden = false;
   page.focus();
 }

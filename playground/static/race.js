@@ -4,10 +4,11 @@
 // salt of its own: the second would otherwise find the first one's prompt in the cache and start sooner.
 
 import { composes, fitHeight } from "./browser.js";
+import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Lane } from "./lane.js";
 import { formatTime } from "./meters.js";
-import { two } from "./numbers.js";
+import { orDash, two } from "./numbers.js";
 import { newRecording } from "./recording.js";
 import { firstDifference, plural, tokenIds } from "./stats.js";
 import { chatBody } from "./stream.js";
@@ -59,7 +60,7 @@ export class Race {
     fitHeight(prompt);
     this.#find("[name=r-drafts][value=auto]").checked = true;
     const start = this.#find("#r-start");
-    (start.hidden ? this.#find("#r-stop") : start).focus();
+    focusButton(start.hidden ? this.#find("#r-stop") : start);
   }
 
   #status(text) {
@@ -68,15 +69,13 @@ export class Race {
 
   #begin(running) {
     this.#running = running;
-    this.#find("#r-start").hidden = true;
-    this.#find("#r-stop").hidden = false;
+    swap(this.#find("#r-start"), this.#find("#r-stop"));
   }
 
   #end() {
     this.#page.release(this.#running);
     this.#running = null;
-    this.#find("#r-start").hidden = false;
-    this.#find("#r-stop").hidden = true;
+    swap(this.#find("#r-stop"), this.#find("#r-start"));
   }
 
   async #race(asked) {
@@ -202,7 +201,7 @@ function speedWords(ratio, drafts) {
 
 function how(rounds, off, drafts, { temperature }) {
   const turns = rounds === 1 ? "One run each, one after the other" : `${rounds} runs each, taking turns`;
-  const waits = [off, drafts].map((lane) => formatTime(lane.firstToken())).join(" and ");
+  const waits = [off, drafts].map((lane) => orDash(lane.firstToken(), formatTime)).join(" and ");
   const seed = temperature > 0 ? `, the same seed (${off.runs[0].recording.seed})` : "";
   return `${turns}: both at once would slow each other down. The same prompt${seed}, nothing cached from run to run. First token after ${waits}. Times are this browser's.`;
 }

@@ -20,16 +20,16 @@ export class Scrubber {
     this.#onStep = onStep;
     new Inspector(this.#find("[data-text]"), hint);
     this.#slider.addEventListener("input", () => {
-      this.#pause();
+      this.pause();
       this.show(Number(this.#slider.value));
     });
     for (const button of root.querySelectorAll("[data-go]")) {
       button.addEventListener("click", () => {
-        this.#pause();
+        this.pause();
         this.show(this.#at + Number(button.dataset.go));
       });
     }
-    this.#find("[data-play]").addEventListener("click", () => (this.#timer ? this.#pause() : this.#play()));
+    this.#find("[data-play]").addEventListener("click", () => (this.#timer ? this.pause() : this.#play()));
   }
 
   #find(selector) {
@@ -42,7 +42,7 @@ export class Scrubber {
 
   /** Take up another recording, at its first decode step that checked a draft. */
   open(recording) {
-    this.#pause();
+    this.pause();
     this.#steps = recording.steps.filter((step) => step.trace);
     this.#spans = this.#steps.map(() => []);
     this.#layOutText(recording.steps);
@@ -114,11 +114,11 @@ export class Scrubber {
     this.#find("[data-play]").textContent = "Pause";
     this.#timer = setInterval(() => {
       this.show(this.#at + 1);
-      if (this.#at >= this.#steps.length - 1) this.#pause();
+      if (this.#at >= this.#steps.length - 1) this.pause();
     }, PLAY_MS);
   }
 
-  #pause() {
+  pause() {
     clearInterval(this.#timer);
     this.#timer = 0;
     this.#find("[data-play]").textContent = "Play";

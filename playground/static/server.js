@@ -19,6 +19,11 @@ export class Server extends EventTarget {
   constructor(root) {
     super();
     this.#root = root;
+    addEventListener("storage", (event) => {
+      if (![this.key, this.metricsKey].some((kept) => kept.follow(event))) return;
+      this.dispatchEvent(new Event("key"));
+      this.#askForModels();
+    });
   }
 
   /** Answers come from this model from now on. */

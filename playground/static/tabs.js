@@ -41,7 +41,7 @@ export class Tabs {
     const here = NAMES.indexOf(this.#root.dataset.tab);
     const targets = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: -1 };
     const target = targets[event.key];
-    if (target === undefined) return;
+    if (target === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     const name = NAMES.at(target % NAMES.length);
     this.open(name);

@@ -172,6 +172,7 @@ class RecordedServer:
     address: str
     answers: list[Recording] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    tokenized: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     wanted_key: str | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -185,6 +186,7 @@ class RecordedServer:
         """Answer the next chat requests so; forget what was asked before."""
         self.answers[:] = answers
         self.bodies.clear()
+        self.tokenized.clear()
         self.keys.clear()
         self.cancelled.clear()
         self.most_under_way = 0
@@ -221,7 +223,8 @@ def api(server: RecordedServer) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        text = json.loads(await request.body())["messages"][0]["content"]
+        server.tokenized.append(json.loads(await request.body()))
+        text = server.tokenized[-1]["messages"][0]["content"]
         return JSONResponse({"tokens": list(text.encode()), "count": len(text)})
 
     @app.post("/v1/completions")

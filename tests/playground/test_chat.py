@@ -338,6 +338,36 @@ COUNT_PLACES = """() => {
 }"""
 
 
+def test_a_token_that_is_walked_to_is_not_behind_the_composer(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 30)))
+    page = opened.page
+    ask(page, "Go")
+    opened.settle()
+    page.evaluate("scrollTo(0, 0)")
+    page.locator(".answer-text").focus()
+    page.keyboard.press("End")
+    expect(page.locator(".inspected")).to_be_in_viewport()
+    assert page.evaluate(ROOM) >= 0
+
+
+ROOM = """() => {
+  const place = (selector) => document.querySelector(selector).getBoundingClientRect();
+  return place(".composer").top - place(".inspected").bottom;
+}"""
+
+
+def test_an_example_by_the_keyboard(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS), pause=0.05))
+    page = opened.page
+    page.focus(".examples button")
+    for _ in range(3):
+        page.keyboard.down("Enter")  # held down: the button that comes is not pressed by it
+    page.keyboard.up("Enter")
+    expect(page.locator("#t-stop")).to_be_focused()
+    expect(page.locator(".facts")).to_contain_text("finished")
+    expect(page.locator("#t-send")).to_be_focused()
+
+
 def test_wrong_settings_are_pointed_at(opened: Visit, recorded: RecordedServer) -> None:
     recorded.play(recording(plain_steps(TOKENS)))
     page = opened.page

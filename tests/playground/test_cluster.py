@@ -54,12 +54,15 @@ def test_a_metrics_key_is_asked_for_and_kept(chromium: Browser, recorded: Record
     recorded.metrics_key = "mk-1"
     context = chromium.new_context()
     page = visit(context, recorded.address).page
-    page.click("#tab-cluster")
-    expect(page.locator("#c-key")).to_be_focused()
+    page.focus("#tab-chat")
+    page.keyboard.press("End")
+    expect(page.locator("#c-key")).to_be_visible()
+    expect(page.locator("#tab-cluster")).to_be_focused()  # who walks the tabs is not led away from them
     expect(page.locator("#c-state")).to_be_hidden()
     page.fill("#c-key", "wrong")
     page.keyboard.press("Enter")
     expect(page.locator("#c-state")).to_have_text("That key does not open the metrics.")
+    expect(page.locator("#c-key")).to_be_focused()
     page.fill("#c-key", "mk-1")
     page.keyboard.press("Enter")
     expect(page.locator(".replica")).to_have_count(2)
@@ -134,6 +137,7 @@ def test_a_burst_is_bounded_and_tells_how_the_batch_went(opened: Visit, recorded
     (body,) = recorded.bodies
     assert len(body["prompt"]) == 5
     assert len({tuple(prompt) for prompt in body["prompt"]}) == 5, "every prompt is another"
+    assert [one.get("model") for one in recorded.tokenized] == [body["model"]] * 5, "by the template of that model"
     assert body["max_tokens"] == 20
     assert body["tidar"] == {"trace": True, "drafts": "auto"}
     shown = page.locator("[data-chart=classes] li").all_text_contents()
@@ -166,12 +170,15 @@ def test_a_burst_can_be_stopped(opened: Visit, recorded: RecordedServer) -> None
     recorded.play(burst(4, 100, pause=0.02))
     page = opened.page
     page.click("#tab-cluster")
-    page.click("#b-start")
+    page.press("#b-start", "Enter")
     expect(page.locator("#b-status")).to_contain_text("Measuring")
-    page.click("#b-stop")
+    expect(page.locator("#b-status")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#b-stop")).to_be_focused()
+    page.keyboard.press("Enter")
     expect(page.locator("#b-status")).to_contain_text("Stopped: 0 of 16 answers finished")
+    expect(page.locator("#b-status")).to_have_attribute("aria-busy", "false")
     assert recorded.cancelled.wait(5)
-    expect(page.locator("#b-start")).to_be_visible()
+    expect(page.locator("#b-start")).to_be_focused()
 
 
 def test_metrics_that_do_not_answer_are_one_line(opened: Visit, recorded: RecordedServer) -> None:

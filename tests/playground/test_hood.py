@@ -134,6 +134,10 @@ def test_step_by_step(opened: Visit, recorded: RecordedServer) -> None:
     expect(page.locator("[data-count]")).to_have_text("4 of 4")
     expect(page.locator("[data-play]")).to_have_text("Play")
     assert len(recorded.bodies) == 1, "a replay asks for nothing"
+    page.get_by_role("button", name="Play").click()
+    expect(page.locator("[data-play]")).to_have_text("Pause")
+    page.click("#tab-chat")
+    assert page.locator("[data-play]").text_content() == "Play", "nobody looks"
 
 
 def test_a_long_answer_scrubs_smoothly(opened: Visit, recorded: RecordedServer) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.playground.asking import TOKENS, ask, overflow
 from tests.playground.conftest import Visit, visit
@@ -106,6 +106,32 @@ def test_the_theme_can_be_chosen_and_is_kept(opened: Visit) -> None:
     assert page.evaluate(theme) == "dark", "as the system, which is dark now"
 
 
+CLOSED = (
+    "Object.defineProperty(window, 'localStorage', { get() { throw new DOMException('closed', 'SecurityError'); } })"
+)
+
+
+def test_the_theme_can_be_chosen_where_storage_is_closed(context: BrowserContext, recorded: RecordedServer) -> None:
+    context.add_init_script(CLOSED)
+    page = visit(context, recorded.address).page
+    seen = []
+    for _ in range(3):
+        page.click("#t-theme")
+        seen.append(page.locator("#t-theme").get_attribute("aria-label"))
+    assert seen == ["Colours: light", "Colours: dark", "Colours: as the system"]
+
+
+def test_a_low_window_is_left_to_the_answer(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 40)))
+    page = opened.page
+    page.set_viewport_size({"width": 844, "height": 390})
+    ask(page, "Go")
+    opened.settle()
+    page.locator(".piece").nth(len(TOKENS) * 20).scroll_into_view_if_needed()
+    for sticks in (".composer", ".live"):
+        expect(page.locator(sticks)).not_to_be_in_viewport()
+
+
 def test_less_motion_where_it_is_wished(chromium: Browser, recorded: RecordedServer) -> None:
     recorded.play(recording(plain_steps(TOKENS), pause=0.05))
     context = chromium.new_context(reduced_motion="reduce")
@@ -174,6 +200,8 @@ def test_tabs_are_walked_with_the_keyboard_and_named_in_the_address(opened: Visi
         walked.append(page.evaluate("document.activeElement.dataset.opens"))
         assert page.locator("[role=tabpanel]:visible").count() == 1
     assert walked == ["race", "hood", "cluster", "chat", "cluster", "chat", "cluster"]
+    page.keyboard.press("Alt+ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.opens") == "cluster", "that key is the browser's"
     assert page.url.endswith("#cluster")
     page.reload()
     expect(page.locator("#panel-cluster")).to_be_visible()

@@ -197,6 +197,34 @@ def test_the_same_text_out_of_other_tokens_is_no_equality(opened: Visit, recorde
     expect(page.locator("[data-same]")).to_contain_text("The texts differ from token 2 on")
 
 
+def test_a_race_that_fails_before_its_first_token_shows_no_time(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording([event({"error": {"message": "The replica died."}})]))
+    page = opened.page
+    page.click("#tab-race")
+    page.click("#r-start")
+    expect(page.locator("[data-lane=off] [data-lane-state]")).to_have_text("broken off")
+    expect(page.locator("[data-lane=off] [data-meter=firstToken]")).to_have_text("–")
+
+
+def test_the_keyboard_goes_with_the_button_and_enter_held_down_presses_once(
+    opened: Visit, recorded: RecordedServer
+) -> None:
+    recorded.play(Recording(SLOW.events, 0.2))
+    page = opened.page
+    page.goto(page.url + "#race")
+    page.reload()
+    assert page.locator("#r-prompt").evaluate("one => one.clientHeight") > 24, "as high as its line"
+    page.focus("#r-start")
+    for _ in range(2):
+        page.keyboard.down("Enter")
+    page.keyboard.up("Enter")
+    expect(page.locator("#r-stop")).to_be_focused()
+    page.wait_for_selector("[data-lane=off] .piece")
+    page.keyboard.press("Enter")
+    expect(page.locator("#r-status")).to_have_text("Stopped: nothing to compare.")
+    expect(page.locator("#r-start")).to_be_focused()
+
+
 def test_a_race_that_was_stopped_or_broke_off_has_no_winner(opened: Visit, recorded: RecordedServer) -> None:
     recorded.play(Recording(SLOW.events, 0.2))
     page = opened.page

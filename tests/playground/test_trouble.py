@@ -46,6 +46,19 @@ def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: R
     expect(page.locator("#t-prompt")).to_have_value("Still there?")
 
 
+def test_a_key_is_that_of_every_tab(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.wanted_key = "sk-1"
+    one, other = [visit(context, recorded.address).page for _ in range(2)]
+    expect(one.locator("#t-key-form")).to_be_visible()
+    other.fill("#t-key", "sk-1")
+    other.press("#t-key", "Enter")
+    expect(one.locator("#t-served")).to_contain_text("SmolLM2")
+    expect(one.locator("#t-key-form")).to_be_hidden()
+    one.click("#t-forget")
+    expect(other.locator("#t-served")).to_have_text("Waiting for an API key")
+    expect(other.locator("#t-key-form")).to_be_visible()
+
+
 @pytest.mark.parametrize("key", ["sk-1\u200b", "sk 1", "ключ", " "])
 def test_a_key_that_is_none_is_not_taken(context: BrowserContext, recorded: RecordedServer, key: str) -> None:
     recorded.wanted_key = "sk-1"
@@ -111,6 +124,17 @@ def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: Recorded
     assert shown(opened.page)
     expect(opened.page.locator("[data-badge]")).to_have_text("as far as it came")
     expect(opened.page.locator(".facts")).to_contain_text("broken off")
+
+
+def test_a_question_that_comes_back_under_another_tab_can_be_read(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(Recording(["", event({"error": {"message": "The replica died."}})], 0.5))
+    page = opened.page
+    ask(page, "Go")
+    page.click("#tab-race")
+    expect(page.locator("#t-problem")).to_have_text("The replica died.")
+    page.click("#tab-chat")
+    expect(page.locator("#t-prompt")).to_have_value("Go")
+    assert page.locator("#t-prompt").evaluate("one => one.clientHeight") > 24
 
 
 def test_an_error_is_closed_by_hand_and_with_its_tab(opened: Visit, recorded: RecordedServer) -> None:
