@@ -121,6 +121,21 @@ def test_the_theme_can_be_chosen_where_storage_is_closed(context: BrowserContext
     assert seen == ["Colours: light", "Colours: dark", "Colours: as the system"]
 
 
+def test_what_is_chosen_is_seen_in_forced_colours(opened: Visit) -> None:
+    page = opened.page
+    page.emulate_media(forced_colors="active")
+    paper = page.evaluate(GROUND, ["body", None])
+    for selector, part in (
+        ("[value=full]:checked + span", None),
+        ("#t-marks:checked + .track", "::after"),
+        ("#tab-chat", "::after"),
+    ):
+        assert page.evaluate(GROUND, [selector, part]) != paper, selector
+
+
+GROUND = "([selector, part]) => getComputedStyle(document.querySelector(selector), part).backgroundColor"
+
+
 def test_a_low_window_is_left_to_the_answer(opened: Visit, recorded: RecordedServer) -> None:
     recorded.play(recording(plain_steps(TOKENS * 40)))
     page = opened.page
