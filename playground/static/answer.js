@@ -1,5 +1,6 @@
 // Draws one answer as it grows. Model text reaches the page through textContent alone.
 
+import { element } from "./dom.js";
 import { keptTokens, place, rejectedTokens } from "./trace.js";
 
 const FENCE = "```"; // a line that starts so begins or ends code, which is set in a fixed pitch
@@ -36,25 +37,14 @@ export function layOut(steps, each) {
 
 // White space before a word carries no mark, unless the token is nothing else.
 function pieceOf(text, kind) {
-  const piece = document.createElement("span");
   const word = text.trimStart();
-  if (!word || word === text) {
-    piece.className = `piece ink ${kind}`;
-    piece.textContent = text;
-    return piece;
-  }
-  const ink = document.createElement("span");
-  ink.className = "ink";
-  ink.textContent = word;
-  piece.className = `piece ${kind}`;
-  piece.append(text.slice(0, text.length - word.length), ink);
-  return piece;
+  if (!word || word === text) return element("span", `piece ink ${kind}`, text);
+  return element("span", `piece ${kind}`, text.slice(0, text.length - word.length), element("span", "ink", word));
 }
 
 /** An element for an `Answer`: one stop for the Tab key, walked through with the arrow keys (`Inspector`). */
 export function answerText(label) {
-  const made = document.createElement("div");
-  made.className = "answer-text";
+  const made = element("div", "answer-text");
   made.tabIndex = 0;
   made.setAttribute("role", "group");
   made.setAttribute("aria-label", `${label}; arrow keys walk through its tokens`);
@@ -95,8 +85,7 @@ export class Lines {
 
   #lineToWrite() {
     if (!this.#line) {
-      this.#line = document.createElement("div");
-      this.#line.className = this.#inCode ? "line code" : "line";
+      this.#line = element("div", this.#inCode ? "line code" : "line");
       this.#line.dir = "auto";
       this.#blockToWrite().append(this.#line);
     }
@@ -105,8 +94,7 @@ export class Lines {
 
   #blockToWrite() {
     if (!this.#block || this.#block.childElementCount === LINES_TOGETHER) {
-      this.#block = document.createElement("div");
-      this.#block.className = "lines";
+      this.#block = element("div", "lines");
       this.#root.append(this.#block);
     }
     return this.#block;
@@ -135,7 +123,7 @@ export class Answer {
   #pauseTimer = 0;
   #onDraw;
 
-  constructor(root, onDraw = () => {}) {
+  constructor(root, onDraw) {
     this.#root = root;
     this.#lines = new Lines(root);
     this.#onDraw = onDraw;
@@ -193,16 +181,13 @@ export class Answer {
   }
 
   #appendGhosts(tokens) {
-    const group = document.createElement("span");
-    group.className = "ghosts";
-    group.setAttribute("aria-hidden", "true");
-    for (const token of tokens) {
-      const ghost = document.createElement("span");
-      ghost.className = "ghost";
-      ghost.textContent = token.text.replace(/\r?\n/g, "⏎");
+    const ghosts = tokens.map((token) => {
+      const ghost = element("span", "ghost", token.text.replace(/\r?\n/g, "⏎"));
       tokensOf.set(ghost, [token]);
-      group.append(ghost);
-    }
+      return ghost;
+    });
+    const group = element("span", "ghosts", ...ghosts);
+    group.setAttribute("aria-hidden", "true");
     this.#lines.write(group);
     this.#ghosts.push({ group, since: performance.now() });
   }

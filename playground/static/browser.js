@@ -1,11 +1,11 @@
-// What the page keeps in the browser, and how it scrolls.
+// What the page keeps in the browser, how it scrolls, and how its fields take what is written.
 
 const NEAR_BOTTOM = 120; // px: a reader this close to the end wants to follow it
 
-export const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
+const NO_KEY = "That is no key: a key is made of ASCII letters, digits and signs, without spaces.";
 
-/** Whether `text` may be a key: no header carries others. */
-export function isKey(text) {
+// Whether `text` may be a key: no header carries others.
+function isKey(text) {
   return /^[\x21-\x7e]+$/.test(text);
 }
 
@@ -42,6 +42,19 @@ export class KeptKey {
   }
 }
 
+/** Let `form` ask for a key: `take(key)` gets it, `problem(line)` is told where what was given is none. */
+export function keyForm(form, take, problem) {
+  const field = form.querySelector("input");
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const value = field.value.trim();
+    field.value = "";
+    if (isKey(value)) return take(value);
+    problem(NO_KEY);
+    field.focus();
+  });
+}
+
 /** Follows the end of the conversation while the reader is there, and leaves readers who scrolled up alone. */
 export class Follower {
   #near = true;
@@ -61,8 +74,17 @@ export class Follower {
   }
 }
 
-/** Whether a key goes to an input method: Safari calls the Enter that ends a composition 229, and says it is over. */
-export function composes(event) {
+/** Enter in the text `field` sends its `form`, once however long it is held; Shift and Enter start a new line. */
+export function submitOnEnter(field, form) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
+    event.preventDefault();
+    if (!event.repeat) form.requestSubmit();
+  });
+}
+
+// Whether a key goes to an input method: Safari calls the Enter that ends a composition 229, and says it is over.
+function composes(event) {
   return event.isComposing || event.keyCode === 229;
 }
 

@@ -5,8 +5,8 @@
 import { drawBars, Plot } from "./charts.js";
 import { swap } from "./dom.js";
 import { one, two } from "./numbers.js";
-import { readTrace } from "./recording.js";
-import { emitted, plural } from "./stats.js";
+import { plural } from "./stats.js";
+import { emitted } from "./trace.js";
 
 const SLICE_MS = 500;
 const SHOW_MS = 250;
@@ -19,34 +19,28 @@ export class BurstTally {
   slices = []; // { active, tokens } for every half second
   classes = new Map(); // upper end -> { steps, verify, mask, tokens }
   tokens = 0;
-  steps = 0;
   done = 0;
   firstAt = null;
   lastAt = 0;
   #answers;
-  #active;
 
   constructor(answers) {
-    this.#answers = this.#active = answers;
-  }
-
-  get active() {
-    return this.#active;
+    this.#answers = answers;
   }
 
   /** One step of one answer that came at `at`; `finished`: it was its last. */
   count(trace, finished, at) {
     const tokens = emitted(trace);
+    const active = this.#answers - this.done;
     this.firstAt ??= at;
     this.lastAt = at;
     this.tokens += tokens;
     const slice = Math.floor(at / SLICE_MS);
     this.slices[slice] ??= { active: 0, tokens: 0 };
-    this.slices[slice].active = Math.max(this.slices[slice].active, this.#active);
+    this.slices[slice].active = Math.max(this.slices[slice].active, active);
     this.slices[slice].tokens += tokens;
     if (trace.step > 0) {
-      this.steps += 1;
-      const end = CLASSES.find((most) => this.#active <= most) ?? CLASSES.at(-1);
+      const end = CLASSES.find((most) => active <= most) ?? CLASSES.at(-1);
       if (!this.classes.has(end)) this.classes.set(end, { steps: 0, verify: 0, mask: 0, tokens: 0 });
       const found = this.classes.get(end);
       found.steps += 1;
@@ -54,9 +48,7 @@ export class BurstTally {
       found.mask += trace.rows.mask;
       found.tokens += tokens;
     }
-    if (!finished) return;
-    this.done += 1;
-    this.#active -= 1;
+    if (finished) this.done += 1;
   }
 
   /**
@@ -90,7 +82,7 @@ export class BurstTally {
 }
 
 /** How a class of `CLASSES` is called. */
-export function className(end) {
+function classLabel(end) {
   const below = CLASSES[CLASSES.indexOf(end) - 1] ?? 0;
   return end - below === 1 ? `${end} at once` : `${below + 1}–${end} at once`;
 }
@@ -121,7 +113,7 @@ export class Burst {
   }
 
   async #start() {
-    const { server, problem, engage, release } = this.#page;
+    const { server, problem, failed, engage, release } = this.#page;
     const running = new AbortController();
     if (this.#running || !engage(running)) return;
     this.#running = running;
@@ -133,7 +125,7 @@ export class Burst {
     try {
       if (await server.ready()) await this.#send(answers, tally, running.signal);
     } catch (error) {
-      if (error.name !== "AbortError") this.#failed(error);
+      if (error.name !== "AbortError") failed(error);
     }
     this.#find("#b-status").ariaBusy = "false";
     if (tally.tokens) this.#show(tally, answers, running.signal.aborted ? "Stopped" : tally.done < answers ? "Broken off" : "Done");
@@ -141,11 +133,6 @@ export class Burst {
     release(running);
     this.#running = null;
     swap(this.#find("#b-stop"), this.#find("#b-start"));
-  }
-
-  #failed(error) {
-    this.#page.failed(error);
-    if (error.status === 401) this.#page.wantKey();
   }
 
   async #send(answers, tally, signal) {
@@ -168,7 +155,7 @@ export class Burst {
     for await (const chunks of server.complete(JSON.stringify(body), signal)) {
       const now = performance.now();
       for (const chunk of chunks) {
-        const trace = readTrace(chunk.tidar);
+        const trace = chunk.tidar;
         if (trace) tally.count(trace, Boolean(chunk.choices?.[0]?.finish_reason), now - begun);
       }
       if (now - shownAt < SHOW_MS) continue;
@@ -201,7 +188,7 @@ export class Burst {
     drawBars(
       this.#find("[data-chart=classes]"),
       found.map(([end, sums]) => ({
-        label: className(end),
+        label: classLabel(end),
         share: rows(sums) / most,
         value: `${one.format(sums.verify / sums.steps)} verify + ${one.format(sums.mask / sums.steps)} mask rows, ${two.format(sums.tokens / sums.steps)} tokens`,
       })),

@@ -69,7 +69,7 @@ export class Plot {
 }
 
 /** Scales and shapes for one drawing. Call `axes` first: it fixes the scales. */
-export class Canvas {
+class Canvas {
   #drawing;
   #width;
   #height;

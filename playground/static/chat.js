@@ -1,6 +1,6 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
-import { composes, fitHeight, Follower } from "./browser.js";
+import { fitHeight, Follower, submitOnEnter } from "./browser.js";
 import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
@@ -44,12 +44,9 @@ export class Chat {
   #listen() {
     const prompt = this.#find("#t-prompt");
     prompt.addEventListener("input", () => this.#fitPrompt());
-    prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
-      event.preventDefault();
-      this.#find("#t-ask").requestSubmit();
-    });
-    this.#find("#t-ask").addEventListener("submit", (event) => {
+    const form = this.#find("#t-ask");
+    submitOnEnter(prompt, form);
+    form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#ask(prompt.value);
     });
@@ -100,12 +97,12 @@ export class Chat {
     }
     this.#setPrompt("");
     const chosen = settings.read();
-    const body = chatBody(server.model.id, this.#messages(asked, chosen), chosen);
+    const body = chatBody(server.model.id, this.#messages(asked), chosen);
     const recording = newRecording({ title: "Chat", asked, model: server.model, settings: chosen });
-    await new Turn(this.#parts(chosen), recording).run((signal) => server.chat(body, signal), running);
+    await new Turn(this.#parts(chosen, running), recording).run((signal) => server.chat(body, signal), running.signal);
   }
 
-  #parts(settings) {
+  #parts(settings, running) {
     return {
       sampled: settings.temperature > 0,
       list: this.#find("#t-turns"),
@@ -118,17 +115,17 @@ export class Chat {
       lookInside: (recording) => this.#page.lookInside(recording),
       raceIt: (asked) => this.#page.raceIt(asked),
       failed: (error, turn) => this.#failed(error, turn),
-      done: (turn, running) => this.#done(turn, running),
-      current: (running) => this.#running === running,
+      done: (turn) => this.#done(turn),
+      current: () => this.#running === running,
     };
   }
 
-  #messages(asked, { system }) {
-    const messages = system ? [{ role: "system", content: system }] : [];
-    for (const turn of this.#turns) {
-      messages.push({ role: "user", content: turn.asked }, { role: "assistant", content: turn.answered });
-    }
-    return [...messages, { role: "user", content: asked }];
+  #messages(asked) {
+    const before = this.#turns.flatMap((turn) => [
+      { role: "user", content: turn.asked },
+      { role: "assistant", content: turn.answered },
+    ]);
+    return [...before, { role: "user", content: asked }];
   }
 
   #begin(running) {
@@ -147,8 +144,7 @@ export class Chat {
     if (!this.#find("#t-turns").childElementCount) this.#root.dataset.empty = "";
   }
 
-  #done(turn, running) {
-    if (this.#running !== running) return;
+  #done(turn) {
     this.#page.shelf.put(turn.recording);
     if (turn.text) this.#turns.push({ asked: turn.recording.asked, answered: turn.text });
     this.#end();
@@ -160,7 +156,6 @@ export class Chat {
     if (turn.text) return;
     turn.remove();
     if (!this.#find("#t-prompt").value) this.#setPrompt(turn.recording.asked);
-    if (error.status === 401) this.#page.wantKey();
   }
 
   #stop() {

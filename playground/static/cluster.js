@@ -1,10 +1,10 @@
 // The cluster, live: what /metrics says, read once a second while somebody looks.
 
-import { isKey, NO_KEY } from "./browser.js";
+import { keyForm } from "./browser.js";
 import { Burst } from "./burst.js";
 import { Plot } from "./charts.js";
 import { element } from "./dom.js";
-import { one, two, whole } from "./numbers.js";
+import { one, orDash, two, whole } from "./numbers.js";
 import { between, byReplica, parseMetrics } from "./prometheus.js";
 
 const EVERY_MS = 1000;
@@ -13,16 +13,15 @@ const WINDOW = 5; // readings over which rates are taken
 const LONGEST_GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
 const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
-const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 const FIELDS = [
-  ["tokensPerSecond", "Tokens per second", (value) => shown(value, (v) => one.format(v))],
-  ["perStep", "Tokens per step", (value) => shown(value, (v) => two.format(v))],
-  ["acceptance", "Acceptance", (value) => shown(value, tenthsOfPercent)],
+  ["tokensPerSecond", "Tokens per second", (value) => orDash(value, one.format)],
+  ["perStep", "Tokens per step", (value) => orDash(value, two.format)],
+  ["acceptance", "Acceptance", (value) => orDash(value, tenthsOfPercent)],
   ["running", "Running", (value) => whole.format(value)],
   ["waiting", "Waiting", (value) => whole.format(value)],
   ["cache", "K/V in use", tenthsOfPercent],
-  ["rowsPerStep", "Rows per step", (value) => shown(value, (v) => one.format(v))],
+  ["rowsPerStep", "Rows per step", (value) => orDash(value, one.format)],
 ];
 
 const HEROES = ["tokensPerSecond", "perStep"];
@@ -30,7 +29,7 @@ const HEROES = ["tokensPerSecond", "perStep"];
 export class Cluster {
   #page;
   #root;
-  #cards = new Map(); // replica -> { card, fields, plot, readings }
+  #cards = new Map(); // replica -> what `#newCard` makes
   #visible = false;
   #timer = 0;
   #reading = false;
@@ -39,10 +38,7 @@ export class Cluster {
     this.#page = page;
     this.#root = page.root.querySelector("#panel-cluster");
     new Burst(page, this.#root.querySelector(".burst"));
-    this.#find("#c-key-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#takeKey(this.#find("#c-key").value.trim());
-    });
+    keyForm(this.#find("#c-key-form"), (value) => this.#useKey(value), (text) => this.#problem(text));
     page.server.addEventListener("key", () => {
       const { key, metricsKey } = page.server;
       if (key.value || metricsKey.value) this.#find("#c-key-form").hidden = true; // the API's may open the metrics too
@@ -60,12 +56,7 @@ export class Cluster {
     this.#read();
   }
 
-  #takeKey(value) {
-    this.#find("#c-key").value = "";
-    if (!isKey(value)) {
-      this.#problem(NO_KEY);
-      return this.#find("#c-key").focus();
-    }
+  #useKey(value) {
     this.#page.server.metricsKey.keep(value);
     this.#find("#c-key-form").hidden = true;
     this.#read();

@@ -1,22 +1,20 @@
 // The machine's step time against rows, as the engine measured it at start-up, and where an answer's steps lie on it.
 
 import { one, two } from "./numbers.js";
-import { draftingStep, median, plainStep, stepTimes } from "./stats.js";
+import { draftingStep, median, plainStep } from "./stats.js";
 
 const MOST_DOTS = 600;
 const rowCount = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 
-/** Where the steps of a recording lie: the median of rows and of milliseconds; null where there is no step. */
-export function operatingPoint(recording) {
-  const times = recording ? stepTimes(recording.steps) : [];
+// Where the steps of an answer lie: the median of rows and of milliseconds; null where there is no step.
+function operatingPoint(times) {
   if (!times.length) return null;
   return { rows: median(times.map(({ rows }) => rows)), ms: median(times.map(({ ms }) => ms)) };
 }
 
-/** Paint the curve, the steps of `recording` as dots, and their median. */
-export function drawCurve(canvas, cost, recording, blockLength) {
-  const times = recording ? stepTimes(recording.steps) : [];
-  const point = operatingPoint(recording);
+/** Paint the curve, the steps of an answer (`stepTimes`) as dots, and their median. */
+export function drawCurve(canvas, cost, times, blockLength) {
+  const point = operatingPoint(times);
   const end = times.reduce((found, { rows }) => Math.max(found, rows), cost.rows.at(-1));
   const rows = [1, ...cost.rows.filter((row) => row > 1), ...(end > cost.rows.at(-1) ? [end] : [])];
   const plain = rows.map((x) => ({ x, y: plainStep(cost, x) }));
@@ -33,16 +31,15 @@ export function drawCurve(canvas, cost, recording, blockLength) {
 }
 
 /** The curve in words: what the rows of this answer cost here, and whether its tokens paid for them. */
-export function tellCurve(cost, recording) {
+export function tellCurve(cost, times) {
   const single = plainStep(cost, 1);
   const base = `A plain step of one row takes ${one.format(single)} ms here.`;
-  const point = operatingPoint(recording);
+  const point = operatingPoint(times);
   if (!point) {
     const last = cost.rows.at(-1);
     const ratio = plainStep(cost, last) / single;
     return `${base} One of ${last} rows takes ${one.format(ratio)} times as long, not ${last} times: where the curve is flat, drafts are free.`;
   }
-  const times = stepTimes(recording.steps);
   const token = times.reduce((sum, { ms }) => sum + ms, 0) / times.reduce((sum, { tokens }) => sum + tokens, 0);
   const longer = two.format(point.ms / single);
   const where = `The middle step of this answer ran ${rowCount.format(point.rows)} rows in ${one.format(point.ms)} ms: ${rowCount.format(point.rows)} times the rows for ${longer} times the time.`;

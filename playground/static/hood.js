@@ -5,7 +5,8 @@ import { drawCurve, tellCurve } from "./curve.js";
 import { two } from "./numbers.js";
 import { formatRecording, LARGEST_FILE, parseRecording } from "./recording.js";
 import { Scrubber } from "./scrubber.js";
-import { acceptanceByPosition, decodeTraces, describeShape, emitted, plural, shapes, tokensPerStep } from "./stats.js";
+import { acceptanceByPosition, decodeTraces, describeShape, plural, shapes, stepTimes, tokensPerStep } from "./stats.js";
+import { emitted } from "./trace.js";
 
 const MOST_SHAPES = 8;
 const wholePercent = (share) => `${Math.round(100 * share)} %`;
@@ -121,8 +122,9 @@ export class Hood {
     this.#find("[data-curve]").hidden = !cost;
     if (!cost) return;
     const model = recording?.model ?? this.#page.server.facts;
-    this.#curve.show((canvas) => drawCurve(canvas, cost, recording, model.block_length));
-    this.#find("[data-note=curve]").textContent = tellCurve(cost, recording);
+    const times = stepTimes(recording?.steps ?? []);
+    this.#curve.show((canvas) => drawCurve(canvas, cost, times, model.block_length));
+    this.#find("[data-note=curve]").textContent = tellCurve(cost, times);
   }
 
   // ---- files ----

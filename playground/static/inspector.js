@@ -1,18 +1,12 @@
 // The hint that tells about the token under the pointer or the keyboard: step, place in the block, time.
 
 import { tokensBehind } from "./answer.js";
+import { element } from "./dom.js";
 import { chances, describe } from "./trace.js";
 
 const GAP = 8;
 const BACK = ["ArrowLeft", "ArrowUp", "End"];
 const WAYS = new Set([...BACK, "ArrowRight", "ArrowDown", "Home"]);
-
-function paragraph(className, text) {
-  const element = document.createElement("p");
-  element.className = className;
-  element.textContent = text;
-  return element;
-}
 
 /**
  * Shows `hint` for the tokens inside `area`. The pointer hovers or taps; on the keyboard an answer is one tab stop,
@@ -104,32 +98,29 @@ function tokenAfter(answer, here, key) {
 
 function card(token) {
   const { title, quote, story, where, id } = describe(token);
-  const element = document.createElement("div");
-  element.className = `hint-card ${token.kind}`;
   const replica = token.trace.replica === undefined ? "" : ` · replica ${token.trace.replica}`;
-  element.append(
-    paragraph("hint-quote", quote),
-    paragraph("hint-title", title),
-    paragraph("hint-story", story),
+  return element(
+    "div",
+    `hint-card ${token.kind}`,
+    element("p", "hint-quote", quote),
+    element("p", "hint-title", title),
+    element("p", "hint-story", story),
     ...likelihoods(chances(token)),
-    paragraph("hint-where", `${where} · token ${id}${replica}`),
+    element("p", "hint-where", `${where} · token ${id}${replica}`),
   );
-  return element;
 }
 
 // The token's own probability and its runners-up: a bar each, and the figure.
 function likelihoods(found) {
   if (!found.length) return [];
-  const list = document.createElement("ul");
-  list.className = "hint-chances";
-  list.setAttribute("aria-label", "Probability before temperature, and the runners-up");
-  for (const { text, share, own } of found) {
-    const item = document.createElement("li");
-    item.className = own ? "chance own-chance" : "chance";
+  const items = found.map(({ text, share, own }) => {
+    const words = [element("p", "chance-text", text), element("p", "chance-share", chance(share))];
+    const item = element("li", own ? "chance own-chance" : "chance", ...words);
     item.style.setProperty("--part", String(share));
-    item.append(paragraph("chance-text", text), paragraph("chance-share", chance(share)));
-    list.append(item);
-  }
+    return item;
+  });
+  const list = element("ul", "hint-chances", ...items);
+  list.setAttribute("aria-label", "Probability before temperature, and the runners-up");
   return [list];
 }
 

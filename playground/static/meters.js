@@ -1,5 +1,6 @@
 // The live numbers, and the ribbon of the last steps.
 
+import { element } from "./dom.js";
 import { one, orDash, two, whole } from "./numbers.js";
 import { plural } from "./stats.js";
 
@@ -84,18 +85,11 @@ export class Ribbon {
 }
 
 function column(trace) {
-  const element = document.createElement("span");
-  element.className = "column-of-step";
   const rejected = trace.anchor ? trace.drafted.length - trace.accepted : 0;
   const cells = [
     ...Array(trace.accepted).fill("held"),
     ...(trace.anchor ? ["own"] : []),
     ...Array(rejected).fill("rejected"),
   ];
-  for (const kind of cells) {
-    const cell = document.createElement("i");
-    cell.className = kind;
-    element.append(cell);
-  }
-  return element;
+  return element("span", "column-of-step", ...cells.map((kind) => element("i", kind)));
 }

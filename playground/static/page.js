@@ -1,6 +1,6 @@
 // The page: its tabs, the server behind it, and what the views share.
 
-import { isKey, NO_KEY } from "./browser.js";
+import { keyForm } from "./browser.js";
 import { Chat } from "./chat.js";
 import { Cluster } from "./cluster.js";
 import { Hood } from "./hood.js";
@@ -30,7 +30,6 @@ class Page {
       shelf,
       problem: (text) => this.#problem(text),
       failed: (error) => this.#failed(error),
-      wantKey: () => this.#wantKey(),
       engage: (running) => this.#engage(running),
       release: (running) => this.#release(running),
       lookInside: (recording) => {
@@ -63,10 +62,7 @@ class Page {
   }
 
   #listen() {
-    this.#find("#t-key-form").addEventListener("submit", (event) => {
-      event.preventDefault();
-      this.#takeKey(this.#find("#t-key").value.trim());
-    });
+    keyForm(this.#find("#t-key-form"), (value) => this.#useKey(value), (text) => this.#problem(text));
     this.#find("#t-close").addEventListener("click", () => {
       this.#problem("");
       this.#find("[role=tab][aria-selected=true]").focus({ preventScroll: true }); // the button is gone
@@ -113,21 +109,14 @@ class Page {
       return;
     }
     if (!model) return say("No model is being served");
-    const exact = facts.exact === undefined ? "" : facts.exact ? "exact" : "not bit-exact";
+    const exact = facts.exact ? "exact" : "not bit-exact";
     const dtype = { bfloat16: "bf16", float16: "fp16", float32: "fp32" }[facts.dtype] ?? facts.dtype;
-    say([model.id.split("/").at(-1), dtype, facts.device, exact].filter(Boolean).join(" · "));
+    say([model.id.split("/").at(-1), dtype, facts.device, exact].join(" · "));
   }
 
   #wantKey() {
     this.#server.dropKey();
     this.#find("#t-key-form").hidden = false;
-    this.#find("#t-key").focus();
-  }
-
-  #takeKey(value) {
-    this.#find("#t-key").value = "";
-    if (isKey(value)) return this.#useKey(value);
-    this.#problem(NO_KEY);
     this.#find("#t-key").focus();
   }
 
@@ -152,7 +141,8 @@ class Page {
   // A request failed by `error`.
   #failed(error) {
     this.#problem(error.message);
-    this.#server.failed(error);
+    if (error.status === 401) this.#wantKey();
+    else this.#server.failed(error);
   }
 
   // Whether nobody asks the server so far: whatever is measured beside an answer shares the engine with it.

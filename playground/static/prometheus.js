@@ -49,8 +49,8 @@ export function byReplica(samples) {
 }
 
 /**
- * What happened between two readings of one replica, `seconds` apart; null where nothing did. A replica that was
- * started anew counts from 0 again: there is nothing to compare then.
+ * What happened between two readings of one replica, `seconds` apart; a ratio is null where nothing was counted. A
+ * replica that was started anew counts from 0 again: there is nothing to compare then, and all of it is null.
  */
 export function between(before, now, seconds) {
   const grown = (field) => now[field] - before[field];

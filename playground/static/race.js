@@ -3,7 +3,7 @@
 // Both runs at once would share one engine's steps and slow each other down, so they take turns. Each run has a cache
 // salt of its own: the second would otherwise find the first one's prompt in the cache and start sooner.
 
-import { composes, fitHeight } from "./browser.js";
+import { fitHeight, submitOnEnter } from "./browser.js";
 import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Lane } from "./lane.js";
@@ -32,12 +32,9 @@ export class Race {
     new Inspector(this.#root.querySelector(".lanes"), page.root.querySelector("#t-hint"));
     const prompt = this.#find("#r-prompt");
     prompt.addEventListener("input", () => fitHeight(prompt));
-    prompt.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || event.shiftKey || composes(event)) return;
-      event.preventDefault();
-      this.#find("#r-ask").requestSubmit();
-    });
-    this.#find("#r-ask").addEventListener("submit", (event) => {
+    const form = this.#find("#r-ask");
+    submitOnEnter(prompt, form);
+    form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#race(prompt.value.trim());
     });
@@ -109,7 +106,10 @@ export class Race {
         const settings = { ...common, drafts, cacheSalt: `race-${salt}-${round}-${name}` };
         await this.#measure(name, model, asked, settings, running);
         const { failure } = this.#lanes[name].latest;
-        if (failure) return this.#failed(failure);
+        if (failure) {
+          this.#status("");
+          return this.#page.failed(failure);
+        }
         if (running.signal.aborted) return this.#status("Stopped: nothing to compare.");
       }
     }
@@ -119,18 +119,11 @@ export class Race {
   async #measure(name, model, asked, settings, running) {
     const { server, shelf } = this.#page;
     const lane = this.#lanes[name];
-    const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
-    const body = chatBody(model.id, [...messages, { role: "user", content: asked }], settings);
+    const body = chatBody(model.id, [{ role: "user", content: asked }], settings);
     const title = name === "off" ? "Race, without drafts" : "Race, with drafts";
     const recording = newRecording({ title, asked, model, settings });
     await lane.measure(recording, (signal) => server.chat(body, signal), running.signal);
     shelf.put(recording);
-  }
-
-  #failed(error) {
-    this.#status("");
-    this.#page.failed(error);
-    if (error.status === 401) this.#page.wantKey();
   }
 
   // ---- what came out ----
@@ -162,7 +155,7 @@ export class Race {
     }
     const [one, other] = parted.said.map(quoted);
     const where = parted.kind === "text" ? `character ${parted.at + 1}` : `token ${parted.at + 1}`;
-    const why = model.tidar?.exact
+    const why = model.tidar.exact
       ? "This server says that it is exact, so this should not be: please report it."
       : "This server does not claim to be exact: where two scores nearly tie, a token may fall either way.";
     return { state: "different", line: `The texts differ from ${where} on: ${one} and ${other}. ${why}` };

@@ -3,7 +3,7 @@
 // The page keeps every answer in this form, replays it, exports it and opens it again. A file may come from anyone:
 // `parseRecording` takes over nothing that is not of the kind that it must be.
 
-export const FORMAT = "tidar-trace/1";
+const FORMAT = "tidar-trace/1";
 export const LARGEST_FILE = 64 * 2 ** 20; // bytes
 
 const MOST_STEPS = 200_000;
@@ -12,29 +12,13 @@ const LONGEST_TEXT = 2 ** 20;
 const FINISHES = ["stop", "length", "abort", "error"];
 const MODES = ["auto", "full", "off"];
 
-/** A trace as drawing code may rely on it, whatever a server left out; null where there is none. */
-export function readTrace(trace) {
-  if (!trace || typeof trace.step !== "number") return null;
-  const drafted = trace.drafted ?? [];
-  return {
-    ...trace,
-    drafted,
-    accepted: Math.min(trace.accepted ?? 0, drafted.length),
-    anchor: trace.anchor ?? null,
-    block: trace.block ?? 0,
-    proposals: trace.proposals ?? [],
-    used: trace.used ?? null,
-    rows: { verify: trace.rows?.verify ?? 1 + drafted.length, mask: trace.rows?.mask ?? 0 },
-  };
-}
-
 /** What the page keeps of a streamed chunk that came `at` milliseconds after the question was sent. */
 export function readChunk(chunk, at) {
   const choice = chunk.choices?.[0];
   return {
     at,
     text: choice?.delta?.content ?? "",
-    trace: readTrace(chunk.tidar),
+    trace: chunk.tidar ?? null,
     logprobs: choice?.logprobs?.content ?? null,
   };
 }
@@ -42,14 +26,13 @@ export function readChunk(chunk, at) {
 /** A recording without steps yet. `model` is an entry of `/v1/models`. */
 export function newRecording({ title, asked, model, settings }) {
   const { logprobs, cacheSalt, ...chosen } = settings;
-  const { id, tidar = {} } = model;
-  const { block_length, exact, dtype, device, step_cost = null } = tidar;
+  const { block_length, exact, dtype, device, step_cost } = model.tidar;
   return {
     format: FORMAT,
     title,
     asked,
     made: new Date().toISOString(),
-    model: { id, block_length, exact, dtype, device, step_cost },
+    model: { id: model.id, block_length, exact, dtype, device, step_cost },
     settings: chosen,
     seed: null,
     finish: null,

@@ -4,7 +4,7 @@ import { Answer } from "./answer.js";
 import { readChunk } from "./recording.js";
 import { count, finalRates, newTally, rates } from "./trace.js";
 
-/** Reads a stream once. `recording` gets the steps; `hooks.traces` and `hooks.drawn` are called as they come. */
+/** Reads a stream once. `recording` gets the steps; `hooks.drawn`, and `hooks.traces` if any, is called as they come. */
 export class Run {
   text = "";
   metrics = null;
@@ -16,10 +16,10 @@ export class Run {
   #answer;
   #hooks;
 
-  constructor(root, recording, hooks = {}) {
+  constructor(root, recording, hooks) {
     this.recording = recording;
     this.#hooks = hooks;
-    this.#answer = new Answer(root, () => hooks.drawn?.());
+    this.#answer = new Answer(root, hooks.drawn);
   }
 
   /** Draw and record what `open(signal)` yields; `failure` and `stopped` say how it ended, if not well. */
@@ -71,9 +71,9 @@ export class Run {
 
 /**
  * Draw a recording into `root` at the times at which it came. Resolves when all of it is drawn, or `signal` aborts;
- * then the rest is left out.
+ * then the rest is left out. `drawn()` is called after every frame.
  */
-export function replay(recording, root, signal, drawn = () => {}) {
+export function replay(recording, root, signal, drawn) {
   const answer = new Answer(root, drawn);
   const begun = performance.now();
   const { steps } = recording;

@@ -4,13 +4,17 @@ export class Settings {
   #root;
   #form;
   #server;
+  #outputs;
+  #choices; // of drafts, in the chat and in the race
 
   constructor(root, server) {
     this.#root = root;
     this.#server = server;
     this.#form = this.#find("#t-form");
     this.#form.addEventListener("submit", (event) => event.preventDefault());
-    root.addEventListener("input", () => this.show());
+    this.#outputs = this.#form.querySelectorAll("output");
+    this.#choices = root.querySelectorAll("[name=t-drafts], [name=r-drafts]");
+    for (const part of [this.#form, ...this.#choices]) part.addEventListener("input", () => this.show());
     this.#find("#t-model").addEventListener("change", (event) => server.choose(event.target.value));
     server.addEventListener("models", () => this.#showModels());
     this.show();
@@ -25,21 +29,16 @@ export class Settings {
     return this.#find("[name=t-drafts]:checked").value;
   }
 
-  /** What the model's makers want where nothing is said; a server that tells nothing of it takes neutral values. */
-  get #makers() {
-    return { top_k: 0, min_p: 0, repetition_penalty: 1, ...this.#server.facts.sampling_defaults };
-  }
-
-  /** All that is set; `block` is left to the server where drafts are off. */
-  read(drafts = this.drafts) {
+  /** All that is set, once there is a model. An empty top-k is what the model's makers want. */
+  read() {
     const number = (id) => Number(this.#find(id).value);
     return {
-      drafts,
+      drafts: this.drafts,
       maxTokens: number("#t-max"),
       block: number("#t-block"),
       temperature: number("#t-temperature"),
       topP: number("#t-top-p"),
-      topK: this.#find("#t-top-k").value === "" ? this.#makers.top_k : number("#t-top-k"),
+      topK: this.#find("#t-top-k").value === "" ? this.#server.facts.sampling_defaults.top_k : number("#t-top-k"),
       seed: this.#find("#t-seed").value.trim(),
       system: this.#find("#t-system").value.trim(),
       logprobs: this.#find("#t-logprobs").checked,
@@ -69,32 +68,27 @@ export class Settings {
 
   /** Bring outputs and limits up to date. */
   show() {
-    for (const output of this.#root.querySelectorAll("[data-output]")) {
-      output.value = Number(this.#find(`#${output.dataset.output}`).value).toFixed(2);
-    }
+    for (const output of this.#outputs) output.value = Number(this.#find(`#${output.htmlFor}`).value).toFixed(2);
     const { model, facts } = this.#server;
     if (!model) return;
-    const drafter = facts.block_length !== 0;
-    for (const choice of this.#root.querySelectorAll("[name=t-drafts], [name=r-drafts]")) choice.disabled = !drafter;
-    for (const note of this.#root.querySelectorAll("[data-drafts-note]")) {
-      note.textContent = drafter ? draftsChange(facts) : "This model has no drafter.";
-    }
+    const drafter = facts.block_length > 0;
+    for (const choice of this.#choices) choice.disabled = !drafter;
+    this.#find("#t-drafts-note").textContent = drafter ? draftsChange(facts) : "This model has no drafter.";
     const block = this.#find("#t-block");
     block.disabled = !drafter || (this.drafts === "off" && this.#root.dataset.tab === "chat");
-    if (facts.block_length > 0) block.max = facts.block_length;
+    if (drafter) block.max = facts.block_length;
     else block.removeAttribute("max");
-    const { top_k, min_p, repetition_penalty } = this.#makers;
+    const { top_k, min_p, repetition_penalty } = facts.sampling_defaults;
     this.#find("#t-top-k").placeholder = top_k > 0 ? top_k : "off";
     const unsaid = [min_p > 0 && `min-p ${min_p}`, repetition_penalty !== 1 && `repetition penalty ${repetition_penalty}`];
     const note = this.#find("#t-makers");
     note.textContent = `Also as the model's makers want it: ${unsaid.filter(Boolean).join(", ")}.`;
     note.hidden = !unsaid.some(Boolean);
-    if (model.max_model_len) this.#find("#t-max").max = model.max_model_len;
+    this.#find("#t-max").max = model.max_model_len;
   }
 }
 
-// What a server that says whether it is exact promises of drafts.
+// What a server that is exact, or is not, promises of drafts.
 function draftsChange({ exact }) {
-  if (exact === undefined) return "They change the speed.";
   return exact ? "They change the speed, never the text." : "They change the speed; the text only where two scores nearly tie.";
 }

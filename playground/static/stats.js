@@ -1,12 +1,10 @@
 // What the steps of an answer come to, taken together. Pure functions, no DOM.
 
+import { emitted, keptTokens } from "./trace.js";
+
 /** The traces of decode steps: the step that read the prompt is no work of the drafts. */
 export function decodeTraces(steps) {
   return steps.map((step) => step.trace).filter((trace) => trace && trace.step > 0);
-}
-
-export function emitted(trace) {
-  return trace.accepted + (trace.anchor ? 1 : 0);
 }
 
 /**
@@ -130,7 +128,5 @@ function parting(one, other) {
 
 /** The ids of an answer's tokens, in order. */
 export function tokenIds(steps) {
-  return steps.flatMap(({ trace }) =>
-    trace ? [...trace.drafted.slice(0, trace.accepted), ...(trace.anchor ? [trace.anchor] : [])].map(({ id }) => id) : [],
-  );
+  return steps.flatMap(({ trace }) => (trace ? keptTokens(trace).map(({ id }) => id) : []));
 }

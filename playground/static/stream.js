@@ -1,9 +1,9 @@
-// The public HTTP API as this page uses it: the list of models, and one streamed chat answer. No DOM.
+// The public HTTP API as this page uses it: JSON and text, whole or streamed. No DOM.
 
 const RUNNERS_UP = 5; // rivals named beside a token
 
 /** An answer of the server that is not what was asked for; the message is one line for the reader. */
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(message, status = 0) {
     super(message);
     this.status = status;
@@ -74,14 +74,14 @@ export async function fetchText(url, key) {
 }
 
 /** The JSON answer to a POST of `data`. */
-export async function postJson(url, data, { key, signal }) {
-  const response = await request(url, {
-    method: "POST",
-    headers: { ...headers(key), "Content-Type": "application/json" },
-    body: JSON.stringify(data),
-    signal,
-  });
+export async function postJson(url, data, options) {
+  const response = await post(url, JSON.stringify(data), options);
   return response.json();
+}
+
+function post(url, body, { key, signal }) {
+  const named = { ...headers(key), "Content-Type": "application/json" };
+  return request(url, { method: "POST", headers: named, body, signal });
 }
 
 /** The models on offer, as `/v1/models` lists them. */
@@ -91,16 +91,11 @@ export async function listModels(base, key) {
 }
 
 /**
- * POST `body` (JSON text) to a route of `/v1` that streams and yield the stream's chunks, as lists: one list for each network read.
- * Throws ApiError where the server refuses, sends an error event, or stops before the answer is complete.
+ * POST `body` (JSON text) to a route of `/v1` that streams and yield the stream's chunks, as lists: one list for each
+ * network read. Throws ApiError where the server refuses, sends an error event, or stops before the answer is complete.
  */
-export async function* stream(url, body, { key, signal }) {
-  const response = await request(url, {
-    method: "POST",
-    headers: { ...headers(key), "Content-Type": "application/json" },
-    body,
-    signal,
-  });
+export async function* stream(url, body, options) {
+  const response = await post(url, body, options);
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   const parser = new EventParser();
@@ -140,15 +135,15 @@ function parseChunk(data) {
 }
 
 /**
- * The request body as JSON text. `settings.seed` is a string of digits, written as the number they are, whatever its size;
- * what is empty is left out, so that the server's own defaults hold.
+ * The request body as JSON text, `settings.system` said before the messages. `settings.seed` is a string of digits,
+ * written as the number they are, whatever its size; what is empty is left out, so that the server's own defaults hold.
  */
 export function chatBody(model, messages, settings) {
   const tidar = { trace: true, drafts: settings.drafts };
   if (settings.block && settings.drafts !== "off") tidar.block = settings.block;
   const body = {
     model,
-    messages,
+    messages: settings.system ? [{ role: "system", content: settings.system }, ...messages] : messages,
     stream: true,
     stream_options: { include_usage: true },
     max_tokens: settings.maxTokens,

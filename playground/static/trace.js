@@ -15,6 +15,11 @@ export function keptTokens(trace, logprobs = null) {
   return kept.map((token, i) => ({ ...token, trace, wait: token.text, chance: logprobs?.[i] ?? null }));
 }
 
+/** How many tokens a step brought: as many as `keptTokens` names. */
+export function emitted(trace) {
+  return trace.accepted + (trace.anchor ? 1 : 0);
+}
+
 /**
  * The drafts of a step that the model did not say. The first was refused; the others built on it and fell with it.
  * Where a stop cut the step there is no anchor, and nothing is known about the drafts behind the cut.
@@ -84,7 +89,7 @@ export function newTally() {
 
 /** Add the step `trace` that arrived at `now` (milliseconds). */
 export function count(tally, trace, now) {
-  const tokens = trace.accepted + (trace.anchor ? 1 : 0);
+  const tokens = emitted(trace);
   tally.tokens += tokens;
   if (trace.step > 0) {
     tally.steps += 1;

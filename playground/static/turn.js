@@ -38,32 +38,32 @@ export class Turn {
     this.#article.remove();
   }
 
-  /** Read the stream that `open(signal)` starts; `running` aborts it. */
-  async run(open, running) {
+  /** Read the stream that `open(signal)` starts. */
+  async run(open, signal) {
     const parts = this.#parts;
     const run = new Run(this.#answerText, this.recording, {
       traces: (traces) => {
         if (traces.length) parts.status("Answering…");
         parts.ribbon.push(traces);
       },
-      drawn: () => this.#drawn(running),
+      drawn: () => this.#drawn(),
     });
     this.#run = run;
     parts.ribbon.clear();
     parts.badge.textContent = "measuring";
     parts.meters.show(run.rates(), { insist: true });
     parts.follow({ insist: true });
-    await run.read(open, running.signal);
-    if (parts.current(running)) this.#close(running);
+    await run.read(open, signal);
+    if (parts.current()) this.#close();
   }
 
-  #drawn(running) {
-    if (!this.#parts.current(running)) return;
+  #drawn() {
+    if (!this.#parts.current()) return;
     if (this.#parts.meters.show(this.#run.rates())) this.#parts.ribbon.draw();
     this.#parts.follow();
   }
 
-  #close(running) {
+  #close() {
     const { failure, stopped, metrics, text } = this.#run;
     const final = this.#run.finalRates();
     this.#parts.meters.show(final, { insist: true });
@@ -73,7 +73,7 @@ export class Turn {
     if (failure) this.#parts.failed(failure, this);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
     if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
-    this.#parts.done(this, running);
+    this.#parts.done(this);
     this.#parts.follow();
   }
 

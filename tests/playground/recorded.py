@@ -34,6 +34,7 @@ MODEL = {
         "adapter": "default",
         "dtype": "bfloat16",
         "device": "cpu",
+        "sampling_defaults": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
         "step_cost": {
             "rows": [1, 4, 16, 64],
             "trunk_ms": [18.0, 19.0, 30.0, 96.0],
