@@ -47,13 +47,15 @@ def test_a_torn_checkpoint_is_removed(tmp_path, harm):
 
 
 def test_a_checkpoint_of_another_version_is_read(tmp_path):
-    about = {"settings": {"block": 4}, "progress": {"step": 7, "moons": 3}}
+    """Where it names all that must not differ: it may name and count more."""
+    about = {"settings": {"block": 4, "base": "a", "suns": 2}, "progress": {"step": 7, "moons": 3}}
     rewrite(tmp_path / "step-00000007.safetensors", json.dumps(about))
-    progress, _, notes = load_checkpoint(tmp_path, {"block": 4, "slot_head": 0, "block_sizes": "whole"})
+    progress, _, notes = load_checkpoint(tmp_path, {"block": 4, "base": "a"})
     assert progress == Progress(step=7)
     assert notes == []
-    with pytest.raises(ConfigError, match="with block sizes whole, not mixed"):
-        load_checkpoint(tmp_path, {"block": 4, "block_sizes": "mixed"})
+    for settings, message in (({"base": "b"}, "with base a, not b"), ({"slot_head": 0}, "with slot head None, not 0")):
+        with pytest.raises(ConfigError, match=message):
+            load_checkpoint(tmp_path, {"block": 4} | settings)
 
 
 @pytest.mark.parametrize("about", ["{}", "[]", '{"settings": {}}'])

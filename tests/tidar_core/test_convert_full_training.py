@@ -209,7 +209,7 @@ def test_the_time_that_checkpoints_take_counts(tiny, monkeypatch):
     tiny.trained = trained
     monkeypatch.setattr(full_run, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(full_run, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(full_run, "save_checkpoint", saved)
+    monkeypatch.setattr(full_run, "save_training", saved)
     measured_as(monkeypatch, *[1.5] * 9)
     assert tiny.train(Budget(seconds=100)).step == steps == 4
 

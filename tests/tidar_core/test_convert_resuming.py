@@ -169,7 +169,7 @@ def test_where_the_best_is_gone_the_next_best_is_kept(tiny, corpus, tmp_path):
         bests: list[bool] = []
         _, progress = train(
             tiny, corpus, tmp_path, 4, measured=lambda *found, bests=bests: bests.append(found[-1]),
-            kept=lambda best, there=there: there,
+            kept=lambda progress, there=there: progress.knows(there),
         )  # fmt: skip
         assert bests == [not there]
         assert (progress.best == 3.95) == bool(there)

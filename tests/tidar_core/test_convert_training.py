@@ -174,7 +174,7 @@ def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypat
 
     monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(trainer, "save_checkpoint", saved)
+    monkeypatch.setattr(trainer, "save_training", saved)
     still = replace(CONFIG, measure_every=1000, learning_rate=0.0)
     seen, progress = train(tiny, corpus, tmp_path, Budget(steps=50, seconds=100), still)
     assert [report.seconds for report in seen] == [0.0] * 4

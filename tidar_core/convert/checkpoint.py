@@ -1,7 +1,7 @@
 """The trainer's memory on disk: two checkpoints, each one file that is whole or absent."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from tidar_core.convert.shards import write_atomically
 
 KEPT = 2
 PARAMETER = "parameter/"
-UNNAMED: dict[str, Any] = {"slot_head": 0, "block_sizes": "whole"}  # as it was before these could be chosen
-ORIGIN = ("base", "start")  # older ones do not name theirs
+LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
+SETTLED = 0.8  # of the budget: from there on the rate is under an eighth of its highest, and lack of gain counts
 
 
 @dataclass(slots=True)
@@ -42,6 +42,58 @@ class Progress:
         if self.held_out not in ("", held_out):
             self.best, self.stale = 0.0, 0
         self.held_out = held_out
+
+    def knows(self, kept: float) -> None:
+        """What earlier runs left measures `kept`: it may be newer than the checkpoint, and better than all that this
+        knows of. At 0 it is gone, and anything is better."""
+        self.best = max(self.best, kept) if kept else 0.0
+
+    def goes_on(self, used: float) -> None:
+        """A run begins with this share of the budget used up: one that had come to its end has been given more."""
+        if used < SETTLED:
+            self.stale = 0
+
+    def take(self, found: float, counts: bool) -> None:
+        """Of a measurement. counts: whether one without gain brings the training's end nearer."""
+        self.stale = 0 if found > self.best * (1 + LEAST_GAIN) else self.stale + counts
+        self.best = max(self.best, found)
+
+
+def save_training(
+    directory: Path,
+    settings: dict[str, Any],
+    progress: Progress,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Writes a checkpoint of what is trained, and the moments of its optimizer; names: of the parameters of all its
+    groups, in order. Raises ConfigError on a full disk."""
+    directory.mkdir(parents=True, exist_ok=True)
+    held = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
+    save_checkpoint(directory, settings, progress, held)
+
+
+def resume_training(
+    directory: Path,
+    settings: dict[str, Any],
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    tell: Callable[[str], None],
+) -> Progress | None:
+    """Puts back what `save_training` wrote last, and tells so; None where there is nothing. Raises ConfigError as
+    `load_checkpoint`, and where it was saved of other tensors."""
+    found = load_checkpoint(directory, settings)
+    if found is None:
+        return None
+    progress, saved, notes = found
+    for note in notes:
+        tell(note)
+    _restore_parameters(directory, names, tensors, saved)
+    _restore_optimizer(optimizer, names, saved)
+    tell(f"going on from step {progress.step}")
+    return progress
 
 
 def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progress, tensors: dict[str, Tensor]) -> None:
@@ -82,7 +134,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
                 f"{path} is no checkpoint that this version can read: go on with the version that wrote it, or choose "
                 "another --out"
             )
-        made_with = UNNAMED | {name: settings.get(name) for name in ORIGIN} | about["settings"]
+        made_with = about["settings"]
         differing = [name for name in settings if made_with.get(name) != settings[name]]
         if differing:
             name = differing[0]
@@ -94,7 +146,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
     return None
 
 
-def restore_parameters(directory: Path, names: Sequence[str], own: Sequence[Tensor], saved: dict[str, Tensor]) -> None:
+def _restore_parameters(directory: Path, names: Sequence[str], own: Sequence[Tensor], saved: dict[str, Tensor]) -> None:
     """Copies what was saved into a training's own tensors. Raises ConfigError where it was saved of others."""
     shapes = {f"{PARAMETER}{name}": tensor.shape for name, tensor in zip(names, own, strict=True)}
     if shapes != {name: tensor.shape for name, tensor in saved.items() if name.startswith(PARAMETER)}:
@@ -107,13 +159,13 @@ def restore_parameters(directory: Path, names: Sequence[str], own: Sequence[Tens
             tensor.copy_(saved[f"{PARAMETER}{name}"])
 
 
-def parameter_tensors(names: Sequence[str], own: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What `restore_parameters` takes, to be saved."""
+def _parameter_tensors(names: Sequence[str], own: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What `_restore_parameters` takes, to be saved."""
     return {f"{PARAMETER}{name}": tensor for name, tensor in zip(names, own, strict=True)}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The moments of AdamW, by parameter name; names: of the parameters of all its groups, in order."""
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, Tensor]:
+    """The moments of AdamW, by parameter name."""
     return {
         f"{key}/{name}": value
         for name, parameter in zip(names, _parameters(optimizer), strict=True)
@@ -121,8 +173,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dic
     }
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]) -> None:
-    """Puts back what `optimizer_tensors` gave."""
+def _restore_optimizer(optimizer: torch.optim.Optimizer, names: Sequence[str], tensors: dict[str, Tensor]) -> None:
+    """Puts back what `_optimizer_tensors` gave."""
     for name, parameter in zip(names, _parameters(optimizer), strict=True):
         for key in ("step", "exp_avg", "exp_avg_sq"):
             if f"{key}/{name}" in tensors:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tidar_core.config import ConfigError, DTypeName
 from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.trainer import StepReport
 from tidar_core.layout import WithinBlock
 
 
@@ -147,16 +148,6 @@ def measure_full(
     return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), holds)
 
 
-@dataclass(frozen=True, slots=True)
-class FullReport:
-    """One optimizer step: its mean loss a token, and how it went."""
-
-    progress: Progress
-    loss: float
-    tokens: int
-    seconds: float
-
-
 def digest_of_weights(model: Any) -> str:
     """A short hash of a model that was just loaded, whatever its folder is called: 16 hex digits over one row of each
     of its parameters."""
@@ -183,9 +174,10 @@ class FullTraining:
             self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
-    def step(self, documents: Sequence[int], used: float) -> FullReport:
+    def step(self, documents: Sequence[int], used: float) -> StepReport:
         """One optimizer step over the next of `documents`, each of which has a token to learn. used: the share of the
-        budget that is used up. Where there are other documents than when the epoch began, a new one begins.
+        budget that is used up. Where there are other documents than when the epoch began, a new one begins. Its loss is
+        the mean of a token; its rows are the tokens that were learnt.
 
         Raises ConfigError where the loss or its gradient is not a number.
         """
@@ -233,7 +225,7 @@ class FullTraining:
         seconds = time.monotonic() - began
         progress.step, progress.seconds = progress.step + 1, progress.seconds + seconds
         progress.rows += sum(len(tokens) for tokens, _ in chosen)
-        return FullReport(progress, loss, total, seconds)
+        return StepReport(progress, loss, float(norm), total, total, seconds)
 
     def _order(self, documents: Sequence[int]) -> np.ndarray:
         """Kept for all steps of an epoch: of many documents it takes long to draw."""

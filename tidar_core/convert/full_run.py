@@ -1,6 +1,6 @@
 """`tidar convert --mode full`: from a checkpoint and a text to full TiDAR weights that serve themselves.
 
-The folder that comes out is a checkpoint in transformers' layout with `tidar.json` beside it (`model.own_drafter`).
+The folder that comes out is a checkpoint in transformers' layout with `tidar.json` beside it (`model.contract`).
 The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document.
 """
 
@@ -15,19 +15,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.checkpoint import (
-    Progress,
-    load_checkpoint,
-    optimizer_tensors,
-    parameter_tensors,
-    restore_optimizer,
-    restore_parameters,
-    save_checkpoint,
-)
+from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
+from tidar_core.convert.options import Screen
 from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
-from tidar_core.convert.trainer import CHECKPOINT_SECONDS, LEAST_GAIN, SETTLED, Budget, StepReport
+from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
 from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
@@ -50,7 +43,7 @@ def train_full(
     device: torch.device,
     out: Path,
     work: Path,
-    screen: Any,
+    screen: Screen,
 ) -> Progress:
     """Trains from the checkpoint, or from where an earlier run stopped; the best model so far is in `out`.
 
@@ -75,8 +68,7 @@ def train_full(
     # Of a text all is its own: what was measured of it before that was told apart holds.
     parts = [(tokens,) if own[1:].all() else (tokens, own) for tokens, own in judged]
     progress.measured_on(digest_of(column for part in parts for column in part))
-    if budget.used(progress) < SETTLED:  # one that came to its end has been given more
-        progress.stale = 0
+    progress.goes_on(budget.used(progress))
     while True:
         used, best = budget.used(progress), False
         if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
@@ -92,9 +84,7 @@ def train_full(
             saved = save(training, work)
         if over:
             return progress
-        report = training.step(usable, used)
-        shown = StepReport(report.progress, report.loss, 0.0, report.tokens, report.tokens, report.seconds)
-        screen.trained(shown, budget.used(progress), None)
+        screen.trained(training.step(usable, used), budget.used(progress), None)
         if time.monotonic() - saved >= CHECKPOINT_SECONDS:
             saved = save(training, work)
 
@@ -119,7 +109,7 @@ def measure(
     out: Path,
     tokenizer: PreTrainedTokenizerFast,
     source: ModelSource,
-    screen: Any,
+    screen: Screen,
     counts: bool = True,
 ) -> bool:
     """Tokens a step on held-out documents; the best model so far is written to `out`. Gives whether this is it.
@@ -131,9 +121,8 @@ def measure(
     training.model.eval()
     found = measure_full(training.model, documents, training.mask, training.config)
     training.model.train()
-    best = found.tokens_per_step > progress.best
-    progress.stale = 0 if found.tokens_per_step > progress.best * (1 + LEAST_GAIN) else progress.stale + counts
-    progress.best = max(progress.best, found.tokens_per_step)
+    best = found.tokens_per_step > progress.best  # for one as good as the best a whole model is not written again
+    progress.take(found.tokens_per_step, counts)
     screen.line(
         f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(documents)} held-out documents"
         f"{', kept' if best else ''}"
@@ -205,30 +194,19 @@ def _card(name: str, record: dict[str, Any]) -> str:
     )
 
 
-def resume(training: FullTraining, work: Path, out: Path, screen: Any) -> None:
-    """From the last checkpoint in `work`, where there is one. What is in `out` may be newer, and better than all that
-    the checkpoint knows of; or it is gone, and then anything is better."""
-    found = load_checkpoint(work, training.settings)
-    if found is None:
-        return
-    training.progress, tensors, notes = found
-    kept = kept_tokens_per_step(out)
-    training.progress.best = max(training.progress.best, kept) if kept else 0.0
-    for note in notes:
-        screen.line(note)
-    restore_parameters(work, training.names, training.tensors, tensors)
-    restore_optimizer(training.optimizer, list(training.names), tensors)
-    screen.line(f"going on from step {training.progress.step}")
+def resume(training: FullTraining, work: Path, out: Path, screen: Screen) -> None:
+    """From the last checkpoint in `work`, where there is one."""
+    found = resume_training(work, training.settings, training.names, training.tensors, training.optimizer, screen.line)
+    if found is not None:
+        found.knows(kept_tokens_per_step(out))
+        training.progress = found
 
 
 def save(training: FullTraining, work: Path) -> float:
     """Writes a checkpoint, whose time counts: it has all of the model and its moments. Gives the moment that it was
     done."""
     began = time.monotonic()
-    work.mkdir(parents=True, exist_ok=True)
-    parameters = parameter_tensors(training.names, training.tensors)
-    tensors = parameters | optimizer_tensors(training.optimizer, list(training.names))
-    save_checkpoint(work, training.settings, training.progress, tensors)
+    save_training(work, training.settings, training.progress, training.names, training.tensors, training.optimizer)
     done = time.monotonic()
     training.progress.seconds += done - began
     return done

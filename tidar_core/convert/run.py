@@ -305,8 +305,8 @@ def _train(
     work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
     made = made_from(identity, options.model, corpus, config, device_name(device, crew.size), begun_from)
 
-    def kept(best: float) -> float:
-        return max(best, found) if (found := kept_tokens_per_step(options.out)) else 0.0
+    def kept(progress: Progress) -> None:
+        progress.knows(kept_tokens_per_step(options.out))
 
     def stepped(report: StepReport) -> None:
         fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)

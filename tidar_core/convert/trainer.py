@@ -20,15 +20,7 @@ from tidar_core.convert.blocks import (
     narrowed,
     pack_documents,
 )
-from tidar_core.convert.checkpoint import (
-    Progress,
-    load_checkpoint,
-    optimizer_tensors,
-    parameter_tensors,
-    restore_optimizer,
-    restore_parameters,
-    save_checkpoint,
-)
+from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
@@ -42,8 +34,6 @@ from tidar_core.transfer import enough_memory
 
 CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
-LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
-SETTLED = 0.8  # of the budget: from there on the rate is under an eighth of its highest, and lack of gain counts
 SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
@@ -129,13 +119,13 @@ class StepReport:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What the caller is told: each step, each measurement with whether it is the best so far (the adapter is then
-    worth keeping), and lines for the log. kept: asked where a training goes on, what the drafter that the caller has
-    is worth, where the checkpoint knows of this much; 0 where it has none."""
+    worth keeping), and lines for the log. kept: called where a training goes on, to let its progress know
+    (`Progress.knows`) what the drafter is worth that the caller has."""
 
     step: Callable[[StepReport], None] = lambda report: None
     measured: Callable[[HeldOutResult, AdapterWeights, Progress, bool], None] = lambda *found: None
     line: Callable[[str], None] = lambda line: None
-    kept: Callable[[float], float] = lambda best: best
+    kept: Callable[[Progress], None] = lambda progress: None
 
 
 def check_rows(config: TrainConfig) -> None:
@@ -171,10 +161,10 @@ def train_drafter(
     progress = training.progress
     seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
     if progress.step:
-        progress.best = crew.agree(watch.kept(progress.best))
+        watch.kept(progress)
+        progress.best = crew.agree(progress.best)
     progress.measured_on(f"{seen:012x}")
-    if budget.used(progress) < SETTLED:  # one that came to its end has been given more
-        progress.stale = 0
+    progress.goes_on(budget.used(progress))
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
     with enough_memory("it does not hold what proves the kernels, free some of it"):
         base.attends.prepare(base.config, base.weights, sizes, config.within_block)
@@ -217,7 +207,7 @@ class _Training:
         origin: Origin,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
-        self.adapter, self.progress, self.looked = trainable(start), Progress(), False
+        self.adapter, self.looked = trainable(start), False
         self.saving = 0.0  # seconds that this worker took over checkpoints, for the next step to count
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
@@ -233,27 +223,14 @@ class _Training:
         device = base.device.type
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
-        self._resume()
+        found = resume_training(directory, self.settings, self.names, self.tensors, self.optimizer, watch.line)
+        self.progress = found or Progress()
         if crew.agree(self.progress.step) != self.progress.step:
             raise ConfigError(f"{directory} is not the same for all workers: put it where every node sees it")
 
-    def _resume(self) -> None:
-        found = load_checkpoint(self.directory, self.settings)
-        if found is None:
-            return
-        self.progress, saved, notes = found
-        for note in notes:
-            self.watch.line(note)
-        restore_parameters(self.directory, self.names, self.tensors, saved)
-        restore_optimizer(self.optimizer, self.names, saved)
-        self.watch.line(f"going on from step {self.progress.step}")
-
     def save(self) -> None:
-        if not self.crew.leads:
-            return
-        tensors = parameter_tensors(self.names, self.tensors) | optimizer_tensors(self.optimizer, self.names)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(self.directory, self.settings, self.progress, tensors)
+        if self.crew.leads:
+            save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
 
     def measure(self, held_out: HeldOut, settled: bool) -> None:
         """Tokens per step on held-out documents; the best drafter so far is handed to the caller. settled: one that
@@ -263,12 +240,10 @@ class _Training:
             result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
-        gained = found > progress.best * (1 + LEAST_GAIN)
+        best = found >= progress.best  # one as good as the best has learnt more, and a drafter is quickly written
         # A run's first look finds what the run before it had found: it is no sign that nothing is gained any more.
-        progress.stale = 0 if gained else progress.stale + (settled and self.looked)
+        progress.take(found, settled and self.looked)
         self.looked = True
-        best = found >= progress.best
-        progress.best = max(progress.best, found)
         if best:  # before the caller keeps it: a run that goes on from an older best would put a worse one in its place
             self.save()
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
