@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
 from tests.tidar_core.trained import Killed, corpus_of, random_documents
@@ -62,6 +62,16 @@ class Tiny:
 def tiny(tmp_path) -> Tiny:
     source = find_model(str(tiny_checkpoint(tmp_path / "model", layers=1, vocab=511)))
     return Tiny(source, load_tokenizer(source), tmp_path)
+
+
+def test_a_head_that_is_the_embedding_is_written_once(tiny):
+    tiny.train(1)
+    with safe_open(tiny.out / "model.safetensors", framework="pt") as file:
+        written = set(file.keys())
+    model = dense_model(find_model(str(tiny.out)), torch.bfloat16)
+    assert written == {name for name, _ in model.named_parameters()}
+    assert "lm_head.weight" not in written
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_starts_alone_do_not_end_a_training(tiny):

@@ -170,7 +170,9 @@ def write_model(
         remove(part)
         part.mkdir(parents=True)
         (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in training.model.state_dict().items()}
+        # Not its state: that names a tied head beside the embedding, and in another dtype these are two tensors.
+        named = zip(training.names, training.tensors, strict=True)
+        weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
         training.model.save_pretrained(part, state_dict=weights)
         state_dtype(part / "config.json", "bfloat16")
         tokenizer.save_pretrained(part)
