@@ -1,4 +1,4 @@
-"""Conversations on their way, on disk beside the shards: a run that is killed loses what the last half minute said.
+"""Conversations on their way, on disk beside the shards: a run that is killed loses what the last minute said.
 
 A conversation follows from its job and from what the model said to it, so that this is all that is kept. A slow machine
 needs minutes for the first whole document, and would begin anew each time.

@@ -1,7 +1,8 @@
 """The decoder's operations for training: the reference's values, with gradients written out.
 
 Only the adapter learns, so the base's weights get no gradient, and what autograd would keep or compute for them is
-left out. `rotate_and_store` and `attend` are absent: the trainer attends in `attention.py`, without pages.
+left out. `rotate_and_store` and `attend` are absent: the trainer has its own attention (`attention.py`, `flex.py`,
+`fused.py`), without pages.
 """
 
 from collections.abc import Callable

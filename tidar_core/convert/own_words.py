@@ -35,15 +35,13 @@ class Goal:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
-    way. dropped: jobs of this run that gave no document. asked: the user's prompts that are still to be answered.
-    until: where `seconds` ends at the latest, 0 where that has no limit. refused: prompts of this run that have no
-    answer to learn from. useless: the model says nothing of use but
-    the answers to these prompts, and is not asked on."""
+    way. asked: the user's prompts that are still to be answered. until: where `seconds` ends at the latest, 0 where
+    that has no limit. refused: prompts of this run that have no answer to learn from. useless: the model says nothing
+    of use but the answers to these prompts, and is not asked on."""
 
     documents: int
     own_tokens: int
     growing: int
-    dropped: int
     seconds: float
     asked: int = 0
     until: float = 0.0
@@ -64,7 +62,7 @@ class _Run:
     flushed: float = field(default_factory=time.monotonic)
     fresh: list[Document] = field(default_factory=list)
     fresh_done: list[int] = field(default_factory=list)
-    dropped: int = 0
+    refused: int = 0
     useless: int = 0
     useful: int = 0
     answered: int = 0
@@ -77,7 +75,7 @@ class _Run:
         document, number = conversation.document(), conversation.job.number
         given = conversation.job.kind == "prompt"
         if document is None:
-            self.dropped += 1
+            self.refused += given
             self.useless += not given
         else:
             self.answered += given
@@ -114,8 +112,8 @@ def gather_own_words(
 ) -> Gathered:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
-    Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk half a
-    minute later at most. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
+    Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk within
+    a minute. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
     prompts: a later run goes on with those, and with all that a kill interrupts as far as there is time. Raises
     ConfigError where the disk is full or the model says nothing that can be used.
     """
@@ -123,13 +121,15 @@ def gather_own_words(
     seen = set(stored.corpus.keys.tolist())
     hopeless = max(HOPELESS, 2 * source.capacity)
     run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds, hopeless)
-
-    def to_do(kept: Growing) -> bool:
-        return bool(unanswered(tokenizer, [kept.prompt], stored)) if kept.number < 0 else kept.number not in stored.done
-
     asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
     planned = (plan_job(plan, number) for number in count() if number not in stored.done)
-    left = {kept.job: kept for kept in read_growing(store.directory) if to_do(kept)}
+    kept_ones = read_growing(store.directory)
+    still_open = set(unanswered(tokenizer, [kept.prompt for kept in kept_ones if kept.number < 0], stored))
+    left = {
+        kept.job: kept
+        for kept in kept_ones
+        if (kept.prompt in still_open if kept.number < 0 else kept.number not in stored.done)
+    }
     drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
     open_ones: dict[int, Conversation] = {}
     first_emitted, landed, number = source.emitted, 0, 0
@@ -163,7 +163,7 @@ def gather_own_words(
         growing = max(0, source.emitted - first_emitted - landed)
         asking = len(asked) + sum(conversation.job.kind == "prompt" for conversation in open_ones.values())
         until = goal.seconds and goal.seconds + (stored.seconds if asking else 0.0)
-        progress(Gathered(run.documents, run.own_tokens, growing, run.dropped, run.seconds, asking, until))
+        progress(Gathered(run.documents, run.own_tokens, growing, run.seconds, asking, until))
         if not has_time(until):
             cut_what_is_long_enough()
             break
@@ -191,8 +191,7 @@ def gather_own_words(
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:
         flush()
-    refused = run.dropped - run.useless
-    return Gathered(run.documents, run.own_tokens, 0, run.dropped, run.seconds, refused=refused, useless=run.in_vain)
+    return Gathered(run.documents, run.own_tokens, 0, run.seconds, refused=run.refused, useless=run.in_vain)
 
 
 def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:

@@ -88,10 +88,6 @@ class Corpus:
         span = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
         return self.tokens[span], self.own[span].astype(bool)
 
-    def own_tokens(self) -> int:
-        """Tokens to learn from, those of given text included."""
-        return int(self.own.sum(dtype=np.int64))
-
     def generated_tokens(self) -> int:
         """Tokens to learn from that the model said itself."""
         said = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))

@@ -104,7 +104,7 @@ def _linear(
 
 
 def layer_qk_norm(layer: LayerWeights | OwnAttention, eps: float) -> QKNorm | None:
-    """Qwen3's per-head norms of a layer; None for the other architectures."""
+    """A layer's per-head norms of queries and keys; None where it has none."""
     return None if layer.q_norm is None or layer.k_norm is None else QKNorm(layer.q_norm, layer.k_norm, eps)
 
 

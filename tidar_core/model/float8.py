@@ -37,8 +37,3 @@ def packed(weight: Tensor) -> Tensor:
     values, scales = to_float8(weight)
     memory = torch.cat((values.view(torch.uint8).flatten(), scales.view(torch.uint8)))
     return memory[: values.numel()].view(FLOAT8).view(values.shape)
-
-
-def unpacked_scales(values: Tensor) -> Tensor:
-    """The scales [out] behind what `packed` gave."""
-    return values.view(torch.uint8).as_strided((4 * len(values),), (1,), values.numel()).view(torch.float32)
