@@ -51,37 +51,46 @@ def case(blocks: int, block: int, seed: int, dtype: torch.dtype = torch.float64)
 def test_value_and_gradient_are_those_of_the_definition(weighting, kl_share, blocks, block, seed, at_once):
     drafted, head, clean, targets, trained = case(blocks, block, seed)
     config = LossConfig(kl_share, weighting, decay=3.0)
-    judged = draft_loss(drafted, Columns(head), clean, targets, trained, config, 7.0, at_once)
-    (2 * judged.loss).backward()
+    loss = draft_loss(drafted, Columns(head), clean, targets, trained, config, 7.0, at_once)
+    (2 * loss).backward()
     found, drafted.grad = drafted.grad, None
     plain = plain_loss((drafted @ head.T).view(blocks, block, VOCAB), (clean @ head.T)[targets], trained, config, 7.0)
     (2 * plain).backward()
     # Sums over the vocabulary are gathered in fp32.
-    torch.testing.assert_close(judged.loss.double(), plain, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss.double(), plain, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, drafted.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_rows_tell_how_well_they_agree():
     _, head, clean, targets, _ = case(5, 4, 0)
-    trained = torch.ones(5, 4, dtype=torch.bool)
     same = clean[targets].view(-1, HIDDEN).clone()
     same[0] = -same[0]
-    judged = draft_loss(same.requires_grad_(True), Columns(head), clean, targets, trained, LossConfig(), 1.0)
+
+    def apart(kl_share: float) -> Tensor:
+        """The distance of each row by itself, unweighted."""
+        config = LossConfig(kl_share, decay=float("inf"), first_slot=1.0)
+        each = torch.eye(20, dtype=torch.bool).view(20, 5, 4)
+        return torch.stack([draft_loss(same, Columns(head), clean, targets, row, config, 1.0) for row in each])
+
     p = (clean @ head.T)[targets].softmax(-1)
     q = (same @ head.T).softmax(-1).view_as(p)
-    torch.testing.assert_close(judged.overlap.double(), torch.minimum(p, q).sum(-1), rtol=1e-5, atol=1e-5)
-    assert judged.distance.flatten()[0] > 0.1
-    assert judged.distance.flatten()[1:].abs().max() < 1e-5
+    overlap = torch.minimum(p, q).sum(-1).flatten()
+    torch.testing.assert_close(1 - apart(0.0).double(), overlap, rtol=1e-5, atol=1e-5)
+    assert apart(1.0)[0] > 0.1
+    assert apart(1.0)[1:].abs().max() < 1e-5
 
 
 def test_slots_that_hardly_weigh_cost_nothing():
     drafted, head, clean, targets, _ = case(3, 16, 1)
     config = LossConfig(decay=1.0)
-    judged = draft_loss(drafted, Columns(head), clean, targets, torch.ones(3, 16, dtype=torch.bool), config, 1.0)
-    judged.loss.backward()
+    trained = torch.ones(3, 16, dtype=torch.bool)
+    loss = draft_loss(drafted, Columns(head), clean, targets, trained, config, 1.0)
+    loss.backward()
     skipped = config.profile(16) < NEGLIGIBLE
     assert skipped.any()
-    assert judged.weights[:, skipped].eq(0).all()
+    logits = (drafted @ head.T).view(3, 16, VOCAB), (clean @ head.T)[targets]
+    torch.testing.assert_close(loss.double(), plain_loss(*logits, trained & ~skipped, config, 1.0), rtol=1e-6, atol=0)
+    assert plain_loss(*logits, trained, config, 1.0) > loss * (1 + 1e-5)
     assert drafted.grad.view(3, 16, HIDDEN)[:, skipped].eq(0).all()
     assert drafted.grad.view(3, 16, HIDDEN)[:, ~skipped].ne(0).all()
 
@@ -91,17 +100,17 @@ def test_bf16_stays_close_to_the_definition():
     plain = plain_loss((drafted @ head.T).view(20, 8, VOCAB), (clean @ head.T)[targets], trained, LossConfig(), 20.0)
     plain.backward()
     expected, low = drafted.grad, drafted.detach().bfloat16().requires_grad_(True)
-    judged = draft_loss(low, Columns(head.bfloat16()), clean.bfloat16(), targets, trained, LossConfig(), 20.0)
-    judged.loss.backward()
-    assert judged.loss.item() == pytest.approx(plain.item(), rel=0.02)
+    loss = draft_loss(low, Columns(head.bfloat16()), clean.bfloat16(), targets, trained, LossConfig(), 20.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.item(), rel=0.02)
     assert F.cosine_similarity(low.grad.float().flatten(), expected.flatten(), dim=0) > 0.999
 
 
 def test_no_block_with_a_target_is_a_loss_of_zero():
     drafted, head, clean, targets, _ = case(2, 4, 3)
-    judged = draft_loss(drafted, Columns(head), clean, targets, torch.zeros(2, 4, dtype=torch.bool), LossConfig(), 1.0)
-    judged.loss.backward()
-    assert judged.loss == 0
+    loss = draft_loss(drafted, Columns(head), clean, targets, torch.zeros(2, 4, dtype=torch.bool), LossConfig(), 1.0)
+    loss.backward()
+    assert loss == 0
     assert drafted.grad.eq(0).all()
 
 
@@ -117,14 +126,15 @@ def test_a_part_of_the_vocabulary_stands_for_all_of_it():
 
     def gradient(columns: Columns) -> tuple[float, Tensor]:
         drafted.grad = None
-        judged = draft_loss(drafted, columns, clean, targets, trained, LossConfig(), 6.0)
-        judged.loss.backward()
-        return judged.loss.item(), drafted.grad.flatten()
+        loss = draft_loss(drafted, columns, clean, targets, trained, LossConfig(), 6.0)
+        loss.backward()
+        return loss.item(), drafted.grad.flatten()
 
     loss, whole = gradient(Columns(head))
     rng = np.random.default_rng(0)
     sizes = {len(vocabulary.draw(tokens, rng).head) for _ in range(3)}
     assert sizes == {len(set(range(500)) | set(tokens.tolist())) + 125}
+    assert vocabulary.columns == 500 + 125
     found = [gradient(vocabulary.draw(tokens, rng)) for _ in range(40)]
     assert sum(each for each, _ in found) / 40 == pytest.approx(loss, rel=0.1)
     mean = torch.stack([slope for _, slope in found]).mean(0)
@@ -136,6 +146,8 @@ def test_a_part_of_the_vocabulary_stands_for_all_of_it():
 def test_where_a_part_saves_nothing_all_of_the_vocabulary_counts(frequent):
     head = torch.randn(VOCAB, HIDDEN)
     corpus = corpus_of([(np.arange(9), np.ones(9, bool))])
-    columns = Vocabulary(corpus, head, frequent).draw(torch.arange(3), np.random.default_rng(0))
+    vocabulary = Vocabulary(corpus, head, frequent)
+    columns = vocabulary.draw(torch.arange(3), np.random.default_rng(0))
     assert columns.head is head
+    assert vocabulary.columns == VOCAB
     assert columns.raised is None

@@ -43,20 +43,6 @@ class LossConfig:
         return torch.cat((torch.tensor([self.first_slot]), weights))
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What came out, by row: [blocks, block], zero where a slot was not computed.
-
-    distance: the unweighted loss. overlap: 1 - TV. weights: what each row counted. loss: the weighted sum over the
-    normaliser, the only one that has a gradient.
-    """
-
-    loss: Tensor
-    distance: Tensor
-    overlap: Tensor
-    weights: Tensor
-
-
 def draft_loss(
     drafted: Tensor,
     columns: Columns,
@@ -66,7 +52,7 @@ def draft_loss(
     config: LossConfig,
     normaliser: float,
     rows_at_once: int = 0,
-) -> Judged:
+) -> Tensor:
     """The loss of some blocks of mask rows, and its gradient with respect to `drafted`.
 
     drafted: final hidden states of the mask rows [blocks * block, hidden], block by block. columns: the part of the
@@ -77,8 +63,7 @@ def draft_loss(
     rows_at_once: rows whose logits are held at a time; 0 for what suits the device.
     """
     at_once = rows_at_once or max(16, LOGITS_AT_ONCE.get(drafted.device.type, 64 << 20) // len(columns.head))
-    loss, *rows = _DraftLoss.apply(drafted, columns, clean, target_rows, trained, config, normaliser, at_once)
-    return Judged(loss, *rows)
+    return _DraftLoss.apply(drafted, columns, clean, target_rows, trained, config, normaliser, at_once)
 
 
 class _DraftLoss(torch.autograd.Function):
@@ -95,7 +80,7 @@ class _DraftLoss(torch.autograd.Function):
         config: LossConfig,
         normaliser: float,
         rows_at_once: int,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         blocks, block = target_rows.shape
         profile = config.profile(block).to(drafted.device)
         wanted = trained & (profile >= NEGLIGIBLE)
@@ -115,14 +100,12 @@ class _DraftLoss(torch.autograd.Function):
             scale = weights[part].flatten()[rows] / normaliser
             gradient.index_copy_(0, rows + first * block, found.gradient * scale.to(drafted.dtype)[:, None])
         ctx.save_for_backward(gradient)
-        loss = (distance * weights).sum() / normaliser
-        ctx.mark_non_differentiable(distance, overlap, weights)
-        return loss, distance, overlap, weights
+        return (distance * weights).sum() / normaliser
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0].to(gradient.dtype), *[None] * 7)
+        return (gradient * slope.to(gradient.dtype), *[None] * 7)
 
 
 def _weights(overlap: Tensor, wanted: Tensor, profile: Tensor, weighting: SlotWeighting) -> Tensor:

@@ -311,9 +311,10 @@ class _Training:
             drafter = map_tensors(self.adapter, lambda tensor: tensor.to(base.dtype))
             drafted = run_masks(base, drafter, clean, part, config.within_block)
             drafted = run_slot_head(base, drafter, clean, part, drafted, alone[first : first + len(part)])
-            judged = draft_loss(drafted, columns, clean.hidden, part.target_rows, part.trained, config.loss, normaliser)
-            judged.loss.backward()  # type: ignore[no-untyped-call]
-            loss += judged.loss.detach()
+            wanted = part.target_rows, part.trained
+            found = draft_loss(drafted, columns, clean.hidden, *wanted, config.loss, normaliser)
+            found.backward()  # type: ignore[no-untyped-call]
+            loss += found.detach()
         return loss
 
 
