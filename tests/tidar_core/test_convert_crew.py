@@ -17,12 +17,13 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter
+from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
+from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.weights import named_tensors
 
 SIZE = 3

@@ -10,12 +10,13 @@ from rich.console import Console
 from tests.tidar_core.trained import tiny_base
 from tidar_core.convert import screen
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter
+from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import Gathered, Goal
 from tidar_core.convert.screen import Rate, TerminalScreen, time_left
 from tidar_core.convert.speed import measure_peak, work_per_row
 from tidar_core.convert.trainer import StepReport
+from tidar_core.model.adapter_config import PROJECTIONS
 
 
 def test_a_rate_forgets_what_is_long_ago(monkeypatch):
@@ -86,9 +87,10 @@ def test_all_stages_are_shown(terminal):
 def test_work_is_counted_from_the_shapes(tmp_path):
     tiny = tiny_base(tmp_path)
     drafter = new_drafter(tiny.identity, tiny.base.weights.embedding, 4, PROJECTIONS, 4, 0)
-    work = work_per_row(tiny.base, drafter)
+    work = work_per_row(tiny.base, drafter, 512)
     trunk = 2 * (96 * (96 + 64) + 96 * 96 + 96 * 320 + 160 * 96)
     assert work.clean == 2 * trunk
-    assert work.mask > 4 * trunk + 2 * 512 * 96
+    adapter = 4 * (96 + 160 + 96 + 96 + 96 + 320 + 160 + 96) * 2
+    assert work.mask == 4 * trunk + 6 * adapter + 5 * 512 * 96
     assert work.fraction(10, 20, 2.0, 1e9) == (10 * work.clean + 20 * work.mask) / 2e9
     assert measure_peak(torch.device("cpu"), torch.float32) > 1e8

@@ -17,10 +17,11 @@ from tidar_core.config import ConfigError
 from tidar_core.convert import trainer
 from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter
+from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
+from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.weights import named_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,7 +13,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.config import Architecture, EngineConfig
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.command import convert_command
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
+from tidar_core.convert.drafter import new_drafter, with_slot_head
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler
@@ -23,7 +23,7 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import identify_base, load_adapter
-from tidar_core.model.adapter_config import BaseIdentity
+from tidar_core.model.adapter_config import PROJECTIONS, BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tidar_core.config import DEFAULT_MODEL
 from tidar_core.convert.blocks import Blocks, Pack, draw_blocks, pack_documents
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter, trainable, with_slot_head
+from tidar_core.convert.drafter import new_drafter, trainable, with_slot_head
 from tidar_core.convert.forward import Clean, FrozenBase, frozen_base, run_clean
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler
@@ -29,6 +29,7 @@ from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, t
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.model.adapter import identify_base
+from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import run_layers
 from tidar_core.model.loading import load_weights

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tidar_core.convert.drafter import PROJECTIONS, new_drafter, with_slot_head
+from tidar_core.convert.drafter import new_drafter, with_slot_head
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler
@@ -24,7 +24,7 @@ from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import identify_base
-from tidar_core.model.adapter_config import BaseIdentity
+from tidar_core.model.adapter_config import PROJECTIONS, BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
@@ -97,8 +97,7 @@ def measure_training(
         budget = Budget(steps=WARM_UP + steps + PROFILED)
         train_drafter(base, start, sampler, vocabulary, windows, config, budget, Path(scratch), Watch(step=seen))
     counted, profiled = reports[WARM_UP : WARM_UP + steps], reports[WARM_UP + steps :]
-    columns = len(vocabulary.draw(torch.from_numpy(corpus.tokens[:1]).long(), np.random.default_rng(0)).head)
-    per_row, peak = work_per_row(base, start, columns), measure_peak(base.device, base.dtype)
+    per_row, peak = work_per_row(base, start, vocabulary.columns), measure_peak(base.device, base.dtype)
     work, device_seconds = _work_of(profiler, on_gpu)
     typical = sorted(counted, key=lambda report: report.mask_rows / report.seconds)[len(counted) // 2]
     return TrainingSpeed(

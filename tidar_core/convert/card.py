@@ -15,7 +15,7 @@ from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
-from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity, read_adapter_config
+from tidar_core.model.adapter_config import CONFIG_FILE, PROJECTIONS, AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {
@@ -99,7 +99,7 @@ def write_folder(
     config = AdapterConfig(
         base=made.base,
         rank=first.shape[0],
-        projections=tuple(p for p in ("qkv", "o", "gate_up", "down") if any(f".{p}." in name for name in names)),
+        projections=tuple(p for p in PROJECTIONS if any(f".{p}." in name for name in names)),
         layers=None if len(adapted) == made.base.layers else adapted,
         slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],
         block_length=made.config.block,

@@ -162,11 +162,12 @@ def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "Abs
 
 
 def _projections(named: str) -> "tuple[Projection, ...]":
-    known: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    from tidar_core.model.adapter_config import PROJECTIONS
+
     wanted = [name.strip() for name in named.split(",")]
-    if not set(wanted) <= set(known):
-        raise ConfigError(f"--projections {named}: choose some of {', '.join(known)}")
-    return tuple(name for name in known if name in wanted)
+    if not set(wanted) <= set(PROJECTIONS):
+        raise ConfigError(f"--projections {named}: choose some of {', '.join(PROJECTIONS)}")
+    return tuple(name for name in PROJECTIONS if name in wanted)
 
 
 def _layers(named: str) -> tuple[int, ...] | None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.model.adapter_config import BaseIdentity, Projection
+from tidar_core.model.adapter_config import PROJECTIONS, BaseIdentity, Projection
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, SlotHead, map_tensors, named_tensors
-
-PROJECTIONS: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
 
 
 def check_rank(base: BaseIdentity, rank: int, projections: Sequence[Projection]) -> None:

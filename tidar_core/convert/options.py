@@ -7,11 +7,10 @@ from typing import Literal, Protocol
 
 from tidar_core.config import DTypeName
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.drafter import PROJECTIONS
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import Gathered, Goal
 from tidar_core.convert.trainer import StepReport, TrainConfig
-from tidar_core.model.adapter_config import Projection
+from tidar_core.model.adapter_config import PROJECTIONS, Projection
 
 Generator = Literal["engine", "transformers"]
 Mode = Literal["adapter", "full"]

@@ -27,15 +27,14 @@ class WorkPerRow:
         return (clean_rows * self.clean + mask_rows * self.mask) / seconds / peak
 
 
-def work_per_row(base: FrozenBase, adapter: AdapterWeights, columns: int = 0) -> WorkPerRow:
-    """Counted from the shapes of the matrices. columns: of the head that are computed, 0 for all."""
+def work_per_row(base: FrozenBase, adapter: AdapterWeights, columns: int) -> WorkPerRow:
+    """Counted from the shapes of the matrices. columns: rows of the head that are computed with."""
     weights = base.weights
     trunk = sum(
         matrix.numel() for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
     )
     extra = sum(tensor.numel() for name, tensor in named_tensors(adapter) if name.endswith((".A", ".B")))
-    vocab, hidden = weights.head.shape
-    head = min(columns or vocab, vocab) * hidden
+    head = columns * weights.head.shape[1]
     return WorkPerRow(clean=2.0 * trunk, mask=4.0 * trunk + 6.0 * extra + 5.0 * head)
 
 

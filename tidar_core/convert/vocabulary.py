@@ -42,6 +42,11 @@ class Vocabulary:
         counts = np.bincount(corpus.tokens, minlength=head.shape[0])
         self._frequent = np.argsort(-counts, kind="stable")[:frequent]
 
+    @property
+    def columns(self) -> int:
+        """How many a step draws, but for those that its documents hold besides."""
+        return self._head.shape[0] if self._whole else len(self._frequent) + self._tail
+
     def draw(self, tokens: Tensor, draw: np.random.Generator) -> Columns:
         """The columns for documents that hold `tokens`."""
         if self._whole:

@@ -5,17 +5,18 @@ in it; what the engine cannot run is refused by name.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tidar_core.config import Architecture, ConfigError
-from tidar_core.layout import BlockForm
+from tidar_core.layout import BlockForm, WithinBlock
 from tidar_core.settings import first_mistake
 
 CONFIG_FILE = "adapter.json"
 
 Projection = Literal["qkv", "o", "gate_up", "down"]
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -66,11 +67,11 @@ class AdapterConfig(BaseModel):
     kind: Literal["low-rank", "projections"] = "low-rank"
     base: BaseIdentity
     rank: int = Field(ge=1)
-    projections: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+    projections: tuple[Projection, ...] = PROJECTIONS
     layers: tuple[int, ...] | None = None
     slot_head: int = Field(default=0, ge=0)
     block_length: int = Field(ge=2)
-    within_block: Literal["bidirectional", "causal"]
+    within_block: WithinBlock
     slot_0: Literal["mask", "anchor"] = "mask"
     slot_tokens: Literal["mask", "random"] = "mask"
     labels: Literal["aligned", "shifted"] = "aligned"
