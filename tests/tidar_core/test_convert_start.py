@@ -4,6 +4,7 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tidar_core.documents import HEADER, document
 from tests.tidar_core.trained import SIMPLE, run_command
@@ -11,12 +12,13 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.convert import run
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.shards import Corpus, Document, open_store
-from tidar_core.convert.start import shape_of
 from tidar_core.model import adapter
+from tidar_core.model.adapter import shape_of
 from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
+from tidar_core.model.weights import ModelWeights
 
 SMALL = ("--dtype", "float32", "--block-length", 4, "--rank", 8, "--rows", 256, "--threads", 1, "--steps", 1)
 FEW = ("--own-tokens", 300)
@@ -25,7 +27,7 @@ FEW = ("--own-tokens", 300)
 def stored_words(directory: Path, model: Path, *documents: Document) -> Path:
     """A data directory of the model, as gathering leaves it."""
     source = find_model(str(model))
-    identity = shape_of(source, load_config(source), load_tokenizer(source))
+    identity = shape_of(source.name, load_config(source), load_tokenizer(source))
     header = HEADER.model_copy(update={"model": identity.name, "tokenizer": identity.tokenizer})
     open_store(directory, header).append(documents, [0], 1.0)
     return directory
@@ -72,6 +74,25 @@ def test_documents_are_in_memory_once(tmp_path, monkeypatch):
     status, output = run_command(model, "--out", tmp_path / "out", "--data", data, *SMALL, "--own-tokens", 9)
     assert status == 0, output
     assert found == [before]
+
+
+def test_weights_are_in_memory_once_where_transformers_generates(tmp_path, monkeypatch):
+    def loaded() -> int:
+        gc.collect()
+        return sum(type(each) is ModelWeights for each in gc.get_objects())
+
+    before, found = loaded(), []
+
+    def full(*_) -> None:
+        found.append(loaded())
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(run, "dense_model", full)
+    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    status, output = run_command(model, "--out", tmp_path / "out", "--generator", "transformers", *SMALL, *FEW)
+    assert found == [before]
+    assert status == 1
+    assert "memory is full: it does not hold what transformers generates with, leave --generator out" in output
 
 
 def test_a_drafter_that_was_made_elsewhere_stays(tmp_path):

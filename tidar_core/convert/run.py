@@ -5,7 +5,7 @@ The same command started again goes on from there. While it runs no other may us
 """
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,12 +43,12 @@ from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
-from tidar_core.convert.start import begin, check_start, shape_of
+from tidar_core.convert.start import begin, check_start
 from tidar_core.convert.template import open_user_turn
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
-from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, tokenizer_fingerprint
+from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, shape_of, tokenizer_fingerprint
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
@@ -65,6 +65,16 @@ CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
 
 
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The model that learns to draft, before its weights are read, and where it computes."""
+
+    source: ModelSource
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerFast
+    device: torch.device
+
+
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
     """Trains a drafter on the documents that `convert` has gathered in `spent` seconds, and writes what came out.
 
@@ -73,9 +83,43 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    source = find_model(options.model)
+    base = _base_of(find_model(options.model), choose_device(options.device))
     corpus = ShardStore(options.shards, read_header(options.shards)).read().corpus
-    return _train(options, choose_device(options.device), source, load_tokenizer(source), corpus, spent, screen, crew)
+    _check_known(options, base, corpus)
+    identity, weights = _load_weights(options, base, screen)
+    if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
+        screen.line(f"training in fp32: this processor is slow in {options.dtype}")
+        weights = widened(weights)
+    frozen = frozen_base(base.config, weights, screen.line)
+    config = options.train
+    start, begun_from = begin(options, identity, weights, screen)
+    if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
+        config = replace(config, slot_head=start.slot_head.out.shape[1])
+    learnt, held = corpus.split()
+    sampler = Sampler(corpus, learnt.tolist(), config.block, base.config.max_positions, config.seed)
+    vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
+    held_out = choose_windows(corpus, held.tolist(), config.block, base.config.max_positions)
+    budget = _budget(options, spent)
+    work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
+    made = made_from(identity, options.model, corpus, config, device_name(base.device, crew.size), begun_from)
+
+    def kept(progress: Progress) -> None:
+        progress.knows(kept_tokens_per_step(options.out))
+
+    def stepped(report: StepReport) -> None:
+        fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
+        screen.trained(report, budget.used(report.progress), fraction)
+
+    def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
+        screen.measured(result, progress, best)
+        if best or not (options.out / WEIGHTS_FILE).exists():
+            options.out.mkdir(parents=True, exist_ok=True)
+            write_folder(options.out, made, adapter, progress, result)
+
+    watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
+    directory = options.work / "training"
+    origin = Origin(identity.fingerprint, begun_from)
+    return train_drafter(frozen, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
 
 
 def convert(options: ConvertOptions, screen: Screen, train: Train = train_gathered) -> Progress:
@@ -93,20 +137,20 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     else:
         check_folder(options.out)
     _check_result(options)
-    tokenizer = load_tokenizer(source)
+    base = _base_of(source, device)
     if options.mode == "adapter":
-        check_start(options, shape_of(source, load_config(source), tokenizer))
+        check_start(options, shape_of(source.name, base.config, base.tokenizer))
     if options.text is not None:
         check_text(options.text)
     with alone_in(options.work, "running", "--out"):  # before all that takes long
         if options.mode == "full":
             take_back(options.out)
         with alone_in(options.shards, "gathering", "--data"):
-            stored, spent = _gather(options, device, source, tokenizer, screen)
+            stored, spent = _gather(options, base, screen)
         gc.collect()
         screen.line(_told_of(stored))
         if options.mode == "full":
-            return _train_full(options, device, source, tokenizer, stored, spent, screen)
+            return _train_full(options, base, stored, spent, screen)
         del stored  # which `train` reads anew, perhaps elsewhere
         return train(options, spent, screen)
 
@@ -126,6 +170,10 @@ def _check_result(options: ConvertOptions) -> None:
         )
 
 
+def _base_of(source: ModelSource, device: torch.device) -> _Base:
+    return _Base(source, load_config(source), load_tokenizer(source), device)
+
+
 def _told_of(stored: Corpus) -> str:
     learnt, held = counts_of(stored)
     return (
@@ -134,14 +182,9 @@ def _told_of(stored: Corpus) -> str:
     )
 
 
-def _gather(
-    options: ConvertOptions,
-    device: torch.device,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    screen: Screen,
-) -> tuple[Corpus, float]:
+def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpus, float]:
     """The documents, and the seconds spent on generating them."""
+    source, tokenizer = base.source, base.tokenizer
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     prompts = read_prompts(options.prompts) if options.prompts else []
     header = DataHeader(
@@ -157,16 +200,16 @@ def _gather(
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
-        _add_text(options, source, tokenizer, store, screen)
+        _add_text(options, base, store, screen)
         stored = store.read()
         return stored.corpus, 0.0 if text_alone else stored.seconds
     store.check_seed(options.train.seed)
-    _add_text(options, source, tokenizer, store, screen)
+    _add_text(options, base, store, screen)
     plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
-    plan = plan.within(load_config(source).max_positions)
-    generator, fingerprint = _source(options, device, source, tokenizer, plan, screen)
+    plan = plan.within(base.config.max_positions)
+    generator, fingerprint = _source(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
-        check_start(options, shape_of(source, load_config(source), tokenizer, fingerprint))
+        check_start(options, shape_of(source.name, base.config, tokenizer, fingerprint))
     if note := store.said_by(header.model_copy(update={"fingerprint": fingerprint})):
         screen.line(note)
     gathered = gather_own_words(
@@ -179,22 +222,18 @@ def _gather(
     return store.read().corpus, gathered.seconds
 
 
-def _add_text(
-    options: ConvertOptions,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    store: ShardStore,
-    screen: Screen,
-) -> None:
+def _add_text(options: ConvertOptions, base: _Base, store: ShardStore, screen: Screen) -> None:
     """The user's text goes into the data directory, as far as it is not there yet."""
     if options.text is None:
         return
     screen.line(f"reading {options.text}")
-    added = add_text(tokenizer, options.text, store, TEXT_LONGEST, load_config(source).vocab_size)
+    added = add_text(base.tokenizer, options.text, store, TEXT_LONGEST, base.config.vocab_size)
     if added.documents:
         screen.line(f"{added.documents:,} documents from {options.text.name}")
     if added.unknown:
-        screen.line(f"{added.unknown:,} more were left out: they hold tokens that {source.name} has no embedding for")
+        screen.line(
+            f"{added.unknown:,} more were left out: they hold tokens that {base.source.name} has no embedding for"
+        )
 
 
 def _has_all(goal: Goal, store: ShardStore) -> bool:
@@ -205,16 +244,9 @@ def _has_all(goal: Goal, store: ShardStore) -> bool:
     return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 
-def _source(
-    options: ConvertOptions,
-    device: torch.device,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    plan: Plan,
-    screen: Screen,
-) -> tuple[TextSource, str]:
+def _source(options: ConvertOptions, base: _Base, plan: Plan, screen: Screen) -> tuple[TextSource, str]:
     """What generates the text, and the fingerprint of its weights."""
-    capacity = CAPACITY.get(device.type, 64)
+    capacity = CAPACITY.get(base.device.type, 64)
     if options.generator == "engine":
         adapter = "default" if options.start == "none" else options.start
         gc.collect()
@@ -222,53 +254,40 @@ def _source(
         engine = load_engine(
             EngineConfig(
                 options.model, adapter, options.dtype, options.device, options.threads,
-                max_model_len=plan.longest, max_running=capacity, step_rows=STEP_ROWS.get(device.type, 512),
+                max_model_len=plan.longest, max_running=capacity, step_rows=STEP_ROWS.get(base.device.type, 512),
             ),
             screen.line,
             screen.loading,
         )  # fmt: skip
         return EngineSource(engine, capacity), engine.info.fingerprint
-    identity, model_config, _ = _load_base(options, device, source, tokenizer, screen)
+    fingerprint = _load_weights(options, base, screen)[0].fingerprint  # they are gone before they come once more
     screen.line("generating with transformers")
-    model = dense_model(source, fast_dtype(device, getattr(torch, options.dtype)))
-    generator = TransformersSource(model.to(device).eval(), tokenizer, model_config.eos_ids, capacity, plan.longest)
-    return generator, identity.fingerprint
+    dtype = fast_dtype(base.device, getattr(torch, options.dtype))
+    with enough_memory("it does not hold what transformers generates with, leave --generator out"):
+        model = dense_model(base.source, dtype).to(base.device).eval()
+    return TransformersSource(model, base.tokenizer, base.config.eos_ids, capacity, plan.longest), fingerprint
 
 
-def _load_base(
-    options: ConvertOptions,
-    device: torch.device,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    screen: Screen,
-) -> tuple[BaseIdentity, ModelConfig, ModelWeights]:
-    config = load_config(source)
-    with enough_memory(f"it does not hold the weights of {source.name} in {options.dtype}"):
-        weights = load_weights(source, config, getattr(torch, options.dtype), device, screen.loading)
-    return identify_base(source.name, config, weights, tokenizer), config, weights
+def _load_weights(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[BaseIdentity, ModelWeights]:
+    name, dtype = base.source.name, getattr(torch, options.dtype)
+    with enough_memory(f"it does not hold the weights of {name} in {options.dtype}"):
+        weights = load_weights(base.source, base.config, dtype, base.device, screen.loading)
+    return identify_base(name, base.config, weights, base.tokenizer), weights
 
 
-def _train_full(
-    options: ConvertOptions,
-    device: torch.device,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    corpus: Corpus,
-    spent: float,
-    screen: Screen,
-) -> Progress:
-    train, longest = options.train, min(FullConfig().longest, load_config(source).max_positions)
+def _train_full(options: ConvertOptions, base: _Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
+    train, longest = options.train, min(FullConfig().longest, base.config.max_positions)
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
         dtype=options.dtype,
     )  # fmt: skip
     with enough_memory(
-        f"training all weights of {source.name} wants more, or lower --rows (now {config.tokens_a_step})"
+        f"training all weights of {base.source.name} wants more, or lower --rows (now {config.tokens_a_step})"
     ):
         return train_full(
-            source, tokenizer, corpus, config, _budget(options, spent), train.patience, device, options.out,
-            options.work / "training", screen,
+            base.source, base.tokenizer, corpus, config, _budget(options, spent), train.patience, base.device,
+            options.out, options.work / "training", screen,
         )  # fmt: skip
 
 
@@ -277,58 +296,12 @@ def _budget(options: ConvertOptions, spent: float) -> Budget:
     return Budget(options.steps, 0.0 if options.steps else seconds)
 
 
-def _train(
-    options: ConvertOptions,
-    device: torch.device,
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    corpus: Corpus,
-    spent: float,
-    screen: Screen,
-    crew: Crew,
-) -> Progress:
-    _check_known(options, source, corpus)
-    identity, model_config, weights = _load_base(options, device, source, tokenizer, screen)
-    if crew.agree(fast_dtype(device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
-        screen.line(f"training in fp32: this processor is slow in {options.dtype}")
-        weights = widened(weights)
-    base = frozen_base(model_config, weights, screen.line)
-    config = options.train
-    start, begun_from = begin(options, identity, weights, screen)
-    if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
-        config = replace(config, slot_head=start.slot_head.out.shape[1])
-    learnt, held = corpus.split()
-    sampler = Sampler(corpus, learnt.tolist(), config.block, model_config.max_positions, config.seed)
-    vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
-    held_out = choose_windows(corpus, held.tolist(), config.block, model_config.max_positions)
-    budget = _budget(options, spent)
-    work, peak = work_per_row(base, start, config.vocabulary), measure_peak(device, base.dtype)
-    made = made_from(identity, options.model, corpus, config, device_name(device, crew.size), begun_from)
-
-    def kept(progress: Progress) -> None:
-        progress.knows(kept_tokens_per_step(options.out))
-
-    def stepped(report: StepReport) -> None:
-        fraction = work.fraction(report.clean_rows, report.mask_rows, report.seconds, peak)
-        screen.trained(report, budget.used(report.progress), fraction)
-
-    def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
-        screen.measured(result, progress, best)
-        if best or not (options.out / WEIGHTS_FILE).exists():
-            options.out.mkdir(parents=True, exist_ok=True)
-            write_folder(options.out, made, adapter, progress, result)
-
-    watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
-    directory = options.work / "training"
-    origin = Origin(identity.fingerprint, begun_from)
-    return train_drafter(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
-
-
-def _check_known(options: ConvertOptions, source: ModelSource, corpus: Corpus) -> None:
-    """Raises ConfigError for tokens beyond the embedding, which earlier versions took from a text."""
-    rows, highest = load_config(source).vocab_size, int(corpus.tokens.max(initial=0))
+def _check_known(options: ConvertOptions, base: _Base, corpus: Corpus) -> None:
+    """Raises ConfigError for tokens beyond the embedding: --data may be of a model that has the same tokenizer, and
+    more rows for it."""
+    rows, highest = base.config.vocab_size, int(corpus.tokens.max(initial=0))
     if highest >= rows:
         raise ConfigError(
-            f"{options.shards} holds token {highest:,}, and {source.name} has {rows:,} of them: choose another --data, "
-            "or delete this one"
+            f"{options.shards} holds token {highest:,}, and {base.source.name} has {rows:,} of them: choose another "
+            "--data, or delete this one"
         )

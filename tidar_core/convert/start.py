@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.config import ConfigError
 from tidar_core.convert.drafter import (
     check_layers,
     check_rank,
@@ -21,23 +20,9 @@ from tidar_core.model.adapter import (
     default_adapter_for,
     load_trained,
     may_have_default,
-    tokenizer_fingerprint,
 )
 from tidar_core.model.adapter_config import BaseIdentity, read_adapter_config
-from tidar_core.model.sources import ModelSource
 from tidar_core.model.weights import AdapterWeights, ModelWeights
-
-
-def shape_of(
-    source: ModelSource, config: ModelConfig, tokenizer: PreTrainedTokenizerFast, fingerprint: str = ""
-) -> BaseIdentity:
-    """What a drafter must fit; without the fingerprint known before the weights are read."""
-    return BaseIdentity(
-        name=source.name, fingerprint=fingerprint, tokenizer=tokenizer_fingerprint(tokenizer),
-        architecture=config.architecture, hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size, layers=config.layers, heads=config.heads,
-        kv_heads=config.kv_heads, head_dim=config.head_dim,
-    )  # fmt: skip
 
 
 def check_start(options: ConvertOptions, identity: BaseIdentity) -> None:

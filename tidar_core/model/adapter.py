@@ -44,9 +44,16 @@ def identify_base(
     name: str, config: ModelConfig, weights: ModelWeights, tokenizer: PreTrainedTokenizerBase
 ) -> BaseIdentity:
     """What an adapter has to fit: the loaded model called `name`."""
+    return shape_of(name, config, tokenizer, fingerprint(weights))
+
+
+def shape_of(
+    name: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, weights_fingerprint: str = ""
+) -> BaseIdentity:
+    """What an adapter has to fit; without the fingerprint known before the weights are read."""
     return BaseIdentity(
         name=name,
-        fingerprint=fingerprint(weights),
+        fingerprint=weights_fingerprint,
         tokenizer=tokenizer_fingerprint(tokenizer),
         architecture=config.architecture,
         hidden_size=config.hidden_size,
