@@ -19,7 +19,7 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.held_out import choose_windows
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -87,8 +87,9 @@ def train(
     start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
     learnt, held = corpus.split()
     longest = tiny.base.config.max_positions
+    anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
     run.progress = train_drafter(
-        tiny.base, start, Sampler(corpus, learnt.tolist(), config.block, longest, config.seed),
+        tiny.base, start, Sampler(corpus.document, anchors, longest, config.seed),
         Vocabulary(corpus, tiny.base.weights.head, config.vocabulary),
         choose_windows(corpus, held[:windows].tolist(), config.block, longest), config, Budget(steps=steps), directory,
         Watch(step=lambda r: run.steps.append(replace(r, progress=replace(r.progress))), measured=measured), crew,

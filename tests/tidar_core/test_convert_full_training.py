@@ -23,6 +23,7 @@ from tidar_core.convert import full, full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of
+from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import Budget
 from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
@@ -290,9 +291,8 @@ def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_products_are_in_the_dtype_that_was_asked_for(tiny, monkeypatch, dtype):
-    training = FullTraining(
-        dense_model(tiny.source, torch.float32), 2, FullConfig(block=4, dtype=dtype), random_documents(12).__getitem__
-    )
+    sampler = Sampler(random_documents(12).__getitem__, dict.fromkeys(range(12), 8), 1024, 0)
+    training = FullTraining(dense_model(tiny.source, torch.float32), 2, FullConfig(block=4, dtype=dtype), sampler)
     training.model = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     found: list[bool] = []
 
@@ -302,23 +302,5 @@ def test_products_are_in_the_dtype_that_was_asked_for(tiny, monkeypatch, dtype):
 
     monkeypatch.setattr(torch, "autocast", noted)
     with pytest.raises(Killed):
-        training.step(range(12), 0.0)
+        training.step(0.0)
     assert found == [dtype == "bfloat16"]
-
-
-def test_other_documents_begin_a_new_epoch(tiny, monkeypatch):
-    documents = random_documents(12)
-    model = dense_model(tiny.source, torch.float32)
-    training = FullTraining(model, 2, FullConfig(block=4, tokens_a_step=100), lambda index: documents[index])
-    orders, generator = [], np.random.default_rng
-    monkeypatch.setattr(np.random, "default_rng", lambda seed: orders.append(seed) or generator(seed))
-    seen: list[int] = []
-    training._document = lambda index: seen.append(index) or documents[index]
-    while training.progress.place < 5:
-        training.step(range(12), 0.0)
-    assert training.progress.epoch == 0
-    assert orders.count((0, 0, 4)) == 1, "drawn once"
-    seen.clear()
-    training.step(range(3), 0.0)
-    assert training.progress.epoch >= 1
-    assert sorted(seen[:3]) == [0, 1, 2]

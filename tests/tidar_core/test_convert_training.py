@@ -1,7 +1,7 @@
 """The trainer: it learns, with blocks of any size and in any memory, within its budget."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -19,7 +19,8 @@ from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.losses import LossConfig
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
+from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
 from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.weights import named_tensors
@@ -224,10 +225,14 @@ def test_the_learning_rate_rises_and_falls():
     assert learning_rate(config, 1000, 1.0) == pytest.approx(0.1)
 
 
+def sampler_of(corpus: Corpus, documents: Iterable[int]) -> Sampler:
+    return Sampler(corpus.document, anchor_counts(corpus, documents, 4, 1024), 1024, 0)
+
+
 def test_the_order_of_an_epoch_is_drawn_once(corpus, monkeypatch):
     drawn, generator = [], np.random.default_rng
     monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or generator(seed))
-    sampler, progress = Sampler(corpus, range(len(corpus)), 4, 1024, 0), Progress()
+    sampler, progress = sampler_of(corpus, range(len(corpus))), Progress()
     while progress.epoch < 2:
         sampler.next_documents(progress, 1, 64)
     assert [seed[1] for seed in drawn] == [0, 1, 2]
@@ -235,8 +240,30 @@ def test_the_order_of_an_epoch_is_drawn_once(corpus, monkeypatch):
 
 def test_documents_come_once_an_epoch(corpus):
     learnt, _ = corpus.split()
-    sampler, progress = Sampler(corpus, learnt.tolist(), 4, 1024, 0), Progress()
+    sampler, progress = sampler_of(corpus, learnt.tolist()), Progress()
     seen: list[bytes] = []
     while progress.epoch == 0:
         seen += [tokens.tobytes() for tokens, _ in sampler.next_documents(progress, 8, 16)]
     assert len(set(seen[: len(sampler)])) == len(sampler) == len(learnt)
+
+
+def test_other_documents_begin_a_new_epoch(corpus):
+    seen: list[int] = []
+
+    def document(index: int) -> tuple[np.ndarray, np.ndarray]:
+        seen.append(index)
+        return corpus.document(index)
+
+    progress = Progress()
+    Sampler(document, dict.fromkeys(range(12), 1), 1024, 0).next_documents(progress, 5)
+    assert (progress.epoch, len(seen)) == (0, 5)
+    seen.clear()
+    Sampler(document, dict.fromkeys(range(3), 1), 1024, 0).next_documents(progress, 3)
+    assert progress.epoch == 1
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_as_many_documents_come_as_bring_what_is_wanted(corpus):
+    sampler = Sampler(corpus.document, {0: 10, 1: 10, 2: 10, 3: 0}, 7, 0)
+    assert [len(sampler.next_documents(Progress(), 20, most)) for most in (None, 9, 1)] == [2, 3, 12]
+    assert all(len(tokens) == len(own) == 7 for tokens, own in sampler.next_documents(Progress(), 30))

@@ -16,7 +16,7 @@ from tidar_core.convert.command import convert_command
 from tidar_core.convert.drafter import new_drafter, with_slot_head
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.held_out import choose_windows
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, content_key
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -115,8 +115,10 @@ def train(
     start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
     start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
     learnt, held = corpus.split()
-    sampler = Sampler(corpus, learnt.tolist(), config.block, tiny.base.config.max_positions, config.seed)
-    windows = choose_windows(corpus, held.tolist(), config.block, tiny.base.config.max_positions)
+    longest = tiny.base.config.max_positions
+    anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
+    sampler = Sampler(corpus.document, anchors, longest, config.seed)
+    windows = choose_windows(corpus, held.tolist(), config.block, longest)
     seen: list[StepReport] = []
     told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
     vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)

@@ -23,7 +23,7 @@ from tidar_core.convert.blocks import Blocks, Pack, draw_blocks, pack_documents
 from tidar_core.convert.drafter import new_drafter, trainable, with_slot_head
 from tidar_core.convert.forward import Clean, FrozenBase, frozen_base, run_clean
 from tidar_core.convert.held_out import choose_windows
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, open_store, read_header
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -112,7 +112,8 @@ def main() -> None:
     base = frozen_base(config, weights)
     identity = identify_base(source.name, config, weights, load_tokenizer(source))
     start = new_drafter(identity, weights.embedding, 32, PROJECTIONS, BLOCK, 0)
-    sampler = Sampler(corpus, list(range(len(corpus.keys))), BLOCK, config.max_positions, 0)
+    anchors = anchor_counts(corpus, range(len(corpus)), BLOCK, config.max_positions)
+    sampler = Sampler(corpus.document, anchors, config.max_positions, 0)
     plain = PlainLoop(base, start, corpus, sampler)
     plain.step()
     speeds: dict[str, list[float]] = {"plain": [], "trainer": []}

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from tidar_core.convert.drafter import new_drafter, with_slot_head
 from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.held_out import choose_windows
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
@@ -79,7 +79,7 @@ def measure_training(
     start = new_drafter(identity, embedding, rank, PROJECTIONS, config.block, 0)
     start = with_slot_head(start, embedding, config.slot_head, 0)
     some, held = corpus.split()
-    sampler = Sampler(corpus, some.tolist(), config.block, limit, 0)
+    sampler = Sampler(corpus.document, anchor_counts(corpus, some.tolist(), config.block, limit), limit, 0)
     vocabulary = Vocabulary(corpus, base.weights.head, config.vocabulary)
     windows = choose_windows(corpus, held.tolist()[:1], config.block, limit)
     on_gpu = base.device.type == "cuda"

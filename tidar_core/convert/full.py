@@ -9,7 +9,7 @@ noise schedule. transformers runs the model, so that every architecture it can t
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tidar_core.config import ConfigError, DTypeName
 from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import StepReport
 from tidar_core.layout import WithinBlock
 
@@ -159,44 +160,28 @@ def digest_of_weights(model: Any) -> str:
 
 
 class FullTraining:
-    """The model that is trained, its optimizer, and where they are. Documents are fixed by seed and step. settings:
-    what a checkpoint of it may not differ in."""
+    """The model that is trained, its optimizer, and where they are. sampler: by the tokens that documents have to learn
+    behind their first. settings: what a checkpoint of it may not differ in."""
 
-    def __init__(
-        self, model: Any, mask: int, config: FullConfig, corpus: Callable[[int], tuple[np.ndarray, np.ndarray]]
-    ):
-        self.model, self.mask, self.config, self.progress = model, mask, config, Progress()
+    def __init__(self, model: Any, mask: int, config: FullConfig, sampler: Sampler):
+        self.model, self.mask, self.config, self.sampler = model, mask, config, sampler
+        self.progress = Progress()
         self.settings = {"base": digest_of_weights(model)} | config.fixed()
-        self._document = corpus
-        self._drawn = (-1, 0), np.zeros(0, np.int64)
         self.names, self.tensors = zip(*model.named_parameters(), strict=True)
         self.optimizer = torch.optim.AdamW(
             self.tensors, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
 
-    def step(self, documents: Sequence[int], used: float) -> StepReport:
-        """One optimizer step over the next of `documents`, each of which has a token to learn. used: the share of the
-        budget that is used up. Where there are other documents than when the epoch began, a new one begins. Its loss is
-        the mean of a token; its rows are the tokens that were learnt.
+    def step(self, used: float) -> StepReport:
+        """One optimizer step over the next documents. used: the share of the budget that is used up. Its loss is the
+        mean of a token; its rows are the tokens that were learnt.
 
         Raises ConfigError where the loss or its gradient is not a number.
         """
         began, config, progress = time.monotonic(), self.config, self.progress
-        if progress.documents != len(documents):
-            progress.epoch += progress.documents > 0
-            progress.documents, progress.place = len(documents), 0
-        draw = np.random.default_rng((config.seed, progress.step, 3))
-        total, loss = 0, 0.0
-        chosen: list[tuple[np.ndarray, np.ndarray]] = []
-        order = self._order(documents)
-        while total < config.tokens_a_step and len(chosen) < 4 * len(documents):
-            tokens, own = self._document(int(order[progress.place]))
-            progress.place += 1
-            if progress.place == len(documents):
-                progress.epoch, progress.place = progress.epoch + 1, 0
-                order = self._order(documents)
-            chosen.append((tokens[: config.longest], own[: config.longest]))
-            total += int(own[1 : config.longest].sum())
+        draw = self.sampler.draw(progress)
+        chosen = self.sampler.next_documents(progress, config.tokens_a_step)
+        total, loss = sum(int(own[1:].sum()) for _, own in chosen), 0.0
         kind = self.model.device.type
         bf16 = torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" and config.dtype == "bfloat16")
         for tokens, own in chosen:
@@ -226,11 +211,3 @@ class FullTraining:
         progress.step, progress.seconds = progress.step + 1, progress.seconds + seconds
         progress.rows += sum(len(tokens) for tokens, _ in chosen)
         return StepReport(progress, loss, float(norm), total, total, seconds)
-
-    def _order(self, documents: Sequence[int]) -> np.ndarray:
-        """Kept for all steps of an epoch: of many documents it takes long to draw."""
-        epoch = self.progress.epoch, len(documents)
-        if self._drawn[0] != epoch:
-            draw = np.random.default_rng((self.config.seed, self.progress.epoch, 4))
-            self._drawn = epoch, draw.permutation(documents)
-        return self._drawn[1]

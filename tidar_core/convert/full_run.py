@@ -19,6 +19,7 @@ from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, sa
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
 from tidar_core.convert.options import Screen
+from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
 from tidar_core.model.configuration import load_config
@@ -51,18 +52,19 @@ def train_full(
     and on a full disk.
     """
     learnt, held = corpus.split()
-    usable = [int(index) for index in learnt if teaches(*corpus.document(int(index)), config.longest)]
+    taught = {index: taught_by(*corpus.document(index), config.longest) for index in learnt.tolist()}
+    sampler = Sampler(corpus.document, taught, config.longest, config.seed)
     judged = [
         (tokens[: config.longest], own[: config.longest])
         for tokens, own in (corpus.document(int(index)) for index in held[:HELD_OUT_DOCUMENTS])
         if judged_blocks(own[: config.longest], config.block)
     ]
-    if not usable or not judged:
+    if not len(sampler) or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
     check_tensors(source, load_config(source))  # transformers would make up what is missing
     model = dense_model(source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, tokenizer)
-    training = FullTraining(model.to(device), mask, config, corpus.document)
+    training = FullTraining(model.to(device), mask, config, sampler)
     resume(training, work, out, screen)
     progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
     # Of a text all is its own: what was measured of it before that was told apart holds.
@@ -84,14 +86,14 @@ def train_full(
             saved = save(training, work)
         if over:
             return progress
-        screen.trained(training.step(usable, used), budget.used(progress), None)
+        screen.trained(training.step(used), budget.used(progress), None)
         if time.monotonic() - saved >= CHECKPOINT_SECONDS:
             saved = save(training, work)
 
 
-def teaches(tokens: np.ndarray, own: np.ndarray, longest: int) -> bool:
-    """Whether a document is long enough, and has a token to learn behind its first."""
-    return len(tokens) >= LEAST_TOKENS and bool(own[1:longest].any())
+def taught_by(tokens: np.ndarray, own: np.ndarray, longest: int) -> int:
+    """Tokens to learn behind the first of a document; none where that is too short."""
+    return int(own[1:longest].sum()) if len(tokens) >= LEAST_TOKENS else 0
 
 
 def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:

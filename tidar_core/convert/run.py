@@ -39,7 +39,7 @@ from tidar_core.convert.own_words import (
     gather_own_words,
     unanswered,
 )
-from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
@@ -96,9 +96,11 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
         config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held = corpus.split()
-    sampler = Sampler(corpus, learnt.tolist(), config.block, base.config.max_positions, config.seed)
+    longest = base.config.max_positions
+    anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
+    sampler = Sampler(corpus.document, anchors, longest, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
-    held_out = choose_windows(corpus, held.tolist(), config.block, base.config.max_positions)
+    held_out = choose_windows(corpus, held.tolist(), config.block, longest)
     budget = _budget(options, spent)
     work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
     made = made_from(identity, options.model, corpus, config, device_name(base.device, crew.size), begun_from)
