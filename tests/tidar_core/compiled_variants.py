@@ -18,7 +18,7 @@ from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.reference import split_heads
 from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.succession import Carried
-from tidar_core.kernels.triton_blocks import BlockSizes, BlockTiles, block_attention
+from tidar_core.kernels.triton_blocks import BlockAttentionSizes, BlockTiles, block_attention
 from tidar_core.kernels.triton_gemm import WIDEST_RANK, Gpu, measured_tiles
 from tidar_core.kernels.triton_sampling import pick_kept, pick_listed, pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
@@ -76,11 +76,11 @@ def variants_in_use() -> list[Variant]:
         launches += noted_launches(partial(hand_on, width))
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
     for heads, kv_heads, head_dim, slots, causal in TRAINED:
-        launches += noted_launches(partial(train, BlockSizes(heads, kv_heads, head_dim, slots, causal)))
+        launches += noted_launches(partial(train, BlockAttentionSizes(heads, kv_heads, head_dim, slots, causal)))
     return list(dict.fromkeys(launch.variant for launch in launches))
 
 
-def train(sizes: BlockSizes) -> None:
+def train(sizes: BlockAttentionSizes) -> None:
     """One layer's attention of the drafter's training, both ways."""
     clean, rows = (
         torch.empty(count, heads * sizes.head_dim, dtype=BF16, device="meta")

@@ -16,7 +16,7 @@ from tidar_core.convert.blocks import draw_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.forward import gpu_attends, run_clean, run_masks
 from tidar_core.convert.fused import block_error, proven
-from tidar_core.kernels.triton_blocks import TILE_ROWS, BlockSizes, block_tiles, supports
+from tidar_core.kernels.triton_blocks import TILE_ROWS, BlockAttentionSizes, block_tiles, supports
 from tidar_core.model.weights import named_tensors
 
 pytest_plugins = "tests.tidar_core.interpreter"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 SIZES = [
-    BlockSizes(heads, kv_heads, head_dim, slots, causal)
+    BlockAttentionSizes(heads, kv_heads, head_dim, slots, causal)
     for heads, kv_heads, head_dim, slots in (
         (6, 2, 16, 8), (2, 2, 32, 5), (8, 1, 16, 16), (2, 1, 16, 2), (7, 1, 64, 8)
     )
@@ -52,7 +52,7 @@ def test_every_block_lies_in_one_tile_of_its_document(data, slots, group):
     document = np.repeat(np.arange(len(counts)), counts)
     context = np.concatenate([np.linspace(1, length, count) for length, count in zip(lengths, counts, strict=True)])
     context, starts = context.astype(np.int64), np.cumsum([0, *lengths[:-1]])
-    sizes = BlockSizes(group, 1, 16, slots, False)
+    sizes = BlockAttentionSizes(group, 1, 16, slots, False)
     assert supports(sizes, torch.bfloat16)
     made = block_tiles(document, context, starts, sizes, CPU)
     assert made.context.tolist() == context.tolist()
@@ -70,9 +70,9 @@ def test_every_block_lies_in_one_tile_of_its_document(data, slots, group):
 
 
 def test_what_does_not_fit_a_tile_is_not_supported():
-    assert not supports(BlockSizes(16, 1, 16, 16, False), torch.bfloat16)
-    assert not supports(BlockSizes(8, 8, 256, 8, False), torch.bfloat16)
-    assert not supports(BlockSizes(8, 8, 64, 8, False), torch.float32)
+    assert not supports(BlockAttentionSizes(16, 1, 16, 16, False), torch.bfloat16)
+    assert not supports(BlockAttentionSizes(8, 8, 256, 8, False), torch.bfloat16)
+    assert not supports(BlockAttentionSizes(8, 8, 64, 8, False), torch.float32)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

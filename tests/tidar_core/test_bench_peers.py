@@ -15,7 +15,7 @@ import tidar_core
 from tests.tiny import tiny_checkpoint, tiny_gguf
 from tidar_core.bench import prompts
 from tidar_core.bench.peers import compare
-from tidar_core.bench.peers.compare import WORKER, Engine, Room, compare_engines, model_for, own_engines, peer_engine
+from tidar_core.bench.peers.compare import WORKER, Contender, Room, compare_engines, model_for, own_engines, peer_engine
 from tidar_core.bench.peers.worker import compiled_steps, device_name
 from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.cli import app
@@ -47,7 +47,7 @@ def test_our_engine_and_transformers_do_the_same_work(tmp_path):
 
 
 def test_an_engine_that_does_not_start_is_named(tmp_path):
-    broken = Engine("broken", (sys.executable, str(WORKER), "tidar", str(tmp_path / "nothing"), "--drafts", "off"))
+    broken = Contender("broken", (sys.executable, str(WORKER), "tidar", str(tmp_path / "nothing"), "--drafts", "off"))
     with pytest.raises(ConfigError, match=r"broken ended by itself \(status 1\) and said last: .*no model at"):
         compare_engines([broken], ["a"], batches=[1], rounds=1, at_least=1, max_tokens=1, honour_end=True)
 
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 def test_what_an_engine_compiles_for_a_batch_is_not_measured():
-    slow = Engine("slow", (sys.executable, "-c", COMPILES))
+    slow = Contender("slow", (sys.executable, "-c", COMPILES))
     kept: list[list[int]] = []
     results = compare_engines(
         [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True,
@@ -214,6 +214,6 @@ print('{"tokens": 1, "seconds": 1}', flush=True)
 
 
 def test_an_engine_that_dies_between_two_rounds_is_named():
-    dies = Engine("dies", (sys.executable, "-c", ONE_ROUND))
+    dies = Contender("dies", (sys.executable, "-c", ONE_ROUND))
     with pytest.raises(ConfigError, match="dies ended by itself"):
         compare_engines([dies], ["a"], batches=[1], rounds=3, at_least=1, max_tokens=1, honour_end=True)

@@ -34,7 +34,7 @@ from tidar_core.kernels import reference
 from tidar_core.kernels import rules as kernel_rules
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, rotary_tables
 from tidar_core.kernels.succession import Carried
-from tidar_core.kernels.triton_blocks import BlockSizes, supports
+from tidar_core.kernels.triton_blocks import BlockAttentionSizes, supports
 from tidar_core.kernels.triton_gemm import product_planner
 from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
 from tidar_core.kernels.triton_ops import tiles_of
@@ -384,7 +384,7 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
 def _check_blocks(config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Iterator[Check]:
     """The trainer's attention of mask blocks, the greater error of its result and its gradient."""
     for causal in (False, True):
-        blocks = BlockSizes(config.heads, config.kv_heads, config.head_dim, sizes.block, causal)
+        blocks = BlockAttentionSizes(config.heads, config.kv_heads, config.head_dim, sizes.block, causal)
         if supports(blocks, dtype):
             case = f"{sizes.block} slots{', causal' if causal else ''}"
             yield Check("attend_blocks", case, str(dtype)[6:], block_error(blocks, dtype, device), ALLOWED[dtype])

@@ -37,7 +37,7 @@ KINDS: dict[Architecture, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] 
 }
 
 
-def random_model(shape: ModelConfig, device: str) -> PreTrainedModel:
+def random_checkpoint_model(shape: ModelConfig, device: str) -> PreTrainedModel:
     """transformers' own model of a shape, bf16, as it is initialised."""
     sizes: dict[str, Any] = {
         "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.layers,
@@ -56,7 +56,7 @@ def main(name: str, directory: str) -> None:
     if name not in SHAPES:
         raise SystemExit(f"{name} is no shape that is known: choose among {', '.join(SHAPES)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    random_model(SHAPES[name], device).save_pretrained(directory)
+    random_checkpoint_model(SHAPES[name], device).save_pretrained(directory)
     load_tokenizer(find_model(DEFAULT_MODEL)).save_pretrained(Path(directory))
 
 

@@ -18,7 +18,7 @@ from tidar_core.convert.blocks import Blocks, Pack
 from tidar_core.convert.flex import flex_mask_attention, rotated
 from tidar_core.kernels.ops import Rotary, layer_windows
 from tidar_core.kernels.reference import attend_blocks, split_heads
-from tidar_core.kernels.triton_blocks import BlockSizes, block_attention, block_tiles, supports
+from tidar_core.kernels.triton_blocks import BlockAttentionSizes, block_attention, block_tiles, supports
 from tidar_core.layout import WithinBlock
 from tidar_core.model.weights import ModelWeights
 
@@ -62,12 +62,12 @@ def prepare_blocks(
         proven(_sizes(config, block, within_block), weights.embedding.dtype, weights.embedding.device)
 
 
-def _sizes(config: ModelConfig, block: int, within_block: WithinBlock) -> BlockSizes:
-    return BlockSizes(config.heads, config.kv_heads, config.head_dim, block, within_block == "causal")
+def _sizes(config: ModelConfig, block: int, within_block: WithinBlock) -> BlockAttentionSizes:
+    return BlockAttentionSizes(config.heads, config.kv_heads, config.head_dim, block, within_block == "causal")
 
 
 @lru_cache(maxsize=64)
-def proven(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> bool:
+def proven(sizes: BlockAttentionSizes, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels for these sizes give here what plain torch gives; if not, a line in the log says so."""
     if not supports(sizes, dtype):
         log.warning("training with FlexAttention, which is slower: no kernel for %s in %s", sizes, dtype)
@@ -88,7 +88,7 @@ def proven(sizes: BlockSizes, dtype: torch.dtype, device: torch.device) -> bool:
 
 @torch.inference_mode(False)
 def block_error(
-    sizes: BlockSizes, dtype: torch.dtype, device: torch.device, documents: Sequence[tuple[int, int]] = PROBED
+    sizes: BlockAttentionSizes, dtype: torch.dtype, device: torch.device, documents: Sequence[tuple[int, int]] = PROBED
 ) -> float:
     """max|Δ| / max|oracle| of the kernels' result and of its gradient, the greater of the two, on random inputs behind
     documents of so many clean rows, with so many blocks each."""

@@ -29,7 +29,7 @@ COLUMNS = tl.constexpr(8)  # of the list of tiles
 
 
 @dataclass(frozen=True, slots=True)
-class BlockSizes:
+class BlockAttentionSizes:
     """What kernels are compiled for. slots: of a block; causal: whether a slot sees no later ones of its block."""
 
     heads: int
@@ -53,14 +53,14 @@ class BlockTiles:
     context: Tensor
 
 
-def supports(sizes: BlockSizes, dtype: torch.dtype) -> bool:
+def supports(sizes: BlockAttentionSizes, dtype: torch.dtype) -> bool:
     """Whether the kernels run with these: 16 bits, and a block's rows of one K/V head fit a tile."""
     known = sizes.head_dim in (16, 32, 64, 128) and dtype in (torch.float16, torch.bfloat16)
     return known and sizes.group * sizes.slots <= TILE_ROWS
 
 
 def block_tiles(
-    document: np.ndarray, context: np.ndarray, starts: np.ndarray, sizes: BlockSizes, device: torch.device
+    document: np.ndarray, context: np.ndarray, starts: np.ndarray, sizes: BlockAttentionSizes, device: torch.device
 ) -> BlockTiles:
     """Tiles of blocks sorted by document and context. document, context: int64 [blocks]; starts: first clean row of
     each document."""
@@ -231,7 +231,7 @@ def _attend_blocks_back(
     tl.store(d_qkv + at + KV_HEADS * HEAD_DIM, d_v.to(kind), mask=there)
 
 
-def block_attention(qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockSizes) -> Tensor:
+def block_attention(qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockAttentionSizes) -> Tensor:
     """Attention of rotated mask rows [rows, (heads + 2 kv_heads) * d] -> [rows, heads * d], differentiable in them.
 
     keys, values: the clean rows', [kv_heads, rows, d], parts of one tensor in which the heads of a row lie side by
@@ -243,7 +243,9 @@ def block_attention(qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockSizes) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockAttentionSizes
+    ) -> Tensor:
         qkv = qkv.contiguous()
         out = torch.empty(len(qkv), sizes.heads * sizes.head_dim, dtype=qkv.dtype, device=qkv.device)
         levels = torch.empty(len(qkv), sizes.heads, dtype=torch.float32, device=qkv.device)
@@ -269,7 +271,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _options(
-    qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockSizes, back: bool
+    qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockAttentionSizes, back: bool
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """The grid of either kernel, what it is compiled for and how."""
     width = keys.stride(1)

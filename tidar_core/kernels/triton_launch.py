@@ -17,14 +17,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = 9, 0
-MOST_ROWS = 64  # of a step; with more the kernels are so long that overlapping them was measured to cost time (H100)
+MOST_OVERLAPPING_ROWS = 64  # of a step; with more the kernels are so long that it was measured to cost time (H100)
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
 
 def launch_options(device: torch.device, rows: int, overlap: bool) -> dict[str, Any]:
     """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
     overlap: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
-    can = rows <= MOST_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
+    can = rows <= MOST_OVERLAPPING_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
     return {"OVERLAP": True, "launch_pdl": True} if overlap and can else {"OVERLAP": False}
 
 

@@ -27,7 +27,7 @@ ENDS_WITHIN = 10.0  # seconds that a process has to end by itself
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Contender:
     """An engine of the comparison: its name in the table, and the command that starts its process."""
 
     name: str
@@ -64,12 +64,12 @@ class PeerResult:
 
 def own_engines(
     model: str, room: Room, dtypes: Sequence[ServedDType] = ("bfloat16",), drafts: Sequence[DraftMode] = DRAFTS
-) -> list[Engine]:
+) -> list[Contender]:
     """Ours in each dtype, with each way to draft."""
     # As a module: a script would find the tidar_core that is installed, if any, and not the one that runs this.
     base = (sys.executable, "-m", "tidar_core.bench.peers.worker", "tidar", model, *room.words)
     return [
-        Engine(f"tidar {dtype}, drafts {mode}", (*base, "--dtype", dtype, "--drafts", mode))
+        Contender(f"tidar {dtype}, drafts {mode}", (*base, "--dtype", dtype, "--drafts", mode))
         for dtype in dtypes
         for mode in drafts
     ]
@@ -87,10 +87,10 @@ def peer_python(name: str, directory: Path) -> Path:
     return python
 
 
-def peer_engine(name: str, directory: Path, model: str, room: Room) -> Engine:
+def peer_engine(name: str, directory: Path, model: str, room: Room) -> Contender:
     """A peer by its name. Raises ConfigError as `peer_python` does."""
     shown = f"{name}, one prompt at a time" if name == "llama.cpp" else name
-    return Engine(shown, (str(peer_python(name, directory)), str(WORKER), name, model, *room.words))
+    return Contender(shown, (str(peer_python(name, directory)), str(WORKER), name, model, *room.words))
 
 
 def model_for(peer: str, source: ModelSource, folder: Path) -> str:
@@ -115,7 +115,7 @@ def model_for(peer: str, source: ModelSource, folder: Path) -> str:
 
 
 def compare_engines(
-    engines: Sequence[Engine],
+    engines: Sequence[Contender],
     prompts: Sequence[str],
     *,
     batches: Sequence[int],
@@ -161,7 +161,7 @@ def compare_engines(
     return results
 
 
-def _result(engine: Engine, device: str, batch: int, speeds: list[float], first: list[float]) -> PeerResult:
+def _result(engine: Contender, device: str, batch: int, speeds: list[float], first: list[float]) -> PeerResult:
     ratios = [speed / base for speed, base in zip(speeds, first, strict=True)]
     told = tuple(round(speed, 1) for speed in speeds)
     return PeerResult(engine.name, device, batch, median(speeds), median(ratios), told)
@@ -173,7 +173,7 @@ def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, hono
 
 
 @contextmanager
-def _running(engine: Engine, say: Callable[[str], None]) -> Iterator[tuple[str, Ask]]:
+def _running(engine: Contender, say: Callable[[str], None]) -> Iterator[tuple[str, Ask]]:
     """The engine's process, ready; gives the name of its device, and the function that sends it a round."""
     say(f"starting {engine.name}")
     root = str(Path(tidar_core.__file__).absolute().parent.parent)
