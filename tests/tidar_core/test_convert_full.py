@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.trained import Killed, run_command
+from tests.tidar_core.ways import decode_ways
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import answer_all, tokens_per_step
 from tidar_core.bench.exact import (
     compare_ways,
     compare_with_reference,
-    decode_ways,
     greedy_params,
     reference_answers,
     sampled_params,

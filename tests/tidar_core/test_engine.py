@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
+from tests.tidar_core.ways import decode_ways
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench.drive import Answer, answer_all
-from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
+from tidar_core.bench.exact import compare_ways, sampled_params
 from tidar_core.config import Architecture, EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.kernels.reference import REFERENCE_OPS

@@ -6,15 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.tidar_core.ways import decode_ways, rescore
 from tests.tiny import default_reference
-from tidar_core.bench.exact import (
-    compare_ways,
-    compare_with_reference,
-    decode_ways,
-    greedy_params,
-    reference_answers,
-    rescore,
-)
+from tidar_core.bench.exact import compare_ways, compare_with_reference, greedy_params, reference_answers
 from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tests.tidar_core.test_kernels import model_config
+from tests.tidar_core.ways import decode_ways
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
-from tidar_core.bench.exact import compare_ways, decode_ways, greedy_params, sampled_params
+from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine, start
 from tidar_core.model.float8 import FLOAT8, packed, rounded, to_float8

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.schemas import random_schema
+from tests.tidar_core.ways import decode_ways
 from tidar_core.bench.drive import Answer, answer_all
-from tidar_core.bench.exact import compare_ways, decode_ways, sampled_params
+from tidar_core.bench.exact import compare_ways, sampled_params
 from tidar_core.engine import Engine, constraint, grammars
 from tidar_core.engine.constraint import GrammarState, allows_beside, only_token
 from tidar_core.engine.grammars import Grammars

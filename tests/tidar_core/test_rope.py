@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from tests.tidar_core.ways import decode_ways
 from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint, tiny_gguf
-from tidar_core.bench.exact import decode_ways
 from tidar_core.config import Architecture, ConfigError, EngineConfig, ModelConfig, RopeScaling
 from tidar_core.engine import load_engine
 from tidar_core.kernels.ops import rotary_tables

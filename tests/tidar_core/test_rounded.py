@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.tidar_core.processors import PROCESSORS, ops_for
 from tests.tidar_core.test_kernels import model_config
+from tests.tidar_core.ways import decode_ways
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.bench.exact import compare_ways, decode_ways, greedy_params, sampled_params
+from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
 from tidar_core.config import ConfigError, EngineConfig, RoundedDType
 from tidar_core.engine import load_engine
 from tidar_core.kernels.ops import Ops

@@ -15,6 +15,8 @@ pytestmark = [
     pytest.mark.timeout(3600),  # of what tests of servers leave idle
 ]
 ROOT = Path(__file__).parents[2]
+RESERVED = 1024  # bytes of shared memory that each program takes besides its own, of 228 KiB
+REGISTERS = 1 << 16  # of a multiprocessor; each thread has a multiple of eight
 TRAINING = ("attend_blocks", "attend_blocks_back")
 PRODUCTS = ("linear", "rotated_linear", "added_linear", "gated_linear")
 
@@ -31,7 +33,7 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 
 def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys):
-    from tidar_core.bench.launches import SHARED_MEMORY
+    from tidar_core.bench.tuning import SHARED_MEMORY
 
     most = max(one["shared"] for one in compiled), max(one["registers"] for one in compiled)
     with capsys.disabled():
@@ -61,7 +63,7 @@ def test_what_comes_next_is_on_its_way_while_a_tile_is_computed_with(compiled):
 
 
 def test_two_programs_of_the_attention_share_a_multiprocessor(compiled):
-    from tidar_core.bench.launches import REGISTERS, RESERVED, SHARED_MEMORY
+    from tidar_core.bench.tuning import SHARED_MEMORY
     from tidar_core.kernels.triton_ops import PROGRAMS_A_PROCESSOR
 
     attention = [one for one in compiled if one["name"].startswith("attend_splits")]
@@ -99,36 +101,33 @@ def test_products_ask_for_weights_before_they_need_them(compiled):
 
 
 @pytest.mark.parametrize("mask", [0, 56])
-@pytest.mark.parametrize(("shape", "dtype", "launches"), [(0, "bfloat16", 6), (2, "bfloat16", 7), (0, "float16", 10)])
-def test_how_many_launches_a_layer_is(shape, dtype, launches, mask):
+@pytest.mark.parametrize(("shape", "one_by_one", "launches"), [(0, False, 6), (2, False, 7), (0, True, 10)])
+def test_how_many_launches_a_layer_is(shape, one_by_one, launches, mask):
     """With or without the adapter; Qwen3's norm of heads is one more. The attention's plan is made once a step."""
     import torch
 
-    from tidar_core.bench.launches import step_launches
+    from tests.tidar_core.launches import step_launches
     from tidar_core.bench.shapes import SHAPES
 
     config = list(SHAPES.values())[shape]
-    names = [
-        [
-            launch.variant.kernel.__name__
-            for launch in step_launches(config, getattr(torch, dtype), 16, 8, mask, layers=layers)
-        ]
-        for layers in (1, 3)
-    ]
+    steps = (
+        step_launches(config, torch.bfloat16, 16, 8, mask, layers=layers, one_by_one=one_by_one) for layers in (1, 3)
+    )
+    names = [[launch.variant.kernel.__name__ for launch in step] for step in steps]
     assert len(names[1]) - len(names[0]) == 2 * launches
     assert names[1].count("_plan") == names[0].count("_plan") == 1
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(0, "bfloat16"), (2, "bfloat16"), (0, "float16")])
-def test_launches_overlap_unless_told_not_to(shape, dtype):
+@pytest.mark.parametrize(("shape", "one_by_one"), [(0, False), (2, False), (0, True)])
+def test_launches_overlap_unless_told_not_to(shape, one_by_one):
     import torch
 
-    from tidar_core.bench.launches import step_launches
+    from tests.tidar_core.launches import step_launches
     from tidar_core.bench.shapes import SHAPES
 
     config = list(SHAPES.values())[shape]
     for overlap in (True, False):
-        launches = step_launches(config, getattr(torch, dtype), 16, 8, 56, overlap=overlap)
+        launches = step_launches(config, torch.bfloat16, 16, 8, 56, overlap=overlap, one_by_one=one_by_one)
         assert {launch.variant.overlaps for launch in launches} == {overlap}
 
 

@@ -1,9 +1,8 @@
 """The first promise, checked: drafts change the speed, never the text."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,19 +31,12 @@ class Comparison:
         return asdict(self)
 
 
-def decode_ways(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
-) -> dict[str, list[list[int]]]:
-    """The tokens of every prompt: drafts off, auto and full, each alone and in batches of `batch`, or of all prompts
-    where they are fewer."""
-    ways = _each_way(engine, prompts, params, batch)
-    return {way: [answer.tokens for answer in answers] for way, answers in ways}
-
-
-def _each_way(
+def each_way(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it."""
+    """The answers with drafts off, auto and full, each alone and in batches of `batch`, or of all prompts where there
+    are fewer. Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
+    """
     for mode in MODES if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):
             answers: list[Answer] = []
@@ -128,26 +120,6 @@ def compare_with_reference(
     return comparisons
 
 
-@torch.inference_mode()
-def rescore(
-    model: torch.nn.Module, prompts: Sequence[tuple[int, ...]], ways: dict[str, list[list[int]]]
-) -> list[Comparison]:
-    """Every way judged by the reference's own scores of its answers, in one pass an answer: equal where each token has
-    the best score behind those before it, a near tie where some has all but the best."""
-
-    @cache
-    def judged(prompt: tuple[int, ...], answer: tuple[int, ...]) -> str:
-        logits: Tensor = model(_ids(model, (*prompt, *answer[:-1]))).logits[0, len(prompt) - 1 :].float().cpu()
-        behind = logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
-        return "equal" if not behind.any() else "near tie" if bool((behind <= NEAR_TIE).all()) else "different"
-
-    comparisons = []
-    for way, answers in ways.items():
-        found = Counter(judged(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True))
-        comparisons.append(Comparison(way, found["equal"], found["near tie"], found["different"]))
-    return comparisons
-
-
 @dataclass(frozen=True, slots=True)
 class ExactResult:
     """One line of `tidar bench exact`: the token rule, what it is held against, what came out, and how many drafts were
@@ -183,7 +155,7 @@ def run_exact(
         if rule == "greedy" and engine.info.dtype == "float32":
             reference = load_reference(find_model(model), torch.float32, engine.info.device)
             expected = reference_answers(reference, prompts, max_tokens)
-        for way, answers in _each_way(engine, prompts, partial(params, max_tokens), batch):
+        for way, answers in each_way(engine, prompts, partial(params, max_tokens), batch):
             this = {way: [answer.tokens for answer in answers]}
             steps = [step for answer in answers for step in answer.steps]
             drafts = sum(len(step.drafted) for step in steps), sum(step.accepted for step in steps)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.bench.launches import SHARED_MEMORY
 from tidar_core.bench.measures import RANK, Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
@@ -34,6 +33,7 @@ WIDTHS = (16, 32, 64, 128)
 PROGRAMS = (66, 132, 264, 396)  # aimed at: half a program for each multiprocessor, one, two, three
 STAGES = (4, 6)
 COMPILERS = 16  # processes
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 
 
 def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:

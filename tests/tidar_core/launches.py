@@ -23,18 +23,15 @@ from triton.runtime.jit import JITFunction
 
 from tidar_core.bench.shapes import random_adapter, random_weights
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.ops import Ops, StepRows, empty_cache, rotary_tables
+from tidar_core.kernels.ops import StepRows, empty_cache, rotary_tables
 from tidar_core.kernels.triton_gemm import GemmTiles
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.weights import pack_model
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 227 * 1024  # bytes that one program may have on it
-RESERVED = 1024  # bytes of shared memory that each program takes besides, of 228 KiB
-REGISTERS = 1 << 16  # of a multiprocessor; each thread has a multiple of eight
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
@@ -179,11 +176,14 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 def step_launches(
     config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None, float8: bool = False,
-    kv_dtype: torch.dtype | None = None, overlap: bool = True,
+    kv_dtype: torch.dtype | None = None, overlap: bool = True, one_by_one: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter."""
+    """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter.
+    one_by_one: as for models whose layers cannot be bound."""
     device = torch.device("meta")
-    ops: Ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
+    ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
+    if one_by_one:
+        ops = replace(ops, bind_layers=None)
     weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head)
     adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
     cache = empty_cache(config, 64, page_size, kv_dtype or dtype, device)
