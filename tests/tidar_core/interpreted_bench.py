@@ -50,17 +50,15 @@ KERNELS = {
     "succession",
     "second view",
 }
-BESIDES = {
-    torch.float32: {"rotated", "added o", "gated", "added down"},  # as in bf16, which is not right when interpreted
-    torch.float16: {"linear, 8 bits", "attend_blocks"},
-}
+IN_LAYERS = {"rotated", "added o", "gated", "added down"}
+IN_16_BITS = {"linear, 8 bits", "attend_blocks"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # 16 bits for bf16, which is not right interpreted
 def test_every_check_passes(dtype, dots_row_by_row):
     checks = list(check_kernels(triton_ops(TOY, dtype, CPU), TOY, dtype, CPU, SIZES))
     assert [check for check in checks if not check.passed] == []
-    assert {check.kernel for check in checks} == KERNELS | BESIDES[dtype]
+    assert {check.kernel for check in checks} == KERNELS | IN_LAYERS | (IN_16_BITS if dtype.itemsize == 2 else set())
 
 
 @pytest.mark.parametrize("outs", [16, 64, 128])
@@ -70,7 +68,7 @@ def test_what_a_layers_products_do_besides_does_not_depend_on_their_tiles(outs, 
     monkeypatch.setattr(kernel_checks, "tiles_of", lambda device, dtype: tiles)
     checks = list(kernel_checks._check_layers(TOY, torch.float32, CPU, SIZES))
     assert [check for check in checks if not check.passed] == []
-    assert {check.kernel for check in checks} == BESIDES[torch.float32]
+    assert {check.kernel for check in checks} == IN_LAYERS
 
 
 def test_a_wrong_kernel_is_found():
@@ -79,6 +77,12 @@ def test_a_wrong_kernel_is_found():
     assert {check.kernel for check in checks} == {"add_norm", "gate"}
     assert [check.kernel for check in checks if check.allowed and not check.passed] == ["gate"] * 2
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
+
+
+def test_a_second_view_is_right_one_operation_after_the_other(dots_row_by_row):
+    ops = replace(triton_ops(TOY, torch.float16, CPU), bind_layers=None)
+    checks = list(kernel_checks._check_second_view(ops, TOY, torch.float16, CPU, SIZES))
+    assert [check for check in checks if not check.passed] == []
 
 
 def test_mask_rows_by_the_bases_projections_are_found(dots_row_by_row):

@@ -63,7 +63,7 @@ def check_kernels(
         "succession": _check_succession(ops, config, device, chosen),
         "blocks": _check_blocks(config, dtype, device, chosen),
     }
-    if ops.bind_layers is not None and dtype != torch.float16:
+    if ops.bind_layers is not None:
         groups["layers"] = _check_layers(config, dtype, device, chosen)
     for kernels, checks in groups.items():
         yield from each_or_failed(kernels, dtype, checks)
@@ -98,6 +98,19 @@ def _check_attention(
     qkv = torch.randn(len(rows.positions), width, dtype=dtype, device=device)
     cache = random_cache(config, 2, pages, sizes.page_size, dtype, device)
     rotary = rotary_tables(config, device)
+
+    def attended(kernel: str, qkv: Tensor, kept: KVCache, meant: KVCache) -> Iterator[Check]:
+        """Over pages `kept`, which stand for the fp32 numbers `meant`."""
+        together, expected = ops.attend(qkv, rows, kept, 1), reference.attend(qkv.float(), rows, meant, 1)
+        case = f"{len(qkv)} rows at contexts up to {max(sizes.contexts)}"
+        yield Check(kernel, case, name, relative_error(together, expected), ALLOWED[dtype])
+        alone = [rows.verify // 2, rows.verify - 1]  # the first and last thing that a step of one row can be
+        same = all(
+            torch.equal(ops.attend(qkv[r : r + 1], some_rows(rows, slice(r, r + 1)), kept, 1)[0], together[r])
+            for r in alone
+        )
+        yield Check(kernel, "bits of a row alone", name, float(not same), 0.0)
+
     for normed in (False, True):
         q, k = torch.rand(2, config.head_dim, dtype=dtype, device=device) + 0.5
         wide_cache = KVCache(cache.keys.double(), cache.values.double())
@@ -112,26 +125,11 @@ def _check_attention(
             (", values", cache.values, wide_cache.values),
         ):
             yield Check("rotate_and_store", case + part, name, relative_error(got, wanted), ALLOWED[dtype])
-    together = ops.attend(actual, rows, cache, 1)
-    expected = reference.attend(actual.float(), rows, KVCache(cache.keys.float(), cache.values.float()), 1)
-    case = f"{len(qkv)} rows at contexts up to {max(sizes.contexts)}"
-    yield Check("attend", case, name, relative_error(together, expected), ALLOWED[dtype])
-    alone = [rows.verify // 2, rows.verify - 1]  # the first and last thing that a step of one row can be
-    same = all(
-        torch.equal(ops.attend(actual[r : r + 1], some_rows(rows, slice(r, r + 1)), cache, 1)[0], together[r])
-        for r in alone
-    )
-    yield Check("attend", "bits of a row alone", name, float(not same), 0.0)
+    yield from attended("attend", actual, cache, KVCache(cache.keys.float(), cache.values.float()))
 
-    windowed = replace(cache, windows=(0, max(sizes.contexts) // 3))
-    wide = KVCache(cache.keys.float(), cache.values.float(), windows=windowed.windows)
-    together, expected = ops.attend(actual, rows, windowed, 1), reference.attend(actual.float(), rows, wide, 1)
-    yield Check("attend, window", case, name, relative_error(together, expected), ALLOWED[dtype])
-    same = all(
-        torch.equal(ops.attend(actual[r : r + 1], some_rows(rows, slice(r, r + 1)), windowed, 1)[0], together[r])
-        for r in alone
-    )
-    yield Check("attend, window", "bits of a row alone", name, float(not same), 0.0)
+    windows = (0, max(sizes.contexts) // 3)
+    wide = KVCache(cache.keys.float(), cache.values.float(), windows=windows)
+    yield from attended("attend, window", actual, replace(cache, windows=windows), wide)
 
     kept = in_8_bits(cache)
     actual = ops.rotate_and_store(qkv.clone(), rows, rotary, kept, 1, None)
@@ -141,14 +139,7 @@ def _check_attention(
     same = torch.equal(meant.keys[1][page, :, :, offset], rounded(k))
     same = same and torch.equal(meant.values[1][page, :, offset], rounded(v))
     yield Check("rotate_and_store, 8 bits", "numbers in pages", name, float(not same), 0.0)
-    together = ops.attend(actual, rows, kept, 1)
-    expected = reference.attend(actual.float(), rows, numbers_of(kept, torch.float32), 1)
-    yield Check("attend, 8 bits", case, name, relative_error(together, expected), ALLOWED[dtype])
-    same = all(
-        torch.equal(ops.attend(actual[r : r + 1], some_rows(rows, slice(r, r + 1)), kept, 1)[0], together[r])
-        for r in alone
-    )
-    yield Check("attend, 8 bits", "bits of a row alone", name, float(not same), 0.0)
+    yield from attended("attend, 8 bits", actual, kept, numbers_of(kept, torch.float32))
 
 
 def _check_products(
@@ -276,9 +267,8 @@ def _check_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device,
 def _check_second_view(
     ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes
 ) -> Iterator[Check]:
-    """Layers where mask rows have attention projections of their own, as an engine runs them (in float16 one operation
-    after the other): the other rows are the base's, bit for bit, and mask rows say what a model with those projections
-    would that reads the base's pages."""
+    """Layers where mask rows have attention projections of their own, as an engine runs them: the other rows are
+    the base's, bit for bit, and mask rows say what a model with those projections would that reads the base's pages."""
     small = replace(config, layers=2, vocab_size=1, qkv_bias=False, o_bias=False)
     base, other = (random_weights(small, small.layers, dtype, device) for _ in range(2))
     own = tuple(OwnAttention(layer.qkv, layer.q_norm, layer.k_norm, layer.o) for layer in other.layers)

@@ -5,7 +5,7 @@ attention's projection and the down projection add to the residual themselves, t
 applies it, and the first rotates q and k and writes the pages. RMSNorm is cut in two: what adds to the residual also
 multiplies it by the norm's weight, and leaves the squares' sum of each of its tiles; the product behind it divides its
 results by the root of their mean, since that is one number a row. So a norm costs no launch, and rounds once instead of
-twice. (float16 has no room for a residual that is multiplied before it is divided: it runs one operation at a time.)
+twice.
 
 Columns that belong together lie side by side in a tile: gate and up, or the two halves that a rotation mixes. Only the
 order in which a program reads the rows of a weight says so; weights lie in memory as ever. Where a
@@ -294,18 +294,12 @@ def bind_layers(
     adapter: AdapterWeights | None,
     rotary: Rotary,
 ) -> Layers | None:
-    """`Ops.bind_layers`; None in float16, with an adapter that is too wide to be computed beside a product, and where
-    norms stand elsewhere than in Llama or the activation is another."""
+    """`Ops.bind_layers`; None with an adapter that is too wide to be computed beside a product, and where norms stand
+    elsewhere than in Llama or the activation is another."""
     extras = (BASE_ALONE,) * len(weights.layers) if adapter is None else adapter.layers
     pairs = [pair for extra in extras for pair in (extra.qkv, extra.o, extra.gate_up, extra.down) if pair is not None]
-    half_precision = weights.embedding.dtype == torch.float16
-    norms = norms_before(weights)
-    if (
-        norms is None
-        or half_precision
-        or config.activation != "silu"
-        or any(pair.a.shape[0] > WIDEST_RANK for pair in pairs)
-    ):
+    norms, wide = norms_before(weights), any(pair.a.shape[0] > WIDEST_RANK for pair in pairs)
+    if norms is None or wide or config.activation != "silu":
         return None
     eps = config.norm_eps
     next_norms = (*(before for before, _ in norms[1:]), weights.final_norm)
