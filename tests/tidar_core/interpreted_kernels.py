@@ -80,7 +80,7 @@ def attention_case(sequences, sizes, dtype, page=16, form=MASKS):
     """Ops, qkv, rows and cache of a case; K/V behind each context are NaN."""
     heads, kv_heads, head_dim = sizes
     config = model_config(heads, kv_heads, head_dim)
-    assert supports(config, page, dtype)
+    assert supports(config, page)
     rows, owned = step_rows(sequences, page, form)
     generator = torch.Generator().manual_seed(1)
     cache = random_cache(config, rows.page_table.numel() + 1, page, owned, dtype, generator)

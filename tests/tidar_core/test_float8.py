@@ -111,6 +111,24 @@ def test_products_that_are_not_exact_have_no_float8():
     assert exact.pack_head(torch.ones(16, 32)).dtype == torch.float32
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_a_gpu_that_has_none_rounds_and_says_so(monkeypatch):
+    from tidar_core.kernels import triton_ops
+
+    monkeypatch.setattr(triton_ops, "tiles_of", lambda device, dtype: {})
+    monkeypatch.setattr(triton_ops, "programs_at_once", lambda device: 1)
+    config, dtype, lines = EngineConfig(dtype="float8", kv_dtype="float8"), torch.bfloat16, []
+    weight = torch.randn(16, 32, dtype=dtype)
+    for capability, in_8_bits in (((8, 9), True), ((8, 6), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, here=capability: here)
+        made = start._gpu_ops(config, model_config(), dtype, torch.device("cuda"), lines.append)
+        ops, pages = start._in_8_bits(config, made, dtype, lines.append)
+        assert pages == (FLOAT8 if in_8_bits else dtype)
+        assert torch.equal(ops.pack(weight).float(), packed(weight).float() if in_8_bits else rounded(weight).float())
+        said = [] if in_8_bits else ["float8 saves no memory and no time", "float8 K/V saves no memory"]
+        assert [line.partition(" here: ")[0] for line in lines] == said
+
+
 def test_without_triton_it_is_computed_as_bfloat16(monkeypatch):
     monkeypatch.setitem(sys.modules, "tidar_core.kernels.triton_ops", None)
     monkeypatch.delattr("tidar_core.kernels.triton_ops", raising=False)

@@ -37,7 +37,7 @@ from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockAttentionSizes, supports
 from tidar_core.kernels.triton_gemm import product_planner
 from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
-from tidar_core.kernels.triton_ops import tiles_of
+from tidar_core.kernels.triton_ops import has_float8, tiles_of
 from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.layout import BlockForm, full_shape
 from tidar_core.model.decoder import all_layers
@@ -131,6 +131,8 @@ def _check_attention(
     wide = KVCache(cache.keys.float(), cache.values.float(), windows=windows)
     yield from attended("attend, window", actual, replace(cache, windows=windows), wide)
 
+    if not ops.float8_pages:
+        return
     kept = in_8_bits(cache)
     actual = ops.rotate_and_store(qkv.clone(), rows, rotary, kept, 1, None)
     _, k, v = reference.split_heads(actual[: rows.verify], config.kv_heads, config.head_dim)
@@ -158,7 +160,7 @@ def _check_products(
         wide_low = LowRank(low_rank.a.double(), low_rank.b.double())
         drafts = len(x) // 3
         kinds = [("linear", weight, weight)]
-        if dtype.itemsize == 2:  # 8-bit weights are multiplied by rows of 16 bits alone
+        if dtype.itemsize == 2 and has_float8(device):  # 8-bit weights are multiplied by rows of 16 bits alone
             kinds.append(("linear, 8 bits", packed(weight), rounded(weight)))
         for kind, matrix, meant in kinds:
             expected = reference.linear(x.double(), meant.double(), wide_bias, wide_low, drafts)

@@ -238,7 +238,7 @@ def _gpu_ops(
     except ImportError:
         report("triton is not installed (pip install 'tidar-cluster[cuda]'): running on plain torch, which is slower")
         return REFERENCE_OPS
-    if triton_ops.supports(model, config.page_size, dtype):
+    if triton_ops.supports(model, config.page_size):
         float8 = config.dtype == "float8"
         if float8 and not config.exact:
             raise ConfigError("--no-exact multiplies by torch's products, which have no float8: leave one of them out")

@@ -26,17 +26,21 @@ from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import packed
 
 PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT8_SINCE = 8, 9  # the compute capability below which triton has no float8
 
 
-def supports(config: ModelConfig, page_size: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels fit a model's sizes, the page size and the dtype."""
+def supports(config: ModelConfig, page_size: int) -> bool:
+    """Whether the kernels fit a model's sizes and the page size."""
     return (
         config.head_dim in (16, 32, 64, 128, 256)
         and page_size in (16, 32, 64)
         and config.heads // config.kv_heads <= 64
-        and dtype in DTYPES
     )
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether the kernels take weights and pages in 8 bits on this device."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_SINCE
 
 
 def programs_at_once(device: torch.device) -> int:
@@ -66,12 +70,12 @@ def triton_ops(
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
     may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU;
-    bytes_behind: see `product_planner`. float8: the layers' matrices are packed into 8 bits (exact products only).
-    overlap: whether launches may (`triton_launch`).
+    bytes_behind: see `product_planner`. float8: the layers' matrices are packed into 8 bits where the device has those
+    (exact products only). overlap: whether launches may (`triton_launch`).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
     plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind, overlap=overlap)
-    to_logits = exact_linear(plan, out_dtype=torch.float32)
+    to_logits, in_8_bits = exact_linear(plan, out_dtype=torch.float32), has_float8(device)
     attend = paged_attend(
         config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device), overlap=overlap
     )
@@ -82,7 +86,7 @@ def triton_ops(
     return Ops(
         name=f"triton {triton.__version__}",
         row_multiple=1,
-        pack=packed if float8 else as_it_is,
+        pack=packed if float8 and in_8_bits else as_it_is,
         pack_head=as_it_is,
         pack_adapter=as_it_is,
         linear=exact_linear(plan) if exact else REFERENCE_OPS.linear,
@@ -91,7 +95,7 @@ def triton_ops(
         attend=attend,
         gate=partial(gate, overlap=overlap),
         head=head if exact else REFERENCE_OPS.head,
-        float8_pages=True,
+        float8_pages=in_8_bits,
         bind_layers=partial(bind_layers, config, plan, attend, overlap) if exact else None,
         pick=pick_tokens,
         pick_listed=pick_listed,
