@@ -3,21 +3,29 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from tests.tiny import tiny_checkpoint
 from tidar_core.bench import gpu, kernels, measures
+from tidar_core.bench import steps as bench_steps
 from tidar_core.bench.checking import Check, each_or_failed
 from tidar_core.bench.device_command import write_record
 from tidar_core.bench.gpu import Phase, outcome, phases, run_gpu_bench, steps_chart
-from tidar_core.bench.measures import Measure
+from tidar_core.bench.measures import Ceilings, Measure
 from tidar_core.bench.shapes import SHAPES
+from tidar_core.bench.steps import PrefillTime, StepTime
 from tidar_core.cli import app
+from tidar_core.kernels.triton_gemm import BYTES_BEHIND
 
 
 def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
@@ -49,6 +57,40 @@ def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_wher
     assert [found["engine"] for found in record["peers"]] == ["tidar bfloat16, drafts off", "transformers"]
     assert all(found["device"] for found in record["peers"])
     assert record["peers"][1]["ratio"] > 0
+
+
+SLEEPS = """
+import sys
+from tidar_core.bench.gpu import Phase, run_gpu_bench
+sys.executable = sys.argv[1]
+run_gpu_bench([Phase("sleeps", (), 60)], 1.0, print, print)
+"""
+
+
+def test_whoever_ends_the_bench_ends_the_phase_under_way(tmp_path):
+    phase, told = tmp_path / "phase", tmp_path / "pid"
+    phase.write_text(f"#!/bin/sh\necho $$ > {told}.part\nmv {told}.part {told}\nexec sleep 60\n")
+    phase.chmod(0o755)
+    with subprocess.Popen([sys.executable, "-c", SLEEPS, phase], stderr=subprocess.DEVNULL) as bench:
+        while not told.exists():
+            assert bench.poll() is None
+            time.sleep(0.05)
+        bench.terminate()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), signal.SIGKILL)
+
+
+def test_a_signal_that_is_ignored_stays_so_and_the_others_are_as_before(monkeypatch):
+    numbers = signal.SIGTERM, signal.SIGHUP
+    before, during = [signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.signal(signal.SIGHUP, signal.SIG_IGN)], []
+    monkeypatch.setattr(gpu, "_run", lambda phase, seconds: during.extend(map(signal.getsignal, numbers)) or {})
+    try:
+        run_gpu_bench([Phase("any", (), 60)], 1.0, lambda line: None, lambda found: None)
+        assert during == [signal.default_int_handler, signal.SIG_IGN]
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL, signal.SIG_IGN]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_what_overlaps_is_left_out_once_answers_differ(monkeypatch):
@@ -94,6 +136,10 @@ def test_the_chart_has_a_line_a_shape():
     chart = steps_chart(record)
     assert "line [1.000, 1.100]\n    line [1.000, 1.500]\n```" in chart
     assert '"rows in a step" [1, 16]' in chart
+    record["phases"]["steps large"]["steps"] = large[:1]  # it was stopped there
+    chart = steps_chart(record)
+    assert '"rows in a step" [1]' in chart
+    assert "    line [1.000]\n    line [1.000]\n```" in chart
     assert steps_chart({"phases": {}}) == ""
 
 
@@ -123,6 +169,46 @@ def test_a_kernel_that_raises_ends_its_own_measures_alone(monkeypatch):
     assert (found[1].kernel, found[1].passed) == ("measuring products", False)
 
 
+def test_steps_that_raise_keep_no_prompt_from_being_measured(monkeypatch, tmp_path):
+    def broken(*given):
+        yield StepTime("SmolLM2-135M", 512, 1, 1, 0, False, 4.0, 0.5)
+        raise RuntimeError("out of resources")
+
+    for name in ("random_model", "triton_ops"):
+        monkeypatch.setattr(bench_steps, name, lambda *given, **named: None)
+    monkeypatch.setattr(bench_steps, "measure_ceilings", lambda *given: Ceilings(1.0, 1.0))
+    monkeypatch.setattr(bench_steps, "measure_steps", broken)
+    monkeypatch.setattr(bench_steps, "measure_prefill", lambda *given: iter([PrefillTime("SmolLM2-135M", 9, 9, 1.0)]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
+    file = tmp_path / "steps.json"
+    told = CliRunner().invoke(app, ["bench", "steps", "--shape", "SmolLM2-135M", "--json", str(file)])
+    assert told.exit_code == 1, told.output
+    assert "steps of SmolLM2-135M: RuntimeError: out of resources" in told.output
+    record = json.loads(file.read_text())
+    assert [len(record[part]) for part in ("checks", "steps", "prefill")] == [1, 1, 1]
+    assert record["bytes_behind"] == BYTES_BEHIND
+
+
+def test_no_bench_of_a_gpu_without_triton(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("steps", "measures", "reading"):
+        monkeypatch.delitem(sys.modules, f"tidar_core.bench.{name}")
+    for command in ("kernels", "steps", "gpu"):
+        told = CliRunner().invoke(app, ["bench", command])
+        assert told.exit_code == 1
+        assert "this bench needs triton: pip install 'tidar-cluster[cuda]'" in " ".join(told.output.split())
+
+
+def test_float8_is_not_timed_where_the_kernels_have_none(monkeypatch):
+    monkeypatch.setattr(kernels, "require_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    told = CliRunner().invoke(app, ["bench", "steps", "--float8"])
+    assert told.exit_code == 1
+    assert "the kernels have no float8 on this GPU: leave --float8 out" in " ".join(told.output.split())
+
+
 def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path, monkeypatch):
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     works = ("decode", "--model", model, "--batch", "1", "--rounds", "1", "--prompts", "1", "--max-tokens", "4")
@@ -144,11 +230,18 @@ def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path
 
 
 def test_a_check_that_failed_counts_in_a_phase_that_was_stopped(monkeypatch):
-    stopped = {"error": "stopped after 2 s", "checks": [{"passed": True}, {"passed": False}]}
-    monkeypatch.setattr(gpu, "_run", lambda phase, seconds: dict(stopped))
-    record = run_gpu_bench([Phase("kernels", (), 60)], 1.0, lambda line: None, lambda found: None)
-    assert record["phases"]["kernels"]["failed"]
+    stopped = {
+        "kernels": {"checks": [{"passed": True}, {"passed": False}]},
+        "exact": {"comparisons": [{"different": 0}, {"different": 3}]},
+        "exact so far": {"checks": [{"passed": True}], "comparisons": [{"different": 0}]},
+    }
+    monkeypatch.setattr(gpu, "_run", lambda phase, seconds: {"error": "stopped after 2 s", **stopped[phase.name]})
+    record = run_gpu_bench([Phase(name, (), 60) for name in stopped], 1.0, lambda line: None, lambda found: None)
+    assert {name: "failed" in found for name, found in record["phases"].items()} == {
+        "kernels": True, "exact": True, "exact so far": False,
+    }  # fmt: skip
     assert outcome(record["phases"]["kernels"]) == "stopped after 2 s; 1 of 2 checks passed"
+    assert outcome(record["phases"]["exact"]) == "stopped after 2 s; 3 answers differ"
 
 
 def test_a_record_goes_through_a_pipe_and_behind_a_link(tmp_path):

@@ -4,6 +4,7 @@ import math
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -39,22 +40,20 @@ class Check:
         return {**asdict(self), "passed": self.passed}
 
 
-def each_or_failed(kernels: str, dtype: torch.dtype, checks: Iterator[Check]) -> Iterator[Check]:
-    """The checks as far as they come: what raises counts as one that failed, and keeps no other kernel from its own.
-    Raises AcceleratorError, after which a device computes nothing any more."""
+T = TypeVar("T")
+
+
+def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterator[T | Check]:
+    """Checks or measures as far as they come. What raises ends these alone, and is a check that failed: its traceback
+    goes to stderr, the end of its message is the case. Raises AcceleratorError, after which a device computes nothing
+    any more."""
     try:
-        yield from checks
+        yield from items
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        yield raised(kernels, dtype, error)
-
-
-def raised(kernels: str, dtype: torch.dtype, error: Exception) -> Check:
-    """What raised instead of a result, as a check that failed: its traceback goes to stderr, the end of its message is
-    the case."""
-    traceback.print_exception(error)
-    return Check(kernels, f"{type(error).__name__}: {str(error)[-SAID:]}", str(dtype)[6:], math.nan, 0.0)
+        traceback.print_exception(error)
+        yield Check(name, f"{type(error).__name__}: {str(error)[-SAID:]}", str(dtype)[6:], math.nan, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

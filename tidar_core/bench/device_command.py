@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,17 +106,28 @@ def steps(
     shape: Shapes = None,
     exact: Exact = True,
     ahead: Annotated[
-        float, typer.Option(min=0, help="MiB of the next product's weights that each asks for, in steps of few rows.")
-    ] = 8.0,
+        float | None,
+        typer.Option(
+            min=0,
+            help="MiB of the next product's weights that each asks for, in steps of few rows.",
+            show_default="as an engine's",
+        ),
+    ] = None,
     float8: Annotated[bool, typer.Option("--float8", help="Weights and K/V in 8 bits.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read."""
+    """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read. Exit status 1 if
+    some of it could not be measured."""
     with user_errors():
+        from tidar_core.bench.kernels import require_gpu
+
+        require_gpu()
         from tidar_core.bench.steps import StepSettings, run_step_bench
 
         say = Console(stderr=True).print
-        settings = StepSettings(exact, int(ahead * 2**20), float8)
+        settings = StepSettings(exact, float8=float8)
+        if ahead is not None:
+            settings = replace(settings, bytes_behind=int(ahead * 2**20))
         record = run_step_bench(say, _shapes(shape), settings, lambda found: write_record(json_file, found))
         table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
         for s in record["steps"]:
@@ -124,6 +135,10 @@ def steps(
             table.add_row(s["shape"], str(s["context"]), str(s["rows"]), str(s["mask"]), str(s["adapter"]), *cells)
         Console().print(table)
         write_record(json_file, record)
+        for failed in record["checks"]:
+            Console().print(f"{failed['kernel']}: {failed['case']}", markup=False, highlight=False)
+        if record["checks"]:
+            raise typer.Exit(1)
 
 
 def _shapes(named: list[str] | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from tidar_core.bench.checking import Check, raised, random_cache, step_rows
+from tidar_core.bench.checking import Check, each_or_failed, random_cache, step_rows
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
@@ -214,12 +214,6 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
 
 
 def measure_all(subject: Subject) -> Iterator[Measure | Check]:
-    """Everything that is measured at one shape. A kernel that raises ends its own part, which is a check that failed.
-    Raises AcceleratorError, as `each_or_failed`."""
+    """Everything that is measured at one shape, each part as in `each_or_failed`."""
     for name, part in (("products", measure_products), ("attention", measure_attention), ("small", measure_small)):
-        try:
-            yield from part(subject)
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
-            yield raised(f"measuring {name}", subject.dtype, error)
+        yield from each_or_failed(f"measuring {name}", subject.dtype, part(subject))

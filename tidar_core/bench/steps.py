@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.bench.checking import in_8_bits, random_cache, step_rows
-from tidar_core.bench.measures import RANK, Subject, again, seconds_a_call
-from tidar_core.bench.shapes import random_adapter, random_weights
+from tidar_core.bench.checking import Check, each_or_failed, in_8_bits, random_cache, step_rows
+from tidar_core.bench.measures import RANK, Extent, Subject, again, measure_ceilings, seconds_a_call
+from tidar_core.bench.shapes import SHAPES, random_adapter, random_weights
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.rules import all_zero
+from tidar_core.kernels.triton_gemm import BYTES_BEHIND
+from tidar_core.kernels.triton_ops import has_float8, triton_ops
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import BlockForm, Shape
 from tidar_core.model.decoder import all_layers
@@ -58,6 +60,10 @@ class StepTime:
     microseconds: float
     share: float
 
+    @property
+    def said(self) -> str:
+        return f"{self.rows} rows, context {self.context}: {self.microseconds:.0f} µs, {self.share:.0%}"
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
@@ -68,13 +74,17 @@ class PrefillTime:
     chunk: int
     milliseconds: float
 
+    @property
+    def said(self) -> str:
+        return f"{self.tokens} tokens of a prompt: {self.milliseconds:.1f} ms"
+
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
     """How products are made (`triton_ops`), and whether weights and K/V are in 8 bits."""
 
     exact: bool = True
-    bytes_behind: int = 8 << 20
+    bytes_behind: int = BYTES_BEHIND
     float8: bool = False
 
 
@@ -180,35 +190,35 @@ def run_step_bench(
     settings: StepSettings,
     keep: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Steps and prompts at each shape as one record; keep gets it after each case, as far as it is. Raises ConfigError
-    where there is no GPU."""
-    from tidar_core.bench.kernels import require_gpu
-    from tidar_core.bench.measures import Extent, measure_ceilings
-    from tidar_core.bench.shapes import SHAPES
-    from tidar_core.kernels.triton_ops import triton_ops
-
+    """Steps and prompts at each shape as one record, each part as in `each_or_failed`; keep gets it after each case, as
+    far as it is. Needs a GPU. Raises ConfigError where that has no float8."""
+    device, extent = torch.device("cuda"), Extent()
     if settings.float8 and not settings.exact:
         raise ConfigError("torch's products have no float8: leave --float8 or --no-exact out")
-    require_gpu()
-    device, extent = torch.device("cuda"), Extent()
+    if settings.float8 and not has_float8(device):
+        raise ConfigError("the kernels have no float8 on this GPU: leave --float8 out")
     ceilings = measure_ceilings(device, extent)
     record: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device), **asdict(settings),
-        "ceilings": asdict(ceilings), "steps": [], "prefill": [],
+        "ceilings": asdict(ceilings), "checks": [], "steps": [], "prefill": [],
     }  # fmt: skip
     for name in shapes:
         config = SHAPES[name]
         ops = triton_ops(config, torch.bfloat16, device, **asdict(settings))
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
         model = random_model(subject)
-        for one in measure_steps(subject, model, extent.contexts):
-            record["steps"].append(asdict(one))
-            keep(record)
-            report(f"{name}: {one.rows} rows, context {one.context}: {one.microseconds:.0f} µs, {one.share:.0%}")
-        for prompt in measure_prefill(subject, model, extent.contexts[1:]):
-            record["prefill"].append(asdict(prompt))
-            keep(record)
-            report(f"{name}: {prompt.tokens} tokens of a prompt: {prompt.milliseconds:.1f} ms")
-        del model
+        parts: dict[str, Iterator[StepTime | PrefillTime]] = {
+            "steps": measure_steps(subject, model, extent.contexts),
+            "prefill": measure_prefill(subject, model, extent.contexts[1:]),
+        }
+        for part, found in parts.items():
+            for one in each_or_failed(f"{part} of {name}", subject.dtype, found):
+                if isinstance(one, Check):
+                    record["checks"].append(one.as_record())
+                else:
+                    record[part].append(asdict(one))
+                    report(f"{name}: {one.said}")
+                keep(record)
+        del model, parts, found
         torch.cuda.empty_cache()
     return record
