@@ -10,15 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import Activation, ModelConfig, RoundedDType
-from tidar_core.kernels.cpu_build import CompileError, compiled_library
-from tidar_core.kernels.cpu_pass import ACTIVATIONS, bind_layers
+from tidar_core.kernels.cpu_build import LANES, CompileError, compiled_library
+from tidar_core.kernels.cpu_pass import ACTIVATIONS, address, bind_layers
 from tidar_core.kernels.cpu_pick import bind_pick
 from tidar_core.kernels.cpu_slots import bind_draft_slots
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
 
-LANES = 16  # keys a page and the divisor of head and hidden sizes that the kernels are written for
 INT4_GROUP = 32  # inputs that share a scale and a minimum
 SLICE_WEIGHTS = 1 << 20  # that are packed at a time
 SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
@@ -114,10 +113,6 @@ def add_low_rank(y: Tensor, x: Tensor, low_rank: LowRank | None, first_mask_row:
     return y
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | None = None) -> Ops:
     """The CPU's `Ops` for a model in one dtype (bf16 or fp32), the base's matrices in fewer bits where `rounded` says
     so.
@@ -160,7 +155,7 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
         q_norm, k_norm, eps = (qk_norm.q, qk_norm.k, qk_norm.eps) if qk_norm is not None else (None, None, 0.0)
         run_rotate(
             qkv.data_ptr(), qkv.shape[0], heads, kv_heads, head_dim, rows.verify, rows.positions.data_ptr(),
-            rotary.cos.data_ptr(), rotary.sin.data_ptr(), _address(q_norm), _address(k_norm), eps,
+            rotary.cos.data_ptr(), rotary.sin.data_ptr(), address(q_norm), address(k_norm), eps,
             keys.data_ptr(), values.data_ptr(), rows.write_slots.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return qkv
@@ -243,8 +238,8 @@ def _products(
             low = x.new_empty(threads, rows, -(-rank // TILE_INPUTS) * TILE_INPUTS)
         scratch = scratch_for(x)
         run_linear(
-            x.data_ptr(), rows, columns, weight.data_ptr(), width, _address(bias), y.data_ptr(),
-            first_mask_row, down, up, rank, _address(low), *map(_address, scratch), threads,
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, address(bias), y.data_ptr(),
+            first_mask_row, down, up, rank, address(low), *map(address, scratch), threads,
         )  # fmt: skip
         return y if fused else add_low_rank(y, x, low_rank, first_mask_row)
 
@@ -254,7 +249,7 @@ def _products(
         logits = x.new_empty(rows, width, dtype=torch.float32)
         scratch = scratch_for(x)
         run_head(
-            x.data_ptr(), rows, columns, weight.data_ptr(), width, logits.data_ptr(), *map(_address, scratch),
+            x.data_ptr(), rows, columns, weight.data_ptr(), width, logits.data_ptr(), *map(address, scratch),
             torch.get_num_threads(),
         )  # fmt: skip
         return logits

@@ -49,6 +49,7 @@ FLAGS = (
     "-fno-math-errno",
     "-pipe",  # no files of its own, which it would leave behind where it is killed
 )
+LANES = 16  # as `cpu_lanes.cpp` has them: keys a page, and the divisor of head and hidden sizes
 COMPILERS = ("g++", "clang++")
 SECONDS = 900.0  # for one call of a compiler, and for waiting until another process has compiled
 LOOK_SECONDS = 0.1  # while waiting

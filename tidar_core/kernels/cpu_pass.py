@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tidar_core.config import Activation, ModelConfig
 from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows, layer_windows
+from tidar_core.model.decoder import BASE_ALONE
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int32
@@ -46,7 +47,7 @@ def bind_layers(
     """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed, where mask
     rows have attention of their own, and where norms stand elsewhere than in Llama."""
     run.argtypes, run.restype = [ctypes.POINTER(_Pass), pointer], None
-    extras = [None] * config.layers if adapter is None else adapter.layers
+    extras = (BASE_ALONE,) * config.layers if adapter is None else adapter.layers
     own_attention = adapter is not None and adapter.attention is not None
     if own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
         return None
@@ -73,9 +74,7 @@ def bind_layers(
     return run_layers
 
 
-def _packed(extra: LayerAdapter | None) -> bool:
-    if extra is None:
-        return True
+def _packed(extra: LayerAdapter) -> bool:
     matrices = [m for low_rank in _low_ranks(extra) if low_rank is not None for m in (low_rank.a, low_rank.b)]
     return all(matrix.dim() == 4 for matrix in matrices)
 
@@ -84,7 +83,7 @@ def _low_ranks(extra: LayerAdapter) -> tuple[LowRank | None, ...]:
     return extra.qkv, extra.o, extra.gate_up, extra.down
 
 
-def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None, rotary: Rotary, window: int) -> _Layer:
+def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter, rotary: Rotary, window: int) -> _Layer:
     mixed = config.heads * config.head_dim
     fused = mixed + 2 * config.kv_heads * config.head_dim
     shapes = (
@@ -93,17 +92,17 @@ def _layer(config: ModelConfig, layer: LayerWeights, extra: LayerAdapter | None,
         (layer.gate_up, layer.gate_up_bias, 2 * config.intermediate_size, config.hidden_size),
         (layer.down, layer.down_bias, config.hidden_size, config.intermediate_size),
     )
-    low_ranks = (None,) * 4 if extra is None else _low_ranks(extra)
-    matrices = (_matrix(*shape, low_rank) for shape, low_rank in zip(shapes, low_ranks, strict=True))
+    matrices = (_matrix(*shape, low_rank) for shape, low_rank in zip(shapes, _low_ranks(extra), strict=True))
     vectors = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm, rotary.cos, rotary.sin)
-    return _Layer(*map(_address, vectors), *matrices, window)
+    return _Layer(*map(address, vectors), *matrices, window)
 
 
 def _matrix(weight: Tensor, bias: Tensor | None, outs: int, ins: int, low_rank: LowRank | None) -> _Matrix:
     a, b = (None, None) if low_rank is None else (low_rank.a, low_rank.b)
     rank = 0 if a is None else a.shape[0] * a.shape[2]
-    return _Matrix(weight.data_ptr(), _address(bias), _address(a), _address(b), outs, ins, rank)
+    return _Matrix(weight.data_ptr(), address(bias), address(a), address(b), outs, ins, rank)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """As the library is given it: none where there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

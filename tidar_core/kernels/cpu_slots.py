@@ -7,13 +7,12 @@ from collections.abc import Sequence as Items
 import torch
 from torch import Tensor
 
+from tidar_core.kernels.cpu_build import LANES
 from tidar_core.kernels.cpu_pick import addresses, numbers_unless_greedy
 from tidar_core.kernels.ops import DraftSlots
 from tidar_core.model.slot_head import CANDIDATES
 from tidar_core.model.weights import SlotHead
 from tidar_core.sampling import TokenRule, any_adjusts, of_all
-
-LANES = 16
 
 
 def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
