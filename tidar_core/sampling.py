@@ -93,6 +93,11 @@ def of_all(rules: Sequence[TokenRule], find: Callable[..., T], *arguments: Hasha
     return found
 
 
+def kept_by_rank(params: SamplingParams, vocab: int) -> int:
+    """How many tokens top-k keeps, beside ties; 0 where it keeps all."""
+    return params.top_k if params.top_k < vocab else 0
+
+
 def any_adjusts(rules: Sequence[TokenRule]) -> bool:
     """Whether any of them changes its row's scores."""
     return any(rule.adjusts for rule in distinct(rules))
@@ -249,7 +254,7 @@ def _way(params: SamplingParams, vocab: int) -> _Way:
 def _kind(params: SamplingParams, vocab: int) -> _Kind:
     if params.temperature == 0:
         return _Kind.GREEDY
-    if 0 < params.top_k < vocab:
+    if kept_by_rank(params, vocab):
         return _Kind.RANKED
     return _Kind.WHOLE if params.top_p >= 1 and params.min_p <= 0 else _Kind.TAILED
 

@@ -6,7 +6,7 @@ curves: drafts off, full drafting, every fixed shape, our policy, and an oracle 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 
 from tidar_core.engine.draft_policy import Acceptance, DraftPolicy, SequenceView, candidate_shapes
@@ -43,11 +43,14 @@ class _Walker:
     place: int = 0
     in_hand: int = 0
     holding: int = 0
-    arrived: bool = field(default=False)
 
     @property
     def context(self) -> int:
         return self.trace.context + self.place
+
+    @property
+    def arrived(self) -> bool:
+        return self.place >= len(self.trace.holds) - 1
 
     def fit(self, wanted: Shape) -> Shape:
         remaining = max(1, len(self.trace.holds) - 1 - self.place)
@@ -68,7 +71,6 @@ class _Walker:
         else:
             self.in_hand = self.in_hand - committed if left else 0
             self.holding = self.holding - committed if left else 0
-        self.arrived = self.place >= len(self.trace.holds) - 1
         return committed
 
 

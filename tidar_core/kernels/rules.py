@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.philox import NoiseKey, gumbel_at
-from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, of_all, top_p_cut
+from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, kept_by_rank, of_all, top_p_cut
 from tidar_core.transfer import sent
 
 _WORD = 0xFFFFFFFF
@@ -55,7 +55,7 @@ def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> Ru
         [one.seed >> 32 & _WORD for one in kinds],
         [0] * len(kinds),
         [one.choice & _WORD for one in kinds],
-        [one.top_k if one.top_k < vocab else 0 for one in kinds],
+        [kept_by_rank(one, vocab) for one in kinds],
     ]
     # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)

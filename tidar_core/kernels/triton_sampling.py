@@ -346,7 +346,7 @@ def _most_kept(rules: Sequence[TokenRule], vocab: int) -> int | None:
     """The largest top_k of rows of one kind, None where they keep all."""
     if not rules or rules[0].keeps_all(vocab):
         return None
-    return max(rule.params.top_k % vocab for rule in rules)
+    return max(sampling.kept_by_rank(rule.params, vocab) for rule in rules)
 
 
 def _pick_alike(scores: Tensor, rules: Sequence[TokenRule], shift: Tensor | None) -> Tensor:
