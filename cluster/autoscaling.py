@@ -22,7 +22,7 @@ START_SECONDS = 300.0  # those that were started are let come, for so long
 class Reading:
     """What a replica told, averaged over the last seconds. answers: under way, running or waiting. batch: how many of
     them keep its engine busy (`StepCost.full_batch`). pages: share of its K/V pages in use. wait: seconds that the
-    first in its queue has waited."""
+    first in its queue has waited, of those that never ran yet."""
 
     answers: float
     batch: float

@@ -61,6 +61,9 @@ def test_who_was_admitted_last_gives_way(tmp_path):
     while not small._scheduler.waiting:
         small.step()
     assert (names(small._scheduler.running), names(small._scheduler.waiting)) == (["first"], ["second"])
+    assert (small.stats().waiting, small.stats().waiting_since) == (1, None), "its answer has begun"
+    small.submit(Request("third", (5, 6, 7), GREEDY, priority=1))
+    assert small.stats().waiting_since == small._scheduler.waiting[-1].arrived
     while small.has_work:
         small.step()
 

@@ -59,8 +59,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Requests and pages at this moment. waiting_since: when the one that waits longest arrived, on the monotonic
-    clock."""
+    """Requests and pages at this moment. waiting_since: when the first of those that never ran yet arrived, on the
+    monotonic clock; an answer that gave its place back has not waited since then."""
 
     running: int
     waiting: int
@@ -103,7 +103,7 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
-        since = min((sequence.arrived for sequence in scheduler.waiting), default=None)
+        since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
         return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total, since)
 
     def prefix_marks(self, limit: int) -> bytes:
