@@ -1,5 +1,6 @@
 """The policy drafts where rows are cheap and drafts hold, and leaves it where they are not."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +19,6 @@ from tidar_core.engine.draft_policy import (
     candidate_shapes,
     most_full,
     outcome_probabilities,
-    tokens_per_second,
 )
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape
@@ -180,6 +180,39 @@ def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     assert [shapes[i] for i in (0, 1, 3)] == [Shape()] * 3
 
 
+def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequence[float], drafting: int) -> float:
+    """The rate of a batch of which `drafting` sequences draft: in `shape` while they have drafts in hand, with one
+    step (0, {1}, b) after each miss. chances: P(a) for a = 1 … n+1."""
+    hit = sum(chances[outcome - 1] for outcome in shape.proposals)
+    in_hand = 1.0 / (2.0 - hit)  # of all steps
+    tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
+    seconds = in_hand * step_seconds(cost, load, shape, drafting, 1.0 if load.ahead else hit)
+    seconds += (1.0 - in_hand) * step_seconds(cost, load, renewal(shape, load), drafting, 1.0)
+    return (drafting * tokens + load.sequences - drafting) / seconds
+
+
+def renewal(shape: Shape, load: Load) -> Shape:
+    """The rows of a step that only brings new drafts."""
+    return shape if load.ahead else Shape(0, (1,), shape.block)
+
+
+def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:
+    """A step in which `drafting` sequences run `shape`; each finds its outcome among the proposals with probability
+    `hit`."""
+    any_hit = 1.0 - (1.0 - hit) ** drafting
+    slots = drafting * (shape.block - 1) if shape.proposals else 0
+    size = StepSize(
+        known=load.known_rows,
+        verify=load.sequences + drafting * shape.drafts,
+        mask=drafting * shape.mask_rows,
+        slots=slots * len(shape.proposals),
+        picked=slots * hit / any_hit if any_hit else 0.0,
+        sequences=load.sequences,
+        context=load.context,
+    )
+    return cost.seconds(size, any_hit)
+
+
 @given(
     st.tuples(*[st.floats(0.0, 1.0)] * 7),
     st.sampled_from([FLAT, STEEP, replace(STEEP, reading=0.01, attending=0.02, drafting=1.2)]),
@@ -191,13 +224,14 @@ def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
 def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known, ahead):
     load = Load(sequences, known, 200, ahead)
     for drafting in {1, sequences}:
-        shape, rate = best_shape(cost, holds, block_limit, load, drafting)
+        shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
         rates = {
             candidate: tokens_per_second(cost, load, candidate, chances, drafting)
             for candidate, chances in candidate_shapes(holds, block_limit)
         }
         assert abs(rate - max(rates.values())) < 1e-9 * rate
         assert abs(rates[shape] - rate) < 1e-9 * rate
+        assert abs(step_seconds(cost, load, renewal(shape, load), drafting, 1.0) - renewing) < 1e-9 * renewing
 
 
 @given(st.tuples(*[st.floats(0.0, 1.0)] * 3), st.integers(1, 9))

@@ -317,13 +317,13 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
 
     ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
     """
-    best, best_rate = Choice(), load.sequences / _step_seconds(cost, load, PLAIN, 0, 0.0)
+    alone = StepSize(load.known_rows, load.sequences, sequences=load.sequences, context=load.context)
+    best, best_rate = Choice(), load.sequences / cost.seconds(alone)
     drafting = load.sequences
     while drafting:
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
-        shape, rate = best_shape(cost, holds, block_limit, load, drafting)
+        shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
         if rate > best_rate:
-            renewing = _step_seconds(cost, load, _renewing(shape, load), drafting, 1.0)
             renewal = max(0.0, (rate * renewing - load.sequences) / drafting)
             best, best_rate = Choice(shape, drafting, rate, renewal), rate
         drafting //= 2
@@ -332,9 +332,13 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
 
 def best_shape(
     cost: StepCost, holds: Sequence[float], block_limit: int, load: Load, drafting: int
-) -> tuple[Shape, float]:
-    """The one of `candidate_shapes` with the highest `tokens_per_second`, and that: all of them at once, since a busy
-    engine asks often."""
+) -> tuple[Shape, float, float]:
+    """The one of `candidate_shapes` that gives most tokens per second, how many, and the seconds of a step that only
+    brings it new drafts. All are priced at once, since a busy engine asks often.
+
+    `drafting` sequences run a shape while they have drafts in hand, with one step (0, {1}, b) after each miss; where
+    steps are planned ahead that one has all rows of the shape.
+    """
     drafts, blocks, counts = _candidates(block_limit)
     longest = int(drafts.max())
     hits, tokens = np.zeros((longest + 1, longest + 2)), np.zeros(longest + 1)
@@ -346,15 +350,17 @@ def best_shape(
     in_hand: FloatArray = 1.0 / (2.0 - hit)
     one, sure = np.ones_like(drafts), np.ones_like(hit)
     if load.ahead:
-        seconds: FloatArray = _all_seconds(cost, load, drafting, drafts, blocks, counts, sure)
+        seconds = renewing = _step_seconds(cost, load, drafting, drafts, blocks, counts, sure)
     else:
-        seconds = in_hand * _all_seconds(cost, load, drafting, drafts, blocks, counts, hit)
-        seconds += (1.0 - in_hand) * _all_seconds(cost, load, drafting, 0 * one, blocks, one, sure)
+        renewing = _step_seconds(cost, load, drafting, 0 * one, blocks, one, sure)
+        seconds = in_hand * _step_seconds(cost, load, drafting, drafts, blocks, counts, hit)
+        seconds += (1.0 - in_hand) * renewing
     per_sequence = in_hand * tokens[drafts] + 1.0 - in_hand
     rates = (drafting * per_sequence + load.sequences - drafting) / seconds
     found = int(rates.argmax())
     likeliest = np.argsort(-chances[drafts[found]], kind="stable")[: counts[found]] + 1
-    return Shape(int(drafts[found]), tuple(sorted(likeliest.tolist())), int(blocks[found])), float(rates[found])
+    shape = Shape(int(drafts[found]), tuple(sorted(likeliest.tolist())), int(blocks[found]))
+    return shape, float(rates[found]), float(renewing[found])
 
 
 @lru_cache(maxsize=64)
@@ -365,10 +371,11 @@ def _candidates(block_limit: int) -> tuple[IntArray, IntArray, IntArray]:
     return drafts, blocks, counts
 
 
-def _all_seconds(
+def _step_seconds(
     cost: StepCost, load: Load, drafting: int, drafts: IntArray, blocks: IntArray, counts: IntArray, hit: FloatArray
 ) -> FloatArray:
-    """`_step_seconds` of many shapes, each with mask rows."""
+    """Steps in which `drafting` sequences run each of many shapes, all with mask rows; a sequence finds its outcome
+    among the proposals with probability `hit`."""
     any_hit = 1.0 - (1.0 - hit) ** drafting
     verify, mask = load.sequences + drafting * drafts, drafting * counts * blocks
     slots = drafting * (blocks - 1)
@@ -382,36 +389,3 @@ def _all_seconds(
     head = np.where(once < NO_TIE * (first + second), once, first + any_hit * second)
     seconds: FloatArray = cost.drafting * (trunk + attention + curve_at(cost.rows, cost.adapter, mask) + head)
     return seconds
-
-
-def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequence[float], drafting: int) -> float:
-    """The rate of a batch of which `drafting` sequences draft: in `shape` while they have drafts in hand, with one
-    step (0, {1}, b) after each miss. chances: P(a) for a = 1 … n+1."""
-    hit = sum(chances[outcome - 1] for outcome in shape.proposals)
-    in_hand = 1.0 / (2.0 - hit)  # of all steps
-    tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
-    seconds = in_hand * _step_seconds(cost, load, shape, drafting, 1.0 if load.ahead else hit)
-    seconds += (1.0 - in_hand) * _step_seconds(cost, load, _renewing(shape, load), drafting, 1.0)
-    return (drafting * tokens + load.sequences - drafting) / seconds
-
-
-def _renewing(shape: Shape, load: Load) -> Shape:
-    """The rows of a step that only brings new drafts."""
-    return shape if load.ahead else Shape(0, (1,), shape.block)
-
-
-def _step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:
-    """A step in which `drafting` sequences run `shape`; each finds its outcome among the proposals with probability
-    `hit`."""
-    any_hit = 1.0 - (1.0 - hit) ** drafting
-    slots = drafting * (shape.block - 1) if shape.proposals else 0
-    size = StepSize(
-        known=load.known_rows,
-        verify=load.sequences + drafting * shape.drafts,
-        mask=drafting * shape.mask_rows,
-        slots=slots * len(shape.proposals),
-        picked=slots * hit / any_hit if any_hit else 0.0,
-        sequences=load.sequences,
-        context=load.context,
-    )
-    return cost.seconds(size, any_hit)
