@@ -2,19 +2,19 @@
 
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
 from tidar_core.grammar import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tidar_core.engine.constraint import GrammarState
+    from tidar_core.engine.draft_policy import HeldDrafts
     from tidar_core.penalties import Ledger
+    from tidar_core.text import TextStream
 
 DraftMode = Literal["auto", "off", "full"]
 MAX_LOGPROBS = 20
@@ -215,56 +215,6 @@ class StepOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-class Shown(Protocol):
-    """How far pushed tokens went: `used` of them up to the end of the stop string `stop`, or all and None."""
-
-    @property
-    def used(self) -> int: ...
-    @property
-    def stop(self) -> str | None: ...
-
-
-class HeldDrafts(Protocol):
-    """The books of how a sequence's drafts held (`tidar_core.engine.draft_policy.Acceptance`)."""
-
-    def observe(self, verified: int, held: int) -> None: ...
-    def fade(self) -> None: ...
-    def holds(self) -> tuple[float, ...]: ...
-
-
-class StopWatch(Protocol):
-    """Looks for stop strings in the text of the tokens that are pushed into it."""
-
-    def push(self, tokens: list[int], /) -> Shown: ...
-
-
-class Constraint(Protocol):
-    """What an answer has to follow: the state of its grammar behind the tokens that were emitted.
-
-    ended: nothing may follow any more. error: why the answer cannot go on, in one line, or None. A mask is uint8, a bit
-    a token id, the lowest first; None where any token may come.
-    """
-
-    error: str | None
-
-    @property
-    def ended(self) -> bool: ...
-    def advance(self, tokens: Items[int], /) -> int:
-        """Moves on behind emitted tokens; how many there are until the answer ends."""
-
-    def masks(self, drafts: Items[int], /) -> list[np.ndarray | None]:
-        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n."""
-
-    def mask(self) -> np.ndarray | None:
-        """What may follow the emitted tokens and all guesses."""
-
-    def guess(self, token: int, /) -> bool:
-        """Moves on behind a draft, if the grammar allows it."""
-
-    def forget(self, guesses: int, /) -> None:
-        """Goes back over so many guesses."""
-
-
 PageNumbers: TypeAlias = "array[int]"
 
 
@@ -296,9 +246,9 @@ class Sequence:
     prefix_keys: list[bytes] = field(default_factory=list)
     cached: int | None = None
     decode_steps: int = 0
-    stop_watch: StopWatch | None = None
-    acceptance: HeldDrafts | None = None
-    constraint: Constraint | None = None
+    stop_watch: "TextStream | None" = None
+    acceptance: "HeldDrafts | None" = None
+    constraint: "GrammarState | None" = None
     said: "Ledger | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None

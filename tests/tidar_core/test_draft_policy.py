@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tidar_core.engine.draft_policy import (
     FULL_ROWS,
-    Acceptance,
     Choice,
     DraftPolicy,
+    HeldDrafts,
     Load,
     SequenceView,
     best_choice,
@@ -106,14 +106,14 @@ def test_the_choice_is_the_best_candidate_of_a_simulation(holds, steepness):
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=50))
 def test_acceptance_stays_between_none_and_all(steps):
-    acceptance = Acceptance([0.55] * 3)
+    acceptance = HeldDrafts([0.55] * 3)
     for verified, held in steps:
         acceptance.observe(verified, min(verified, held))
     assert all(0 < chance < 1 for chance in acceptance.holds())
 
 
 def test_acceptance_learns_and_forgets():
-    acceptance = Acceptance((0.55, 0.55))
+    acceptance = HeldDrafts((0.55, 0.55))
     prior = acceptance.holds()
     for _ in range(500):
         acceptance.observe(2, 1)
@@ -131,7 +131,7 @@ def test_a_drafters_own_account_is_where_the_policy_begins():
     for expected, drafts in (((), False), ((0.85, 0.8, 0.75), True), ((0.85,), True), ((0.3, 0.2, 0.1), False)):
         policy = DraftPolicy(4, cost, expected)
         assert (policy.choose([view] * 4, 0) != [Shape()] * 4) == drafts, expected
-    assert DraftPolicy(4, cost, (0.9, 0.5)).new_acceptance(of_sequence=True).holds() == (0.9, 0.5, 0.5)
+    assert DraftPolicy(4, cost, (0.9, 0.5)).new_acceptance().holds() == (0.9, 0.5, 0.5)
     assert DraftPolicy(3, cost, (0.9, 0.5, 0.4)).new_acceptance().holds() == (0.9, 0.5)
 
 
@@ -170,7 +170,7 @@ STEP = StepCost((1, 12, 13, 64), (1.0, 1.0, 2.0, 10.0), (0.1, 0.1, 0.1, 0.5), (0
 
 def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     policy = DraftPolicy(4, STEP)
-    books = [policy.new_acceptance(of_sequence=True) for _ in range(4)]
+    books = [policy.new_acceptance() for _ in range(4)]
     for _ in range(100):
         books[2].observe(3, 3)
         for poor in (books[0], books[1], books[3]):
@@ -264,10 +264,10 @@ def test_the_choice_is_never_worse_than_plain_decoding(sequences, ranked):
 
 def test_a_sequence_learns_for_all_and_starts_from_what_all_have_shown():
     policy = DraftPolicy(4, FLAT)
-    first = policy.new_acceptance(of_sequence=True)
+    first = policy.new_acceptance()
     for _ in range(300):
         first.observe(3, 3)
-    assert policy.new_acceptance(of_sequence=True).holds()[0] > 0.9
+    assert policy.new_acceptance().holds()[0] > 0.9
 
 
 def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_time_to_change():

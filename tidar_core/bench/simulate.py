@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from tidar_core.engine.draft_policy import Acceptance, DraftPolicy, SequenceView, candidate_shapes
+from tidar_core.engine.draft_policy import DraftPolicy, HeldDrafts, SequenceView, candidate_shapes
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape, fit_shape, full_shape
 
@@ -39,7 +39,7 @@ class _Walker:
     """A sequence on its way through a trace: its last token's place, drafts in hand, and how many of them hold."""
 
     trace: Trace
-    acceptance: Acceptance
+    acceptance: HeldDrafts
     place: int = 0
     in_hand: int = 0
     holding: int = 0
@@ -82,7 +82,7 @@ def simulate(
 ) -> tuple[float, float]:
     """Tokens per second and tokens per step of a batch that always has `batch` sequences, over `tokens` tokens."""
     waiting = cycle(traces)
-    walkers = [_Walker(next(waiting), policy.new_acceptance(of_sequence=True)) for _ in range(batch)]
+    walkers = [_Walker(next(waiting), policy.new_acceptance()) for _ in range(batch)]
     emitted = steps = 0
     seconds = 0.0
     while emitted < tokens:
@@ -101,10 +101,7 @@ def simulate(
         emitted += sum(walker.step(shape) for walker, shape in zip(walkers, shapes, strict=True))
         seconds += cost.seconds(size)
         steps += batch
-        walkers = [
-            _Walker(next(waiting), policy.new_acceptance(of_sequence=True)) if walker.arrived else walker
-            for walker in walkers
-        ]
+        walkers = [_Walker(next(waiting), policy.new_acceptance()) if walker.arrived else walker for walker in walkers]
     return emitted / seconds, emitted / steps
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.request import Constraint
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 if TYPE_CHECKING:
@@ -21,7 +20,11 @@ SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambig
 
 
 class GrammarState:
-    """A `Constraint` by xgrammar. Whatever looks ahead goes back to where the emitted tokens end.
+    """What an answer has to follow: the state of its grammar, by xgrammar, behind the tokens that were emitted.
+    Whatever looks ahead goes back there.
+
+    error: why the answer cannot go on, in one line, or None. A mask is uint8, a bit a token id, the lowest first; None
+    where any token may come.
 
     Where looking ahead takes too long nothing is guessed any more: drafts must not end an answer that would be
     complete without them. What was too slow behind drafts that then held ends it where it would end without.
@@ -44,6 +47,7 @@ class GrammarState:
 
     @property
     def ended(self) -> bool:
+        """Nothing may follow any more."""
         return bool(self._matcher.is_terminated())
 
     def advance(self, tokens: Items[int]) -> int:
@@ -91,6 +95,7 @@ class GrammarState:
         return words.numpy().view(np.uint8)[0] if bound else None
 
     def forget(self, guesses: int) -> None:
+        """Goes back over so many guesses."""
         self._matcher.rollback(guesses)
         self._ahead -= guesses
 
@@ -140,7 +145,7 @@ def only_token(mask: np.ndarray) -> int | None:
 
 
 def guess_within(
-    followed: Items[tuple[Constraint | None, Items[int]]], logits: Tensor, rules: Items[TokenRule]
+    followed: Items[tuple[GrammarState | None, Items[int]]], logits: Tensor, rules: Items[TokenRule]
 ) -> list[list[int]]:
     """Guesses that the grammars allow, for sequences with a constraint and guesses each, in the order of the rows.
 
@@ -171,7 +176,7 @@ def guess_within(
 class _Guesser:
     """One sequence's guesses, whose rows begin at `start`, and those of them that are kept."""
 
-    constraint: Constraint
+    constraint: GrammarState
     guesses: Items[int]
     start: int
     kept: list[int]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tidar_core.engine.step_cost import NO_TIE, FloatArray, StepCost, StepSize, curve_at
 from tidar_core.layout import PLAIN, Shape, full_shape
-from tidar_core.request import DraftMode, HeldDrafts
+from tidar_core.request import DraftMode
 
 IntArray = NDArray[np.int64]
 PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
@@ -36,14 +36,14 @@ CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed an
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
 
-class Acceptance:
+class HeldDrafts:
     """How often draft i holds when those before it did: smoothed over a prior, recent steps weigh most.
 
     expected: of each draft, before any was seen. memory: what an observation still weighs when the next one comes.
     whole: the books that this one's are a part of, as a sequence's are of all; they stand in for `expected`.
     """
 
-    def __init__(self, expected: Sequence[float], memory: float = MEMORY, whole: "Acceptance | None" = None):
+    def __init__(self, expected: Sequence[float], memory: float = MEMORY, whole: "HeldDrafts | None" = None):
         self._expected = tuple(expected)
         self._tried = [0.0] * len(self._expected)
         self._held = [0.0] * len(self._expected)
@@ -159,15 +159,13 @@ class DraftPolicy:
         self._ahead = ahead
         known = tuple(expected) or (PRIOR_HOLDS,)
         self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
-        self._all = self.new_acceptance()
+        self._all = HeldDrafts(self._expected)
         self._choices: dict[tuple[int, Load], tuple[int, Choice]] = {}
         self._step = 0
 
-    def new_acceptance(self, of_sequence: bool = False) -> Acceptance:
-        """The books of a sequence that begins, over what all have shown; or of all."""
-        if of_sequence:
-            return Acceptance(self._expected, SEQUENCE_MEMORY, whole=self._all)
-        return Acceptance(self._expected)
+    def new_acceptance(self) -> HeldDrafts:
+        """The books of a sequence that begins, over what all have shown."""
+        return HeldDrafts(self._expected, SEQUENCE_MEMORY, whole=self._all)
 
     def choose(self, views: Sequence[SequenceView], prompt_rows: int, coming: int = 0) -> list[Shape]:
         """A shape for each sequence, for drafts in hand or none; the caller fits it to the sequence's limits.

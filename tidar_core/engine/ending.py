@@ -1,6 +1,11 @@
 """How an answer ends: what of the tokens that a step decided is sent, and whether anything comes behind them."""
 
-from tidar_core.request import Constraint, Finish, FinishReason, Sequence
+from typing import TYPE_CHECKING
+
+from tidar_core.request import Finish, FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from tidar_core.engine.constraint import GrammarState
 
 
 def ends_of(sequence: Sequence, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -36,7 +41,7 @@ def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[
 
 
 def _follow(
-    constraint: Constraint, emitted: list[int], finish: Finish | None, has_stops: bool
+    constraint: "GrammarState", emitted: list[int], finish: Finish | None, has_stops: bool
 ) -> tuple[list[int], Finish | None]:
     """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does.
     has_stops: the request names tokens that end it, which then stand only where the grammar may end."""

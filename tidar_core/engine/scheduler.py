@@ -109,7 +109,7 @@ class Scheduler:
         self._refused = _Refused(None, 0, None)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.acceptance = self.policy.new_acceptance(of_sequence=True)
+        sequence.acceptance = self.policy.new_acceptance()
         sequence.ends = ends_of(sequence, self.limits.eos_ids)
         self._queue(sequence)
 
