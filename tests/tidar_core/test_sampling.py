@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from tests.tidar_core.kept import kept_scores
 from tidar_core import sampling
 from tidar_core.philox import NoiseKey, gumbel_all
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import NO_TOKEN, TokenRule, kept_scores, pick_tokens
+from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 VOCAB = 49152
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
