@@ -238,8 +238,7 @@ class _PieceDecoder:
         return self._let_go(self._text()) if self._pending else ""
 
     def _text(self) -> str:
-        before = self._backend.decode(self._before)
-        return self._backend.decode([*self._before, *self._pending])[len(before) :]
+        return self._backend.decode([*self._before, *self._pending])[len(self._before) :]
 
     def _let_go(self, text: str) -> str:
         self._pending.clear()
