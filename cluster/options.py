@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tidar_core.config import DEFAULT_MODEL, EngineConfig, GenerationConfig, KVDType, RoundedDType, ServedDType
+from tidar_core.config import DEFAULT_MODEL, Device, EngineConfig, GenerationConfig, KVDType, RoundedDType, ServedDType
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -93,7 +93,7 @@ class ServeOptions(BaseModel):
     name: str | None = None
     dtype: ServedDType = "bfloat16"
     kv_dtype: KVDType = "model"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     drafts: DraftMode = "auto"
     replicas: int = 1
     min_replicas: Count = 1

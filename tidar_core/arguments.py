@@ -5,16 +5,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tidar_core.config import ConfigError, EngineConfig, GenerationConfig, KVDType, ServedDType
+from tidar_core.config import ConfigError, Device, EngineConfig, GenerationConfig, KVDType, ServedDType
 from tidar_core.request import DraftMode, RequestError
 
-Device = Literal["auto", "cpu", "cuda"]
 Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
 AdapterPath = Annotated[
     str,

@@ -27,6 +27,7 @@ Architecture = Literal[
     "seed_oss",
     "smollm3",
 ]
+Device = Literal["auto", "cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]
 ServedDType = Literal["bfloat16", "float32", "float8", RoundedDType]
@@ -131,9 +132,10 @@ class EngineConfig:
         rows rounded to 8 bits with them, float8 rounds those of the layers (and keeps them so on a GPU); all else is
         bfloat16.
     kv_dtype: of the K/V pages: as the arithmetic ("model"), or float8, of half the size on a GPU.
-    device: "auto", "cpu" or "cuda". threads: CPU threads, 0 for torch's default.
+    device: "auto" takes a GPU where there is one. threads: CPU threads, 0 for torch's default.
+    drafts: how much is drafted where a request does not say, for whoever makes requests.
     max_model_len: positions a sequence may use; 0 for the model's own limit.
-    cache_tokens: K/V positions to hold; 0 for what a share of the memory allows.
+    cache_tokens: K/V positions to hold; 0 for what a share of the memory allows. page_size: those of a page.
     max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
@@ -146,7 +148,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     adapter: str = "default"
     dtype: ServedDType = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     threads: int = 0
     drafts: DraftMode = "auto"
     max_model_len: int = 0

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from tidar_core.arguments import Threads
-from tidar_core.config import DEFAULT_MODEL, ConfigError, DTypeName
+from tidar_core.config import DEFAULT_MODEL, ConfigError, Device, DTypeName
 from tidar_core.layout import WithinBlock
 
 if TYPE_CHECKING:  # it would import torch, and with it make every command slow to start
@@ -90,9 +90,7 @@ def convert_command(
     ] = "engine",
     seed: Annotated[int, typer.Option(min=0, help="Fixes the questions, the anchors and the start.")] = 0,
     dtype: Annotated[DTypeName, typer.Option(help="The base's weights and arithmetic.")] = "bfloat16",
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where it runs; auto takes a GPU where there is one.")
-    ] = "auto",
+    device: Annotated[Device, typer.Option(help="Where it runs; auto takes a GPU where there is one.")] = "auto",
     threads: Threads = 0,
     workers: Annotated[
         int,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from tidar_core.config import DTypeName
+from tidar_core.config import Device, DTypeName
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import Gathered, Goal
@@ -37,7 +37,7 @@ class ConvertOptions:
     projections: tuple[Projection, ...] = PROJECTIONS
     layers: tuple[int, ...] | None = None
     generator: Generator = "engine"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     dtype: DTypeName = "bfloat16"
     threads: int = 0
     answer_tokens: int = 320
