@@ -17,6 +17,7 @@ from tidar_core.engine.graphs import Graphs, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
+from tidar_core.engine.step_cost import StepCost
 from tidar_core.engine.warmup import capture_graphs, check_cost, fly_once, measure_cost, rows_are_exact, with_own_pages
 from tidar_core.kernels.cpu import cpu_ops, supports
 from tidar_core.kernels.cpu_build import CompileError, cache_directory
@@ -81,18 +82,7 @@ def load_engine(
 
     if config.drafts == "full" and adapter is None:
         report("there is no drafter: drafts 'full' changes nothing")
-    if config.max_model_len > model.max_positions:
-        report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
-    if model.stretches_to is not None and not is_long(model):
-        report(
-            f"requests are limited to {model.max_positions} positions: where max_model_len asks for more, up to "
-            f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
-        )
-    positions = min(model.max_positions, config.max_model_len or model.max_positions)
-    pages = _cache_pages(config, model, kv_dtype, device, positions)
-    if pages * config.page_size < positions:
-        positions = pages * config.page_size
-        report(f"memory for K/V limits requests to {positions} positions")
+    positions, pages = _room(config, model, kv_dtype, device, report)
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
@@ -105,19 +95,8 @@ def load_engine(
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
     arithmetic = _arithmetic(ops, device, config.kv_dtype, is_long(model))
     report("checking exactness and measuring step costs")
-    trial = with_own_pages(runner)
-    exact = rows_are_exact(trial)
-    path = cost_file(
-        cache_directory(), weights=base.fingerprint, dtype=config.dtype, arithmetic=arithmetic,
-        drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
-        threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact, graphs=graphs is not None,
-        overlap_launches=config.overlap_launches,
-    )  # fmt: skip
-    cost = known_cost(
-        path,
-        lambda: measure_cost(trial),
-        lambda known: check_cost(trial, known),
-    )
+    trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
+    exact, cost = _proven(config, trial, adapter, base.fingerprint, arithmetic)
     limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
         model=source.name,
@@ -249,6 +228,29 @@ def _gpu_ops(
     return REFERENCE_OPS
 
 
+def _room(
+    config: EngineConfig,
+    model: ModelConfig,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> tuple[int, int]:
+    """Positions that a request may use, and pages for keys and values."""
+    if config.max_model_len > model.max_positions:
+        report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
+    if model.stretches_to is not None and not is_long(model):
+        report(
+            f"requests are limited to {model.max_positions} positions: where max_model_len asks for more, up to "
+            f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
+        )
+    positions = min(model.max_positions, config.max_model_len or model.max_positions)
+    pages = _cache_pages(config, model, kv_dtype, device, positions)
+    if pages * config.page_size < positions:
+        positions = pages * config.page_size
+        report(f"memory for K/V limits requests to {positions} positions")
+    return positions, pages
+
+
 def _cache_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
 ) -> int:
@@ -269,6 +271,20 @@ def _cache_pages(
             f"{device.type}, or serve the model in fewer bits (--dtype)"
         )
     return min(most, int(room) // page_bytes)
+
+
+def _proven(
+    config: EngineConfig, trial: Runner, adapter: Adapter | None, fingerprint: str, arithmetic: str
+) -> tuple[bool, StepCost]:
+    """Whether the loaded model is exact, and what its steps cost."""
+    exact = rows_are_exact(trial)
+    path = cost_file(
+        cache_directory(), weights=fingerprint, dtype=config.dtype, arithmetic=arithmetic,
+        drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
+        threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact,
+        graphs=trial.graphs is not None, overlap_launches=config.overlap_launches,
+    )  # fmt: skip
+    return exact, known_cost(path, lambda: measure_cost(trial), lambda known: check_cost(trial, known))
 
 
 def _arithmetic(ops: Ops, device: torch.device, kv_dtype: KVDType, long: bool) -> str:
