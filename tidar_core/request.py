@@ -175,7 +175,7 @@ class StepTrace(NamedTuple):
     anchor: the token that the model said itself; None where a stop cut the step before it.
     block: slots a proposal (b). proposals: the outcomes that were drafted for (P).
     used: the outcome that came true, where it was drafted for, else None.
-    cached: prompt tokens whose K/V were there already, in the step that ends a prefill; else 0.
+    cached: in step 0, prompt tokens whose K/V were there already when the request first ran; else 0.
     """
 
     step: int
@@ -225,7 +225,10 @@ def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way. The engine alone changes it, in `Scheduler` and nowhere else.
+    """A request on its way. The engine's thread alone changes it: the scheduler tokens, cursor, drafts and pages, and
+    where an answer ends (`ending.py`) its `stop_watch` and `constraint` move on behind what is emitted. `grammars.py`
+    brings the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties has `said` follow the
+    tokens, and the engine notes `prompt_logprobs`.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
@@ -273,8 +276,7 @@ class Sequence:
         """Tokens emitted since the prompt, those of an earlier replica included."""
         return len(self.tokens) - self.prompt_length
 
-    @property
-    def remaining(self) -> int:
-        """Tokens that may still be emitted under max_tokens."""
+    def remaining(self, max_positions: int) -> int:
+        """Tokens that may still be emitted, under max_tokens and below so many positions."""
         request = self.request
-        return request.params.max_tokens + len(request.prompt) - len(self.tokens)
+        return min(request.params.max_tokens + len(request.prompt), max_positions) - len(self.tokens)

@@ -10,7 +10,7 @@ from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
-from tidar_core.engine.warmup import _batch, _plan, with_own_pages
+from tidar_core.engine.warmup import _plan, with_own_pages
 from tidar_core.kernels.ops import rotary_tables
 from tidar_core.layout import Shape, full_shape
 from tidar_core.model.decoder import all_layers
@@ -48,7 +48,7 @@ def test_one_call_is_all_layers(tmp_path, architecture, more, dtype):
     tokens = [(13 * i + 5) % 500 for i in range(200)]
     for start, known, shape in SHAPES.values():
         plan = _plan(tokens, start, known, shape.drafts, shape, list(range(1, 15)))
-        batch = _batch(runner, [plan])
+        batch = runner.batch([plan])
         together = runner.forward(batch)
         one_by_one = replace(runner, cache=cache, layers=apart).forward(batch)
         assert torch.equal(together, one_by_one)

@@ -18,6 +18,7 @@ from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, flight, load_engine, said_ahead
 from tidar_core.grammar import Grammar
 from tidar_core.kernels import rules
+from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import WithinBlock
 from tidar_core.request import FinishReason, Request, SamplingParams
 
@@ -203,10 +204,9 @@ def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytes
     """Where a stream that was handed over is cut, and all of its drafts hold up to there."""
     follows: dict[int, list[int]] = {}
 
-    def oracle(
-        runner: Any, hidden: Any, logits: Any, rules: Any, anchors: Tensor, counts: list[int], **_: Any
-    ) -> Tensor:
-        picked = [(follows.get(anchor, []) + [3] * 8)[:n] for anchor, n in zip(anchors.tolist(), counts, strict=True)]
+    def oracle(runner: Any, slots: GuessedSlots) -> Tensor:
+        each = zip(slots.anchors.tolist(), slots.counts, strict=True)
+        picked = [(follows.get(anchor, []) + [3] * 8)[:n] for anchor, n in each]
         return torch.tensor([token for drafts in picked for token in drafts])
 
     engine = tiny_engine(tmp_path, overlap=True)

@@ -19,6 +19,7 @@ from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.flight import Flight, launch
 from tidar_core.engine.graphs import CAPTURE_AT, MOST_ROWS, REMEMBERED, Graphs, Replay, bucket
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
+from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
 
@@ -169,9 +170,8 @@ def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tm
         hidden, logits = (torch.randn(slots, size, generator=draw) for size in (width, runner.config.vocab_size))
         anchors = torch.arange(len(counts))
         rules = [TokenRule(SamplingParams(max_tokens=9, temperature=1.0, seed=slot), slot) for slot in range(slots)]
-        found, expected = (
-            pick_drafts(replace(runner, graphs=some), hidden, logits, rules, anchors, counts) for some in (graphs, None)
-        )
+        guessed = GuessedSlots(hidden, logits, rules, anchors, counts)
+        found, expected = (pick_drafts(replace(runner, graphs=some), guessed) for some in (graphs, None))
         assert found.equal(expected)
     assert list(graphs._captured) == [("slots", 96, 3)]
     assert drafting._filled_up.cache_info().misses == 4  # filled up for the graph, and as they are

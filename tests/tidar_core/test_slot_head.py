@@ -16,7 +16,7 @@ from tidar_core.convert.forward import run_clean, run_masks, run_slot_head
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.runner import Runner
 from tidar_core.kernels.cpu import cpu_ops
-from tidar_core.kernels.ops import empty_cache
+from tidar_core.kernels.ops import GuessedSlots, empty_cache
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model import slot_head
 from tidar_core.model.decoder import all_layers
@@ -110,7 +110,7 @@ def test_drafts_follow_from_one_another(
     with pytest.MonkeyPatch.context() as patch:  # all tokens are candidates: then the choice is that of the definition
         patch.setattr("tidar_core.engine.drafting.CANDIDATES", vocab)
         patch.setattr("tidar_core.kernels.cpu_slots.CANDIDATES", vocab)
-        drafted = pick_drafts(runner, hidden, hidden @ weights.head.t(), rules, anchors, counts)
+        drafted = pick_drafts(runner, GuessedSlots(hidden, hidden @ weights.head.t(), rules, anchors, counts))
         assert drafted.tolist() == expected
 
 
@@ -131,7 +131,8 @@ def test_the_best_candidate_of_a_few_is_taken(
         patch.setattr("tidar_core.engine.drafting.CANDIDATES", wanted)
         patch.setattr("tidar_core.kernels.cpu_slots.CANDIDATES", wanted)
         some = replace(runner, vocabulary=vocabulary)
-        first = int(pick_drafts(some, hidden, logits.clone(), [TokenRule(GREEDY, 1)], torch.tensor([5]), [1]))
+        slots = GuessedSlots(hidden, logits.clone(), [TokenRule(GREEDY, 1)], torch.tensor([5]), [1])
+        first = int(pick_drafts(some, slots))
     least = logits[0].topk(min(wanted, vocab)).values[-1]
     says = logits[0] + vocabulary @ (told(head, hidden, [words[5]])[0] - hidden[0])
     sure = logits[0] > least  # which of equals is a candidate is left open

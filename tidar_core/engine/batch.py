@@ -48,11 +48,6 @@ class Batch:
     laid: Laid
 
     @property
-    def emit_rows(self) -> tuple[range, ...]:
-        """The verify rows of each plan whose answers are wanted."""
-        return self.laid.emit_rows
-
-    @property
     def first_mask_rows(self) -> list[int]:
         """Where the mask rows of each plan begin."""
         rows: list[int] = (self.size.verify + self.laid.first_mask_rows).tolist()

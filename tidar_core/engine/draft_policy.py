@@ -19,13 +19,11 @@ from operator import mul
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tidar_core.engine.step_cost import NO_TIE, FloatArray, StepCost, StepSize, curve_at
+from tidar_core.engine.step_cost import NO_TIE, FloatArray, IntArray, StepCost, StepSize, curve_at
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import DraftMode
 
-IntArray = NDArray[np.int64]
 PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
 PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
 from tidar_core.model.slot_head import CANDIDATES, drafts_of, next_state, rescored
 from tidar_core.model.weights import SlotHead
@@ -21,59 +22,34 @@ GRAPHED = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # proposals of one graph; launching
 
 
 @torch.inference_mode()
-def pick_drafts(
-    runner: Runner,
-    hidden: Tensor,
-    logits: Tensor,
-    rules: Items[TokenRule],
-    anchors: Tensor,
-    counts: Items[int],
-    *,
-    alone: bool = False,
-    shift: Tensor | None = None,
-) -> Tensor:
-    """The drafts of some proposals, `counts[i]` in proposal i, which follows `anchors[i]`: int64 [slots].
-
-    hidden: [slots, hidden] and logits: [slots, vocab] of slots 1 … b-1 of the proposals, one behind the other, with
-    a rule each, and perhaps the `shift` of its position (`tidar_core.sampling.pick_tokens`). The logits of tokens that
-    the slot head scores anew may be changed in place. alone: leave it out.
-    """
+def pick_drafts(runner: Runner, slots: GuessedSlots, *, alone: bool = False) -> Tensor:
+    """The drafts of slots, int64 [slots], by the slot head where there is one. alone: leave it out."""
     head = None if runner.adapter is None else runner.adapter.slot_head
     if head is None or runner.vocabulary is None or alone:
-        return runner.ops.pick(logits, rules, shift)
+        return runner.ops.pick(slots.logits, slots.rules, slots.shift)
     if runner.ops.draft_slots is not None:
-        words = runner.weights.embedding
-        picks = runner.ops.draft_slots(head, words, runner.vocabulary, hidden, logits, anchors, counts, rules, shift)
+        picks = runner.ops.draft_slots(head, runner.weights.embedding, runner.vocabulary, slots)
         if picks is not None:
             return picks
-    if of_all(rules, any_adjusts):
-        return _slot_by_slot(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
-    return _side_by_side(runner, head, runner.vocabulary, hidden, logits, rules, anchors, counts, shift)
+    way = _slot_by_slot if of_all(slots.rules, any_adjusts) else _side_by_side
+    return way(runner, head, runner.vocabulary, slots)
 
 
-def _side_by_side(
-    runner: Runner,
-    head: SlotHead,
-    vocabulary: Tensor,
-    hidden: Tensor,
-    logits: Tensor,
-    rules: Items[TokenRule],
-    anchors: Tensor,
-    counts: Items[int],
-    shift: Tensor | None,
-) -> Tensor:
+def _side_by_side(runner: Runner, head: SlotHead, vocabulary: Tensor, slots: GuessedSlots) -> Tensor:
     """All proposals as if they were of one length, so that sizes alone decide what is launched: in one graph, where
     there are graphs."""
-    words, device, longest = runner.weights.embedding, runner.device, max(counts)
+    counts, words, device = slots.counts, runner.weights.embedding, runner.device
+    longest = max(counts)
     graphs = None if len(counts) > GRAPHED[-1] else runner.graphs
     size = len(counts) if graphs is None else GRAPHED[bisect_left(GRAPHED, len(counts))]
     index = _filled_up(tuple(counts), size, device)
-    best = logits.topk(min(CANDIDATES, logits.shape[1]))
-    shaped = [each[index].view(longest, size, -1) for each in (hidden, best.values, best.indices)]
-    numbers = of_all(rules, _numbers_by_slot, logits.shape[1], tuple(counts), size, device)
-    if shift is not None:
-        numbers = numbers.moved(shift[index].view(longest, size))
-    first = torch.cat((anchors, anchors[:1].expand(size - len(counts))))
+    vocab = slots.logits.shape[1]
+    best = slots.logits.topk(min(CANDIDATES, vocab))
+    shaped = [each[index].view(longest, size, -1) for each in (slots.hidden, best.values, best.indices)]
+    numbers = of_all(slots.rules, _numbers_by_slot, vocab, tuple(counts), size, device)
+    if slots.shift is not None:
+        numbers = numbers.moved(slots.shift[index].view(longest, size))
+    first = torch.cat((slots.anchors, slots.anchors[:1].expand(size - len(counts))))
 
     def drafts(
         hidden: Tensor, scores: Tensor, candidates: Tensor, first: Tensor, reals: Tensor, whole: Tensor
@@ -114,22 +90,13 @@ def _numbers_by_slot(
     return RuleNumbers(*(each.contiguous() for each in by_slot))
 
 
-def _slot_by_slot(
-    runner: Runner,
-    head: SlotHead,
-    vocabulary: Tensor,
-    hidden: Tensor,
-    logits: Tensor,
-    rules: Items[TokenRule],
-    anchors: Tensor,
-    counts: Items[int],
-    shift: Tensor | None,
-) -> Tensor:
+def _slot_by_slot(runner: Runner, head: SlotHead, vocabulary: Tensor, slots: GuessedSlots) -> Tensor:
+    logits, rules, counts, shift = slots.logits, slots.rules, slots.counts, slots.shift
     device = logits.device
     starts = list(accumulate(counts, initial=0))
     scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
     picks = torch.empty(len(rules), dtype=torch.int64, device=device)
-    before = anchors
+    before = slots.anchors
     state: Tensor | None = None
     going = list(range(len(counts)))
     for slot in range(max(counts)):
@@ -140,7 +107,7 @@ def _slot_by_slot(
             before, state = before[kept], None if state is None else state[kept]
         at = [starts[proposal] + slot for proposal in going]
         rows = on_device(at, device)
-        state = next_state(head, hidden[rows], runner.weights.embedding[before], state)
+        state = next_state(head, slots.hidden[rows], runner.weights.embedding[before], state)
         chosen = candidates[rows]
         anew = rescored(scores[rows], chosen, F.linear(state, head.out), vocabulary).to(logits.dtype)
         logits[rows[:, None], chosen] = anew

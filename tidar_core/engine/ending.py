@@ -26,9 +26,9 @@ def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[
         if token in sequence.ends:
             emitted, finish = emitted[: index + 1], Finish(FinishReason.STOP, token)
             break
-    room = min(sequence.remaining, max_positions - len(sequence.tokens))
-    if finish is None and len(emitted) >= room:
-        emitted, finish = emitted[:room], Finish(FinishReason.LENGTH)
+    remaining = sequence.remaining(max_positions)
+    if finish is None and len(emitted) >= remaining:
+        emitted, finish = emitted[:remaining], Finish(FinishReason.LENGTH)
     if sequence.constraint is not None:
         has_stops = bool(sequence.request.params.stop_token_ids)
         emitted, finish = _follow(sequence.constraint, emitted, finish, has_stops)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.engine.batch import Batch, build_batch, draft_rows, step_size
+from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.drafting import pick_drafts, with_drafts_say
 from tidar_core.engine.flight import Flight, launch, may_fly, settled
@@ -16,6 +16,7 @@ from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
+from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
 from tidar_core.penalties import NOTHING_SAID, Ledger
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
@@ -167,11 +168,11 @@ class Engine:
     def _step_alone(self, plans: Items[SequencePlan]) -> list[StepOutput]:
         """A step from its plans to its answers, with the host deciding on the way."""
         began = time.monotonic()
-        batch = build_batch(plans, self.info.page_size, self._runner.padded, self._runner.form)
+        batch = self._runner.batch(plans)
         size, untypical = step_size(plans, batch), self._runner.untypical
         hidden = self._runner.forward(batch)
         self._read_prompts(plans, hidden)
-        scores = self._score(size, plans, batch, hidden)
+        scores = self._score(size, batch, hidden)
         outputs = self._verify(plans, batch, scores)
         self._draft(plans, batch, hidden, scores, outputs)
         self._took(size, untypical, began)
@@ -217,31 +218,25 @@ class Engine:
                     sequence.prompt_logprobs += ranked_logprobs(logits, sequence.tokens[start + 1 : end + 1], wanted)
             row += plan.verify_rows
 
-    def _score(self, size: StepSize, plans: Items[SequencePlan], batch: Batch, hidden: Tensor) -> "Scores":
+    def _score(self, size: StepSize, batch: Batch, hidden: Tensor) -> "Scores":
         """The scores of the verify rows; those of all slots with them where one pass over the head costs less."""
-        rows = [row for rows in batch.emit_rows for row in rows]
-        if size.slots and self._scheduler.policy.cost.at_once(size.verify, size.picked, size.slots):
-            drafting = zip(plans, batch.first_mask_rows, strict=True)
-            rows += [
-                row
-                for plan, first in drafting
-                for place in range(len(plan.shape.proposals))
-                for row in draft_rows(plan.shape, first, place)
-            ]
+        rows: list[int] = batch.laid.answer_rows.tolist()
+        if self._scheduler.policy.cost.at_once(size):
+            rows += (batch.size.verify + batch.laid.guess_rows).tolist()
         return Scores(self._runner, hidden, rows)
 
     def _verify(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores") -> list[StepOutput]:
         """Picks the true tokens and commits them."""
-        rows = [row for rows in batch.emit_rows for row in rows]
+        rows = batch.laid.answer_rows.tolist()
         if not rows:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
         truths = self._runner.ops.pick(with_drafts_say(plans, logits), rules).tolist()
-        outputs = self._scheduler.commit(plans, _split(truths, batch.emit_rows))
+        outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows))
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
-        emitting = [rows for rows in batch.emit_rows if rows]
+        emitting = [rows for rows in batch.laid.emit_rows if rows]
         logprobs = _split(token_logprobs(logits, truths, rules), emitting)
         return [
             output._replace(logprobs=tuple(entry for entry in entries[: len(output.tokens)] if entry is not None))
@@ -267,18 +262,17 @@ class Engine:
             for plan, rows, used in chosen
             for rule in self._rules(plan.sequence, plan.position + used + 1, len(rows))
         ]
-        slots = [row for _, rows, _ in chosen for row in rows]
-        logits = scores.of(slots)
+        rows_chosen = [row for _, rows, _ in chosen for row in rows]
+        logits = scores.of(rows_chosen)
         anchors = on_device([plan.sequence.tokens[-1] for plan, _, _ in chosen], hidden.device)
         counts = [len(rows) for _, rows, _ in chosen]
         said = [
             own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
-        alone = any(scores is not None for scores in said)
-        picks = pick_drafts(
-            self._runner, hidden[on_device(slots, hidden.device)], logits, rules, anchors, counts, alone=alone
-        )
+        alone = any(own is not None for own in said)
+        slots = GuessedSlots(hidden[on_device(rows_chosen, hidden.device)], logits, rules, anchors, counts)
+        picks = pick_drafts(self._runner, slots, alone=alone)
         drafts = _split(picks.tolist(), [rows for _, rows, _ in chosen])
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):

@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.batch import Batch, build_batch, step_size
+from tidar_core.engine.batch import Batch, step_size
 from tidar_core.engine.drafting import pick_drafts
-from tidar_core.engine.laid import IntArray, Laid, numbered
+from tidar_core.engine.laid import Laid, numbered
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.said_ahead import as_changed, changes_scores, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.engine.step_cost import StepCost, StepSize
+from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
+from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
 from tidar_core.request import SamplingParams, Sequence
@@ -128,7 +129,7 @@ def launch(
     """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
     each of these goes on from."""
     launched, untypical, device = time.monotonic(), runner.untypical, runner.device
-    batch = build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
+    batch = runner.batch(plans)
     state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
     sources = range(len(plans)) if behind is None else behind[1]
     from_rows = np.full(batch.size.sequences, len(state) - 1, dtype=np.int32)
@@ -139,7 +140,7 @@ def launch(
 
     size, ops, laid = step_size(plans, batch), runner.ops, batch.laid
     answers, guesses = laid.answers, laid.guesses
-    at_once = size.slots > 0 and cost.at_once(size.verify, size.picked, size.slots)
+    at_once = cost.at_once(size)
     scores = runner.scores(hidden, _scored_rows(batch, at_once, device))
     asked = _asked(plans, laid, None if behind is None else behind[0].asked)
     verified = scores[: len(laid.answer_rows)]
@@ -154,8 +155,8 @@ def launch(
     if drafting:
         chosen = scores[decided.scores] if at_once else runner.scores(hidden, decided.rows)
         shift = None if asked.greedy else _positions(plans, guesses, state, source, decided.state)
-        picks = pick_drafts(runner, hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift=shift)
-        ops.renew(decided, table, picks)
+        slots = GuessedSlots(hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift)
+        ops.renew(decided, table, pick_drafts(runner, slots))
     told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
     return Flight(
         tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, untypical

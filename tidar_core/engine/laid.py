@@ -11,10 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tidar_core.engine.step_cost import StepSize
+from tidar_core.engine.step_cost import IntArray, StepSize
 from tidar_core.layout import BlockForm, Shape, mask_rows
 
-IntArray = NDArray[np.int64]
 Int32Array = NDArray[np.int32]
 
 

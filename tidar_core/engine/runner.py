@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.engine.batch import Batch, BatchSize, inputs_of
+from tidar_core.engine.batch import Batch, BatchSize, build_batch, inputs_of
 from tidar_core.engine.graphs import Graphs, bucket
+from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import BlockForm
@@ -60,6 +61,10 @@ class Runner:
         if self.adapter is not None and self.adapter.attention is not None:  # rows of both kinds are multiplied apart
             return replace(size, verify=_up(size.verify, multiple), mask=_up(size.mask, multiple))
         return replace(size, verify=_up(size.verify + size.mask, multiple) - size.mask)
+
+    def batch(self, plans: Items[SequencePlan]) -> Batch:
+        """The rows of a step, filled up to the size that such a step has here."""
+        return build_batch(plans, self.cache.page_size, self.padded, self.form)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, carried: Carried | None = None) -> Tensor:

@@ -175,27 +175,18 @@ class Scheduler:
             return None
         if self._may_admit():
             return None
-        most = self.limits.max_positions
-        going = [(s, left) for s in self.running if (left := min(s.remaining, most - len(s.tokens))) > 1]
+        going = [sequence for sequence in self.running if sequence.remaining(self.limits.max_positions) > 1]
         if not going:
             return None
-        sources = [places[sequence] for sequence, _ in going]
+        sources = [places[sequence] for sequence in going]
         before = [under_way[source] for source in sources]
         in_hand = [_drafts_to_come(plan) for plan in before]
-        views = [self._view(sequence, drafts) for (sequence, _), drafts in zip(going, in_hand, strict=True)]
+        views = [self._view(sequence, drafts) for sequence, drafts in zip(going, in_hand, strict=True)]
         shapes = self.policy.choose(views, prompt_rows=0)
         plans, missing, page_size = [], [], self.limits.page_size
-        for (sequence, remaining), plan, drafts_in_hand, wanted in zip(going, before, in_hand, shapes, strict=True):
+        for sequence, plan, drafts_in_hand, wanted in zip(going, before, in_hand, shapes, strict=True):
             position, committed = plan.position, len(plan.drafts) + 1
-            shape = wanted
-            if wanted is not PLAIN:
-                shape = fit_shape(
-                    wanted,
-                    drafts_in_hand=drafts_in_hand,
-                    remaining=max(1, remaining - committed),
-                    position=position + committed,
-                    max_positions=most,
-                )
+            shape = wanted if wanted is PLAIN else self._fitted(wanted, sequence, drafts_in_hand, committed)
             drafts = tuple(range(1, shape.drafts + 1)) if shape.drafts else ()
             plans.append(SequencePlan(sequence, position, (0,), drafts, shape, True))
             more = -(-(position + committed + 1 + shape.drafts) // page_size) - len(sequence.pages)
@@ -235,18 +226,21 @@ class Scheduler:
         for sequence, count in chosen:
             known = tuple(sequence.tokens[sequence.computed : sequence.computed + count])
             emits = sequence.computed + count == len(sequence.tokens)
-            shape = PLAIN
-            if emits:
-                shape = fit_shape(
-                    next(wanted),
-                    drafts_in_hand=len(sequence.drafts),
-                    remaining=min(sequence.remaining, self.limits.max_positions - len(sequence.tokens)),
-                    position=len(sequence.tokens) - 1,
-                    max_positions=self.limits.max_positions,
-                )
+            shape = self._fitted(next(wanted), sequence, len(sequence.drafts)) if emits else PLAIN
             drafts = tuple(sequence.drafts[: shape.drafts])
             plans.append(SequencePlan(sequence, sequence.computed, known, drafts, shape, emits))
         return plans
+
+    def _fitted(self, wanted: Shape, sequence: Sequence, drafts_in_hand: int, coming: int = 0) -> Shape:
+        """What a sequence can use of a shape, behind so many tokens that are not told yet."""
+        most = self.limits.max_positions
+        return fit_shape(
+            wanted,
+            drafts_in_hand=drafts_in_hand,
+            remaining=max(1, sequence.remaining(most) - coming),
+            position=len(sequence.tokens) - 1 + coming,
+            max_positions=most,
+        )
 
     def _view(self, sequence: Sequence, drafts_in_hand: int) -> SequenceView:
         params = sequence.request.params

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 NO_TIE = 1 - 1e-9  # what costs as much but for rounding is not cheaper, whichever way it was added up
 
 
@@ -52,7 +53,7 @@ class StepCost:
         trunk = self.trunk_seconds(rows) + attention
         if not size.mask:
             return self.plain * (trunk + self.head_seconds(size.verify))
-        if self.at_once(size.verify, size.picked, size.slots):
+        if self.at_once(size):
             head = self.head_seconds(size.verify + size.slots)
         else:
             head = self.head_seconds(size.verify) + any_hit * self.head_seconds(size.picked)
@@ -70,10 +71,13 @@ class StepCost:
         """Scores and tokens of so many rows, in one pass over the head."""
         return self._at(self.head, rows) if rows else 0.0
 
-    def at_once(self, verify: float, picked: float, slots: float) -> bool:
-        """Whether the head had better see all `slots` together with the verify rows, than first these and then the
-        `picked` slots of the proposals that came true."""
-        return self.head_seconds(verify + slots) < NO_TIE * (self.head_seconds(verify) + self.head_seconds(picked))
+    def at_once(self, size: StepSize) -> bool:
+        """Whether the head had better see all slots together with the verify rows, than first these and then the
+        slots that are picked of the proposals that came true."""
+        if not size.slots:
+            return False
+        apart = self.head_seconds(size.verify) + self.head_seconds(size.picked)
+        return self.head_seconds(size.verify + size.slots) < NO_TIE * apart
 
     def full_batch(self, most: int, share: float = 0.8) -> int:
         """How many sequences keep this engine busy: the fewest, of at most `most`, that give `share` of the most tokens

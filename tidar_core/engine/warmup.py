@@ -8,17 +8,18 @@ from functools import partial
 from itertools import cycle, islice
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.batch import Batch, BatchSize, build_batch
+from tidar_core.engine.batch import Batch, BatchSize
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.flight import launch
 from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS, bucket
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.engine.step_cost import StepCost
-from tidar_core.kernels.ops import empty_cache
+from tidar_core.engine.step_cost import StepCost, curve_at
+from tidar_core.kernels.ops import GuessedSlots, empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 from tidar_core.sampling import Rules, TokenRule
@@ -68,10 +69,6 @@ def _plan(
     return SequencePlan(sequence, start, tuple(tokens[start:end]), tuple(tokens[end : end + drafts]), shape, emits=True)
 
 
-def _batch(runner: Runner, plans: list[SequencePlan]) -> Batch:
-    return build_batch(plans, runner.cache.page_size, runner.padded, runner.form)
-
-
 def _decoding(runner: Runner, sequences: int, drafting: int, context: int) -> Batch:
     """One-row sequences, as in decoding, the first `drafting` of them with a proposal; each on pages of its own as far
     as they go."""
@@ -80,7 +77,7 @@ def _decoding(runner: Runner, sequences: int, drafting: int, context: int) -> Ba
     own = cycle(range(1, runner.cache.keys.shape[1]))
     shapes = [Shape(0, (1,), runner.block_length)] * drafting + [PLAIN] * (sequences - drafting)
     plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
-    return _batch(runner, plans)
+    return runner.batch(plans)
 
 
 def rows_are_exact(runner: Runner) -> bool:
@@ -130,7 +127,7 @@ def _passes_are_exact(runner: Runner) -> bool:
     pages, other_pages = list(range(1, count + 1)), list(range(count + 1, 2 * count + 1))
 
     def hidden(*plans: SequencePlan) -> Tensor:
-        return runner.forward(_batch(runner, list(plans))).clone()  # a graph's result does not last
+        return runner.forward(runner.batch(plans)).clone()  # a graph's result does not last
 
     whole = hidden(_plan(text, 0, length, 0, PLAIN, pages))[:length]
     for chunk in (1, 5, page):
@@ -191,8 +188,8 @@ def measure_cost(runner: Runner) -> StepCost:
         max(0.0, seconds - base.trunk_seconds(count * (1 + block)))
         for count, seconds in zip(proposals, drafting, strict=True)
     )
-    known = StepCost(tuple(count * block for count in proposals), extra, extra, extra)
-    return replace(base, adapter=tuple(known.trunk_seconds(rows) for rows in cost_rows))
+    between = curve_at(tuple(count * block for count in proposals), extra, np.array(cost_rows))
+    return replace(base, adapter=tuple(between.tolist()))
 
 
 def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
@@ -231,7 +228,7 @@ def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int]
 
     def step(width: int, count: int, shape: Shape) -> object:
         plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
-        return runner.forward(_batch(runner, plans))
+        return runner.forward(runner.batch(plans))
 
     captured = [(count, shape) for count, shape in shapes if may_be_captured(count, shape)]
     todo = [partial(step, width, count, shape) for width in widths for count, shape in captured]
@@ -258,7 +255,8 @@ def _drafting(runner: Runner, proposals: int, slots: int) -> object:
     rows = proposals * slots
     hidden = torch.zeros(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     logits, rules = runner.scores(hidden, range(rows)), [TokenRule(GREEDY, 1)] * rows
-    return pick_drafts(runner, hidden, logits, rules, on_device([0] * proposals, runner.device), [slots] * proposals)
+    anchors = on_device([0] * proposals, runner.device)
+    return pick_drafts(runner, GuessedSlots(hidden, logits, rules, anchors, [slots] * proposals))
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:

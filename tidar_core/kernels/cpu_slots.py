@@ -2,17 +2,16 @@
 
 import ctypes
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
 
 from tidar_core.kernels.cpu_build import LANES
 from tidar_core.kernels.cpu_pick import addresses, numbers_unless_greedy
-from tidar_core.kernels.ops import DraftSlots
+from tidar_core.kernels.ops import DraftSlots, GuessedSlots
 from tidar_core.model.slot_head import CANDIDATES
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import TokenRule, any_adjusts, of_all
+from tidar_core.sampling import any_adjusts, of_all
 
 
 def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
@@ -24,29 +23,19 @@ def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:
     ]  # fmt: skip
     function.restype = None  # type: ignore[attr-defined]
 
-    def draft_slots(
-        head: SlotHead,
-        words: Tensor,
-        vocabulary: Tensor,
-        hidden: Tensor,
-        logits: Tensor,
-        anchors: Tensor,
-        counts: Items[int],
-        rules: Items[TokenRule],
-        shift: Tensor | None,
-    ) -> Tensor | None:
+    def draft_slots(head: SlotHead, words: Tensor, vocabulary: Tensor, slots: GuessedSlots) -> Tensor | None:
         size, width = head.out.shape
-        fits = size % LANES == 0 and width % LANES == 0 and hidden.dtype == words.dtype == head.out.dtype
-        if not fits or of_all(rules, any_adjusts):
+        fits = size % LANES == 0 and width % LANES == 0 and slots.hidden.dtype == words.dtype == head.out.dtype
+        if not fits or of_all(slots.rules, any_adjusts):
             return None
-        logits, hidden = logits.float().contiguous(), hidden.contiguous()
+        logits, hidden = slots.logits.float().contiguous(), slots.hidden.contiguous()
         drafts = torch.empty(len(hidden), dtype=torch.int64)
-        each, first = torch.tensor(counts, dtype=torch.int32), anchors.contiguous()
-        numbers = numbers_unless_greedy(rules, logits.shape[1], shift)
+        each, first = torch.tensor(slots.counts, dtype=torch.int32), slots.anchors.contiguous()
+        numbers = numbers_unless_greedy(slots.rules, logits.shape[1], slots.shift)
         function(
             head.hidden.data_ptr(), head.token.data_ptr(), head.state.data_ptr(), head.out.data_ptr(), size, width,
             words.data_ptr(), vocabulary.data_ptr(), logits.shape[1], hidden.data_ptr(), logits.data_ptr(),
-            len(hidden), len(counts), each.data_ptr(), first.data_ptr(), min(CANDIDATES, logits.shape[1]),
+            len(hidden), len(each), each.data_ptr(), first.data_ptr(), min(CANDIDATES, logits.shape[1]),
             *addresses(numbers), drafts.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return drafts

@@ -134,23 +134,26 @@ class QKNorm:
     eps: float
 
 
-class DraftSlots(Protocol):
-    """The drafts of proposals as `engine.drafting.pick_drafts` picks them, int64 [slots], or None where these tensors
-    or rules cannot be had so. words: [vocab, hidden], the embedding; anchors: int64 [proposals]; the rest as there."""
+@dataclass(frozen=True, slots=True)
+class GuessedSlots:
+    """Slots 1 … b-1 of some proposals, one behind the other, whose drafts are picked.
 
-    def __call__(
-        self,
-        head: SlotHead,
-        words: Tensor,
-        vocabulary: Tensor,
-        hidden: Tensor,
-        logits: Tensor,
-        anchors: Tensor,
-        counts: Items[int],
-        rules: Items[TokenRule],
-        shift: Tensor | None,
-        /,
-    ) -> Tensor | None: ...
+    hidden: [slots, hidden]. logits: [slots, vocab]; those of tokens that a slot head scores anew may be changed in
+    place. rules: one a slot, with perhaps the `shift` of its position (`tidar_core.sampling.pick_tokens`). anchors:
+    int64 [proposals], the token that each proposal follows. counts: how many slots each has.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    rules: Items[TokenRule]
+    anchors: Tensor
+    counts: Items[int]
+    shift: Tensor | None = None
+
+
+DraftSlots = Callable[[SlotHead, Tensor, Tensor, GuessedSlots], Tensor | None]
+"""The drafts of slots as `engine.drafting.pick_drafts` picks them by a slot head, with the embedding and the rows of
+the model's head, [vocab, hidden] each: int64 [slots], or None where these tensors or rules cannot be had so."""
 
 
 class Pick(Protocol):
