@@ -17,8 +17,6 @@ from typing import Any
 
 from tidar_core.prefixes import split_marks
 
-PROMPT_MARKS = 256  # that a call carries: 16,384 tokens
-PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 tokens in 8 kB
 REMEMBERED = 65_536  # marks that a router remembers itself
 REMEMBER_SECONDS = 30.0  # prefill and publication take a while; after that what is published counts alone
 MOVED_SECONDS = 1.5  # streams move together where they come within so many

@@ -16,9 +16,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from cluster.channels import Call, Channels, Ended, Lost, Turn, hang_up, hear, next_arrival
-from cluster.engine_thread import Event, Refusal
 from cluster.errors import ApiError, full, server_error
-from cluster.replica import Accepted, EngineKind
+from cluster.line import Accepted, EngineKind, Event, Refusal
 from cluster.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
 

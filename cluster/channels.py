@@ -20,8 +20,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.engine_thread import Event, Failure
-from cluster.replica import Accepted, Batch
+from cluster.line import Accepted, Batch, Event, Failure
 
 log = logging.getLogger("ray.serve")
 TICK_SECONDS = 0.1

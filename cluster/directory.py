@@ -13,12 +13,11 @@ from prometheus_client.metrics_core import Metric
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
-from cluster.affinity import PROMPT_MARKS
 from cluster.card import ModelCard
 from cluster.errors import full, not_ready
+from cluster.line import PROMPT_MARKS, Accepted, Address, Batch, EngineKind, Way
 from cluster.prompts import prepare
-from cluster.replica import Accepted, Address, Batch, EngineKind
-from cluster.routing import Way, ask, cancelled_there, listen
+from cluster.routing import ask, cancelled_there, listen
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 

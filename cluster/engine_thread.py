@@ -9,21 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tidar_core.request import Request, RequestError, StepOutput
+from cluster.line import Event, Failure, Refusal
+from tidar_core.request import Request, RequestError
 
 if TYPE_CHECKING:  # torch is imported on the engine's thread, after its number of CPU threads is set
     from tidar_core.engine import Engine, EngineStats
 
 log = logging.getLogger("ray.serve")
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that the engine will not serve: the client's fault, in one line."""
-
-    request_id: str
-    message: str
-    param: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +26,6 @@ class Look:
     marks: Future[bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The engine broke; every request in flight ends here."""
-
-    message: str
-
-
-Event = StepOutput | Refusal | Failure
 Deliver = Callable[[Sequence[Event]], None]
 
 

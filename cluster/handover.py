@@ -26,11 +26,9 @@ from opentelemetry.trace import Tracer
 
 from cluster.attempts import Attempt, Start, ended_badly
 from cluster.channels import Call, Channels, Lost, Turn
-from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
+from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Way
 from cluster.metrics import IngressMetrics
-from cluster.replica import HEARTBEAT_SECONDS, EngineKind
-from cluster.routing import Way
 from cluster.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
 

@@ -13,12 +13,23 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
-from cluster.affinity import PUBLISHED_MARKS
 from cluster.card import ModelCard
-from cluster.engine_thread import EngineThread, Event, Failure, Refusal
+from cluster.engine_thread import EngineThread
+from cluster.line import (
+    ANYWHERE,
+    HEARTBEAT_SECONDS,
+    PUBLISHED_MARKS,
+    Accepted,
+    Address,
+    Batch,
+    EngineKind,
+    Event,
+    Failure,
+    Refusal,
+    Way,
+)
 from cluster.metrics import Load, ReplicaMetrics, Timing
 from cluster.progress import ProgressLine
-from cluster.routing import ANYWHERE, Way
 from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.request import FinishReason, Request, StepOutput
@@ -28,10 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ray.serve")
 LAST_WORDS_SECONDS = 0.5  # for the failure to reach the clients
-HEARTBEAT_SECONDS = 0.3
-IDLE_SECONDS = (
-    1.0  # without any request, and a call for events ends: Serve waits for calls before it takes a replica away
-)
+# Without any request, and a call for events ends: Serve waits for calls before it takes a replica away.
+IDLE_SECONDS = 1.0
 UNHEARD_SECONDS = 60.0
 # An ingress that shows no sign of life for so many ticks is gone; one that showed one a few ticks ago is there.
 TICK_SECONDS, GONE_TICKS, THERE_TICKS = 1.0, 10, 2
@@ -40,42 +49,6 @@ STEP_SECONDS = 120.0  # an engine that takes longer over a step hangs
 # and the system moves a thread that lost its own only to one that rests. A replica inherits what an engine alone uses
 # from the process that started Ray, so that only what somebody else chose counts as a choice.
 SPINS_BESIDE_OTHERS = "1000"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """What decides an engine's tokens: only between engines of one kind may a stream move once it has begun."""
-
-    fingerprint: str
-    dtype: str
-    device: str
-    arithmetic: str
-    exact: bool
-    mask_token: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """All that a request's own call says: who has it."""
-
-    replica: str
-    kind: EngineKind
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a mailbox brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
-
-    replica: str
-    events: tuple[Event, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where events are fetched: an ingress, by the name that its signs of life bear, and one of its mailboxes."""
-
-    ingress: str
-    mailbox: str
 
 
 @dataclass(slots=True)

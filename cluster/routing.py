@@ -13,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Any
 
 from ray.serve._private.common import ReplicaID
@@ -21,26 +20,10 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.affinity import Candidate, Moves, Prefixes, best
+from cluster.line import ANYWHERE, Way
 from tidar_core.prefixes import split_marks
 
 UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counted there
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
-    prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached. `moved`: it is for a stream that
-    has begun elsewhere. `counted`: some replica has counted the call's prompt."""
-
-    never: frozenset[str] = frozenset()
-    avoid: frozenset[str] = frozenset()
-    only: str | None = None
-    marks: bytes = b""
-    moved: bool = False
-    counted: bool = False
-
-
-ANYWHERE = Way()
 
 
 def ask(engine: DeploymentHandle, method: str, *args: object, way: Way = ANYWHERE) -> DeploymentResponse[Any]:

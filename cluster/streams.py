@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.acceptance import Acceptance, answer_metrics
 from cluster.card import ModelCard
-from cluster.engine_thread import Refusal
 from cluster.errors import ApiError, bad_request, full
 from cluster.handover import Carrier, News
+from cluster.line import Refusal
 from cluster.spelling import Spelling
 from cluster.thoughts import Thinking, Thought, ThoughtParser
 from cluster.tool_calls import CallDelta, ToolParser

@@ -11,11 +11,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.channels import Call
-from cluster.engine_thread import Event
 from cluster.handover import Carrier, News, Patience
+from cluster.line import Accepted, Batch, EngineKind, Event, Way
 from cluster.metrics import IngressMetrics
-from cluster.replica import Accepted, Batch, EngineKind
-from cluster.routing import Way, fitting
+from cluster.routing import fitting
 from tests.cluster.scripted import KIND, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 

@@ -10,11 +10,9 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from cluster.engine_thread import Event, Failure, Refusal
 from cluster.handover import Carrier, Patience
+from cluster.line import Accepted, Batch, EngineKind, Event, Failure, Refusal, Way
 from cluster.metrics import IngressMetrics
-from cluster.replica import Accepted, Batch, EngineKind
-from cluster.routing import Way
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
 KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from cluster.affinity import (
     CROWDED,
     MOVED_SECONDS,
-    PROMPT_MARKS,
     REMEMBER_SECONDS,
     REMEMBERED,
     SPARE,
@@ -18,6 +17,7 @@ from cluster.affinity import (
     Prefixes,
     best,
 )
+from cluster.line import PROMPT_MARKS
 from tidar_core.prefixes import prefix_marks, split_marks
 
 CANDIDATES = st.lists(

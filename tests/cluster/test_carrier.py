@@ -16,12 +16,11 @@ from ray.serve.exceptions import BackPressureError
 
 from cluster import handover
 from cluster.channels import Reception
-from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
+from cluster.line import Accepted, Batch, EngineKind, Refusal, Way
 from cluster.metrics import IngressMetrics, render
-from cluster.replica import Accepted, Batch, EngineKind
-from cluster.routing import Way, fitting
+from cluster.routing import fitting
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
 

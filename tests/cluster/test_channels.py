@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.channels import Channels, Lost, Reception, Turn
-from cluster.engine_thread import Event, Failure
-from cluster.replica import Accepted, Batch
+from cluster.line import Accepted, Batch, Event, Failure
 from tidar_core.request import StepOutput
 
 ENDS = None

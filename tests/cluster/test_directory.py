@@ -11,10 +11,11 @@ from cluster import directory as room
 from cluster.card import ModelCard
 from cluster.directory import Directory, Wake
 from cluster.errors import ApiError
+from cluster.line import ANYWHERE, Way
 from cluster.metrics import IngressMetrics
 from cluster.models import Models
 from cluster.options import ServeOptions
-from cluster.routing import ANYWHERE, Way, fitting
+from cluster.routing import fitting
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 from tidar_core.prefixes import prefix_marks

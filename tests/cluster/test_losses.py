@@ -10,9 +10,8 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.errors import ApiError
 from cluster.handover import Carrier, Patience
+from cluster.line import Accepted, Batch, EngineKind, Way
 from cluster.metrics import IngressMetrics
-from cluster.replica import Accepted, Batch, EngineKind
-from cluster.routing import Way
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Listening, Scripted, carry, undisturbed
 from tests.cluster.test_carrier import goes_on_behind
 from tidar_core.request import Request

@@ -13,7 +13,8 @@ import pytest
 from ray import serve
 
 from cluster import replica as room
-from cluster.replica import Accepted, Address, Batch, EngineReplica
+from cluster.line import Accepted, Address, Batch
+from cluster.replica import EngineReplica
 from tests.tiny import tiny_checkpoint
 from tidar_core import SPINS
 from tidar_core.config import EngineConfig

@@ -8,9 +8,9 @@ from opentelemetry.trace import StatusCode
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import BackPressureError
 
-from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import Patience
+from cluster.line import Refusal
 from cluster.metrics import render
 from tests.cluster.rivals import PATIENCE, Engine, Reader, Said, Stage, asking, play
 from tests.cluster.scripted import OTHER

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
-from cluster.engine_thread import Refusal
 from cluster.errors import ApiError
 from cluster.handover import News
+from cluster.line import Refusal
 from cluster.responses import chunk, logprobs_of, new_head, whole
 from cluster.streams import (
     LONGEST_INTERVAL_SECONDS,

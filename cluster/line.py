@@ -1,0 +1,81 @@
+"""What crosses between ingress and replica: what a call wishes, what it is told, and how much of either."""
+
+from dataclasses import dataclass
+
+from tidar_core.request import StepOutput
+
+HEARTBEAT_SECONDS = 0.3  # a replica that has nothing to say says so as often
+PROMPT_MARKS = 256  # that a call carries: 16,384 tokens
+PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 tokens in 8 kB
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
+    prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached. `moved`: it is for a stream that
+    has begun elsewhere. `counted`: some replica has counted the call's prompt."""
+
+    never: frozenset[str] = frozenset()
+    avoid: frozenset[str] = frozenset()
+    only: str | None = None
+    marks: bytes = b""
+    moved: bool = False
+    counted: bool = False
+
+
+ANYWHERE = Way()
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where events are fetched: an ingress, by the name that its signs of life bear, and one of its mailboxes."""
+
+    ingress: str
+    mailbox: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What decides an engine's tokens: only between engines of one kind may a stream move once it has begun."""
+
+    fingerprint: str
+    dtype: str
+    device: str
+    arithmetic: str
+    exact: bool
+    mask_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """All that a request's own call says: who has it."""
+
+    replica: str
+    kind: EngineKind
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that the engine will not serve: the client's fault, in one line."""
+
+    request_id: str
+    message: str
+    param: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine broke; every request in flight ends here."""
+
+    message: str
+
+
+Event = StepOutput | Refusal | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a mailbox brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
+
+    replica: str
+    events: tuple[Event, ...]
