@@ -22,9 +22,9 @@ from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.deploy import first_line, last_line, ray_cluster, running_cluster
 from cluster.interrupts import Interrupts
 from cluster.preflight import settled
+from cluster.ray_cluster import first_line, last_line, ray_cluster, running_cluster
 from cluster.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.convert.checkpoint import Progress

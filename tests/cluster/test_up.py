@@ -25,10 +25,11 @@ from ray import serve
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster.deploy import running_cluster, spare_ray, start_proxies, unhealthy
+from cluster.deploy import start_proxies, unhealthy
 from cluster.interrupts import Interrupts
 from cluster.options import ServeOptions
 from cluster.preflight import absolute
+from cluster.ray_cluster import running_cluster, spare_ray
 from tests.servers import (
     MARK,
     REPOSITORY,
