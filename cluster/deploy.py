@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Never
@@ -63,7 +63,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             fit = beside(partial(check_models, options.serve, sources), "check-models")  # Ray's start is mostly waiting
             try:
                 with (
-                    haproxy_settings(options.host) as front,
+                    haproxy_settings(options.host) if address is None else nullcontext({}) as front,
                     ray_cluster(address, say, interrupts, SHORT_WAYS | front),
                 ):
                     fit.result()

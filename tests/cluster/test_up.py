@@ -14,7 +14,7 @@ import sys
 import termios
 import uuid
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from ray import serve
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
+from cluster import deploy
 from cluster.deploy import start_proxies, unhealthy
+from cluster.haproxy import ASKED
 from cluster.interrupts import Interrupts
-from cluster.options import ServeOptions
+from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute
 from cluster.ray_cluster import running_cluster, spare_ray
 from tests.servers import (
@@ -182,6 +184,20 @@ def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(ConfigError, match="no Ray cluster runs here"):
         running_cluster()
+
+
+def test_a_cluster_that_is_joined_has_its_own_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def join(address: str | None, say: Any, *_: Any) -> Iterator[None]:
+        raise ConfigError(f"joined {address}")
+        yield
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv(ASKED, "1")
+    monkeypatch.setattr(deploy, "ray_cluster", join)
+    serves = ServeOptions(model=str(tiny_checkpoint(tmp_path / "model")), adapter="none")
+    with pytest.raises(ConfigError, match=r"^joined 10\.0\.0\.1:6379$"):
+        deploy.up(UpOptions(serve=serves, host="10.1.2.3"))
 
 
 def test_what_a_start_waits_for_is_told(server: Server) -> None:
