@@ -1,11 +1,9 @@
 """The routes: OpenAI's API, vLLM's small extras, health and metrics. No Ray in here but the handle it is given."""
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,16 +18,15 @@ from tokenizers import Tokenizer
 from cluster.auth import KeyGuard, Keys, read_keys
 from cluster.card import ModelCard
 from cluster.directory import Directory
-from cluster.errors import ApiError, bad_request, unknown_model
-from cluster.items import ResponsesBody, as_here
+from cluster.errors import ApiError, bad_request
+from cluster.items import as_here
 from cluster.metrics import IngressMetrics, render
 from cluster.models import Models
 from cluster.options import ServeOptions
 from cluster.outcomes import Outcomes, outcome_of
+from cluster.plans import Plan, chat_plan, check_model, completion_plan, responses_plan
 from cluster.prompts import (
-    chat_prompt,
     check_ids,
-    completion_prompts,
     decode,
     encode,
     read_body,
@@ -37,40 +34,15 @@ from cluster.prompts import (
 )
 from cluster.response_object import new_response_head, response_events, whole_response
 from cluster.responses import EventStreamResponse, event_stream, new_head, whole
-from cluster.sampling import sampling_of, sampling_params
 from cluster.schemas import (
-    MAX_PROMPTS,
-    SEED_BITS,
-    Body,
-    ChatBody,
-    CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    refuse_unsupported,
 )
-from cluster.streams import Answer, Echo, Pace, requests_for
-from cluster.thoughts import Thinking, behind_thoughts, thinking
-from cluster.tools import Toolbox, tool_format, toolbox
+from cluster.streams import Answer, Pace, requests_for
+from cluster.tools import tool_format
 from cluster.tracing import flush, trace_requests, tracer_provider
-from tidar_core.grammar import Grammar
 
 PLAYGROUND = "/playground/"
-
-log = logging.getLogger("ray.serve")
-Prompts = list[tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a body asks for, as token ids, what the answer has to follow and may call, and how it may begin with
-    thoughts. echo: what an object of the Responses API repeats of its request; None for the other two."""
-
-    body: Body
-    prompts: Prompts
-    grammar: Grammar | None = None
-    tools: Toolbox | None = None
-    thinking: Thinking | None = None
-    echo: str | None = None
 
 
 def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
@@ -124,48 +96,18 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
-            body = read_body(raw, CompletionBody)
-            check(body, card)
-            return Plan(body, completion_prompts(body, card, backend), body.grammar)
-
-        return await answer(request, plan, chat=False)
+        return await answer(request, completion_plan, chat=False)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
-            return chat_plan(read_body(raw, ChatBody), card, backend)
-
-        return await answer(request, plan, chat=True)
+        return await answer(request, partial(chat_plan, reasoning=options.reasoning), chat=True)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        def plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
-            body = read_body(raw, ResponsesBody)
-            chat = body.as_chat()
-            return replace(chat_plan(chat, card, backend), echo=body.echo(sampling_of(chat, card)))
-
         try:
-            return await answer(request, plan, chat=True)
+            return await answer(request, partial(responses_plan, reasoning=options.reasoning), chat=True)
         except ApiError as error:
             raise as_here(error) from error
-
-    def chat_plan(body: ChatBody, card: ModelCard, backend: Tokenizer) -> Plan:
-        check(body, card)
-        tools = toolbox(
-            card.tokenizer,
-            body.tools or (),
-            body.tool_choice,
-            body.parallel_tool_calls is not False,
-            body.response_format,
-        )
-        grammar = body.grammar if tools is None else tools.grammar
-        prompt, text = chat_prompt(body, card, backend)
-        thoughts = thinking(card.tokenizer, text) if options.reasoning else None
-        if thoughts is not None and grammar is not None:
-            grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
-        # Who watches tokens wants to find them in the text.
-        return Plan(body, [prompt], grammar, tools, None if body.tidar.trace else thoughts)
 
     async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
@@ -176,30 +118,23 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         card, backend = await directory.awake()
         # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
         planned = await asyncio.to_thread(plan, raw, card, backend)
-        body, prompts, tools = planned.body, planned.prompts, planned.tools
-        seed = secrets.randbits(SEED_BITS)
-        choices = range(body.n or 1)
-        if len(prompts) * len(choices) > MAX_PROMPTS:
-            raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
-        # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
-        seeds = [(seed + number) % 2**SEED_BITS for number in range(len(prompts))]
-        params = [
-            replace(sampling_params(body, card, len(prompt), own_seed, planned.grammar), choice=choice)
-            for own_seed, prompt in zip(seeds, prompts, strict=True)
-            for choice in choices
-        ]
-        echo = planned.echo
+        body, echo = planned.body, planned.echo
         head = new_head(card.name, chat) if echo is None else new_response_head(card.name)
         operation = "chat" if chat else "text_completion"
         get_current_span().set_attributes(
             {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
         )
-        repeated = [prompt for prompt in prompts for _ in choices]
-        asked = requests_for(head.id, repeated, params, body.cache_salt or "", body.priority or 0)
-        echoes = echoes_of(body, prompts, backend)
-        follows = "tools" if tools is not None else body.grammar_field
-        tells_prompt = body.prompt_logprobs is not None
-        made = Answer(card, asked, body.tidar.trace, echoes, tells_prompt, not chat, tools, follows, planned.thinking)
+        made = Answer(
+            card,
+            requests_for(head.id, planned.prompts, planned.params, body.cache_salt or "", body.priority or 0),
+            body.tidar.trace,
+            planned.echoes,
+            tells_prompt=body.prompt_logprobs is not None,
+            tells_end=not chat,
+            tools=planned.tools,
+            follows=planned.follows,
+            thinking=planned.thinking,
+        )
         pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
@@ -292,33 +227,6 @@ def add_document(app: FastAPI, options: ServeOptions) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> JSONResponse:
         return JSONResponse(await asyncio.to_thread(made))
-
-
-def echoes_of(body: Body, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
-    """What stands before each choice where the prompt is to be repeated: its text as it came, or as its tokens say."""
-    if not (isinstance(body, CompletionBody) and body.echo):
-        return []
-    texts = [
-        given if isinstance(given, str) else decode(backend, prompt)
-        for given, prompt in zip(body.prompt, prompts, strict=True)
-    ]
-    logprobs = body.logprobs is not None
-    pairs = zip(texts, prompts, strict=True)
-    return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
-
-
-def check(body: Body, card: ModelCard) -> None:
-    """Raise ApiError for whatever a request for an answer asks for that cannot be honoured."""
-    check_model(body.model, card)
-    refuse_unsupported(body)
-    if body.ignored:
-        log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
-
-
-def check_model(name: str | None, card: ModelCard) -> None:
-    """Raise ApiError (404) for another model's name; no name means the one that is served."""
-    if name is not None and name != card.name:
-        raise unknown_model(name, card.name)
 
 
 async def read_raw(request: Request, limit: int) -> bytes:

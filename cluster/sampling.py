@@ -35,10 +35,15 @@ def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
 
 
 def sampling_params(
-    body: Body, card: ModelCard, prompt_tokens: int, seed: int, grammar: Grammar | None = None
+    body: Body,
+    card: ModelCard,
+    prompt_tokens: int,
+    seed: int,
+    grammar: Grammar | None = None,
+    bias: tuple[tuple[int, float], ...] = (),
 ) -> SamplingParams:
     """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
-    has to follow, if anything.
+    has to follow, if anything. bias: the body's (`logit_bias`), made once for all of its prompts.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -70,7 +75,7 @@ def sampling_params(
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=sampling.repetition_penalty,
-            logit_bias=logit_bias(body.logit_bias or {}, card.vocab_size),
+            logit_bias=bias,
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.wanted_of_prompt,
             min_tokens=body.min_tokens or 0,

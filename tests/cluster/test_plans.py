@@ -1,0 +1,74 @@
+"""What a body asks for, worked out once, and where no stream waits for it."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from cluster import plans
+from cluster.api import build_api
+from cluster.directory import Directory
+from cluster.errors import ApiError, bad_request
+from cluster.options import ServeOptions
+from cluster.plans import Plan, chat_plan, completion_plan, responses_plan
+from cluster.prompts import decode, prepare
+from cluster.streams import Echo
+from tests.cluster.test_api import NoReplica, ask
+from tests.cluster.test_schemas import card_for
+from tests.tiny import tiny_tokenizer
+
+CARD = card_for(tiny_tokenizer())
+BACKEND = prepare(CARD)
+
+
+def completion(**fields: Any) -> Plan:
+    return completion_plan(json.dumps(fields).encode(), CARD, BACKEND)
+
+
+def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
+    plan = completion(prompt=[[300, 301], [302]], n=3, echo=True, seed=None, logit_bias={"300": 5, "301": -5})
+    assert plan.prompts == [(300, 301)] * 3 + [(302,)] * 3
+    assert [params.choice for params in plan.params] == [0, 1, 2] * 2
+    first, second = plan.params[0].seed, plan.params[3].seed
+    assert [params.seed for params in plan.params] == [first] * 3 + [second] * 3
+    assert second == (first + 1) % 2**plans.SEED_BITS
+    assert all(params.logit_bias is plan.params[0].logit_bias for params in plan.params), "made once for all"
+    echoes = [Echo(decode(BACKEND, prompt), prompt[0], False, False) for prompt in ((300, 301), (302,))]
+    assert plan.echoes == [echoes[0]] * 3 + [echoes[1]] * 3
+    assert completion(prompt="a", seed=4).params[0].seed == 4
+
+
+def test_more_choices_than_are_taken_are_refused() -> None:
+    with pytest.raises(ApiError, match="prompts times n may be at most 256") as caught:
+        completion(prompt=["a"] * 17, n=16)
+    assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_only_an_object_of_the_responses_api_repeats_what_was_asked() -> None:
+    turn = {"messages": [{"role": "user", "content": "Who?"}], "max_completion_tokens": 7}
+    chat = chat_plan(json.dumps(turn).encode(), CARD, BACKEND, reasoning=True)
+    asked = responses_plan(json.dumps({"input": "Who?", "max_output_tokens": 7}).encode(), CARD, BACKEND, True)
+    assert (chat.prompts, chat.params[0].max_tokens) == (asked.prompts, asked.params[0].max_tokens)
+    assert chat.echo is None
+    assert asked.echo is not None
+    assert json.loads(asked.echo)["max_output_tokens"] == 7
+
+
+def test_it_is_worked_out_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[threading.Thread] = []
+
+    def noted(*_: Any) -> Any:
+        asked.append(threading.current_thread())
+        raise bad_request("noted")
+
+    async def awake(_: Directory) -> Any:
+        return CARD, BACKEND
+
+    monkeypatch.setattr(Directory, "awake", awake)
+    monkeypatch.setattr(plans, "sampling_params", noted)
+    monkeypatch.setattr(plans, "echoes_of", noted)
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
+    assert ask(api, "POST", "/v1/completions", json={"prompt": "a"}).json()["error"]["message"] == "noted"
+    assert len(asked) == 1
+    assert asked[0] is not threading.main_thread()
