@@ -24,7 +24,7 @@ from cluster.metrics import IngressMetrics, render
 from cluster.models import Models
 from cluster.options import ServeOptions
 from cluster.outcomes import Outcomes, outcome_of
-from cluster.plans import Plan, chat_plan, check_model, completion_plan, responses_plan
+from cluster.plans import Plan, chat_plan, completion_plan, responses_plan
 from cluster.prompts import (
     check_ids,
     decode,
@@ -109,15 +109,17 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         except ApiError as error:
             raise as_here(error) from error
 
-    async def answer(request: Request, plan: Callable[[bytes, ModelCard, Tokenizer], Plan], chat: bool) -> Response:
+    async def answer(
+        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], Plan], chat: bool
+    ) -> Response:
         raw = await read_raw(request, options.max_body_bytes)
-        served = await models.wanted(raw)
+        served, value = await models.wanted(raw)
         outcome = outcome_of(request)
         outcome.model = served.name
         directory, admission = served.directory, served.admission
         card, backend = await directory.awake()
-        # In a thread: a long prompt takes a while to parse and to tokenize, and streams must go on meanwhile.
-        planned = await asyncio.to_thread(plan, raw, card, backend)
+        # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
+        planned = await asyncio.to_thread(plan, value, card, backend)
         body, echo = planned.body, planned.echo
         head = new_head(card.name, chat) if echo is None else new_response_head(card.name)
         operation = "chat" if chat else "text_completion"
@@ -153,9 +155,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
-        def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
-            body = read_body(raw, TokenizeBody)
-            check_model(body.model, card)
+        def work(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
+            body = read_body(value, TokenizeBody)
             text, special = body.prompt, True
             if body.messages is not None:
                 if body.tools:
@@ -176,21 +177,20 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> JSONResponse:
-        def work(raw: bytes, card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
-            body = read_body(raw, DetokenizeBody)
-            check_model(body.model, card)
+        def work(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
+            body = read_body(value, DetokenizeBody)
             check_ids(body.tokens, card, "tokens")
             return {"prompt": decode(backend, body.tokens)}
 
         return await in_thread(request, work)
 
     async def in_thread(
-        request: Request, work: Callable[[bytes, ModelCard, Tokenizer], dict[str, Any]]
+        request: Request, work: Callable[[dict[str, Any], ModelCard, Tokenizer], dict[str, Any]]
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
-        served = await models.wanted(raw)
+        served, value = await models.wanted(raw)
         outcome_of(request).model = served.name
-        return JSONResponse(await asyncio.to_thread(work, raw, *await served.directory.known()))
+        return JSONResponse(await asyncio.to_thread(work, value, *await served.directory.known()))
 
 
 def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> None:

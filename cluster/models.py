@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from opentelemetry.trace import Tracer
 from prometheus_client.metrics_core import Metric
@@ -88,13 +89,12 @@ class Models:
             raise unknown_model(name, ", ".join(self._served))
         return self._served[name]
 
-    async def wanted(self, raw: bytes) -> Served:
-        """Who serves what a body asks for. Raises ApiError; what else is wrong with the body its schema finds."""
-        if len(self._served) == 1:
-            return self.named(None)
-        body = await asyncio.to_thread(parse_json, raw)
-        name = body.get("model") if isinstance(body, dict) else None
-        return self.named(name if isinstance(name, str) else None)
+    async def wanted(self, raw: bytes) -> tuple[Served, dict[str, Any]]:
+        """Who serves what a body asks for, and the body as JSON. Raises ApiError; what else is wrong with the body its
+        schema finds."""
+        value = await asyncio.to_thread(parse_json, raw)
+        name = value.get("model")
+        return self.named(name if isinstance(name, str) else None), value
 
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series. Raises ApiError (503) where a model should run and no replica of any answers."""

@@ -5,11 +5,12 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
-from cluster.errors import bad_request, unknown_model
+from cluster.errors import bad_request
 from cluster.items import ResponsesBody
 from cluster.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.sampling import logit_bias, sampling_of, sampling_params
@@ -44,29 +45,29 @@ class Plan:
         return "tools" if self.tools is not None else self.body.grammar_field
 
 
-def completion_plan(raw: bytes, card: ModelCard, backend: Tokenizer) -> Plan:
+def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> Plan:
     """Of `POST /v1/completions`. Raises ApiError, as all of these do."""
-    body = read_body(raw, CompletionBody)
-    check(body, card)
+    body = read_body(value, CompletionBody)
+    check(body)
     prompts = completion_prompts(body, card, backend)
     params = params_of(body, prompts, card, body.grammar)
     return Plan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
 
 
-def chat_plan(raw: bytes, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
     """Of `POST /v1/chat/completions`. reasoning: thoughts are told apart."""
-    return plan_of_chat(read_body(raw, ChatBody), card, backend, reasoning)
+    return plan_of_chat(read_body(value, ChatBody), card, backend, reasoning)
 
 
-def responses_plan(raw: bytes, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
     """Of `POST /v1/responses`."""
-    body = read_body(raw, ResponsesBody)
+    body = read_body(value, ResponsesBody)
     chat = body.as_chat()
     return replace(plan_of_chat(chat, card, backend, reasoning), echo=body.echo(sampling_of(chat, card)))
 
 
 def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
-    check(body, card)
+    check(body)
     parallel = body.parallel_tool_calls is not False
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
@@ -112,15 +113,8 @@ def echoes_of(body: CompletionBody, prompts: Prompts, backend: Tokenizer) -> lis
     return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
 
 
-def check(body: Body, card: ModelCard) -> None:
+def check(body: Body) -> None:
     """Raise ApiError for whatever a request for an answer asks for that cannot be honoured."""
-    check_model(body.model, card)
     refuse_unsupported(body)
     if body.ignored:
         log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
-
-
-def check_model(name: str | None, card: ModelCard) -> None:
-    """Raise ApiError (404) for another model's name; no name means the one that is served."""
-    if name is not None and name != card.name:
-        raise unknown_model(name, card.name)

@@ -18,8 +18,8 @@ from cluster.tools import Tool, tool_format
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 
-def parse_json(raw: bytes) -> Any:
-    """The JSON value of a request body. Raises ApiError (400) for anything that is not UTF-8 and strict JSON."""
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request body. Raises ApiError (400) for anything that is not UTF-8 and strict JSON."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -35,6 +35,8 @@ def parse_json(raw: bytes) -> Any:
         raise bad_request("the body has a lone surrogate, which is no text") from error
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object")
     return value
 
 
@@ -42,11 +44,8 @@ def refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def read_body(raw: bytes, kind: type[BodyT]) -> BodyT:
+def read_body(value: Mapping[str, Any], kind: type[BodyT]) -> BodyT:
     """A checked request body. Raises ApiError (400) that names the first field at fault."""
-    value = parse_json(raw)
-    if not isinstance(value, dict):
-        raise bad_request("the body must be a JSON object")
     try:
         return kind.model_validate(value)
     except ValidationError as error:

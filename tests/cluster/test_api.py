@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.api import build_api
-from cluster.directory import Directory
+from cluster.directory import Directory, Wake
 from cluster.options import ServeOptions
 
 LIMIT = 2000
@@ -89,7 +89,26 @@ def test_a_body_over_the_limit_is_413_stated_or_not(api: FastAPI) -> None:
         response = ask(api, "POST", "/v1/completions", content=content, headers=JSON)
         assert response.status_code == 413
         assert str(LIMIT) in error_of(response)["message"]
-    assert ask(api, "POST", "/v1/completions", content=b" " * LIMIT, headers=JSON).status_code == 503
+    assert ask(api, "POST", "/v1/completions", content=b"{}".ljust(LIMIT), headers=JSON).status_code == 503
+
+
+def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def woken(_: Directory) -> Any:
+        raise AssertionError("woken")
+
+    for method in ("awake", "known"):
+        monkeypatch.setattr(Directory, method, woken)
+    sleeps = Directory(NoReplica(), Wake(seconds=1.0, most=1))  # type: ignore[arg-type]
+    api = build_api({"tiny": sleeps}, ServeOptions())
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        unread = ask(api, "POST", path, content=b"[1]", headers=JSON)
+        assert (unread.status_code, error_of(unread)["message"]) == (400, "the body must be a JSON object")
+        foreign = ask(api, "POST", path, json={"model": "other"})
+        assert (foreign.status_code, error_of(foreign)["code"]) == (404, "model_not_found")
+    page = ask(api, "GET", "/metrics").text.splitlines()
+    counted = [line for line in page if line.startswith("tidar:http_responses_total") and not line.endswith(" 0.0")]
+    assert [line.split('code="')[1][:3] for line in counted if 'model_name=""' in line] == ["400", "404"]
+    assert len(counted) == 2
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])

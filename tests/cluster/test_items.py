@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from cluster.errors import ApiError
 from cluster.items import ResponsesBody, as_here
-from cluster.prompts import read_body
+from cluster.prompts import parse_json, read_body
 from cluster.response_object import response_object
 from cluster.responses import new_head
 from cluster.sampling import sampling_of, sampling_params
@@ -25,7 +25,7 @@ TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", 
 
 
 def asked(**fields: Any) -> ResponsesBody:
-    return read_body(json.dumps({"input": "Who?", **fields}).encode(), ResponsesBody)
+    return read_body({"input": "Who?", **fields}, ResponsesBody)
 
 
 def as_chat(**fields: Any) -> ChatBody:
@@ -153,7 +153,7 @@ def test_errors_about_the_chat_name_the_fields_here() -> None:
 def test_what_json_has_no_word_for_is_refused_and_not_repeated() -> None:
     def echoed(parameters: str) -> str:
         tool = '{"type": "function", "name": "f", "parameters": ' + parameters + "}"
-        return read_body(f'{{"input": "a", "tools": [{tool}]}}'.encode(), ResponsesBody).echo(Sampling())
+        return read_body(parse_json(f'{{"input": "a", "tools": [{tool}]}}'.encode()), ResponsesBody).echo(Sampling())
 
     with pytest.raises(ApiError, match="must be JSON"):
         echoed('{"maximum": 1e999}')

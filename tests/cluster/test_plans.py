@@ -23,7 +23,7 @@ BACKEND = prepare(CARD)
 
 
 def completion(**fields: Any) -> Plan:
-    return completion_plan(json.dumps(fields).encode(), CARD, BACKEND)
+    return completion_plan(fields, CARD, BACKEND)
 
 
 def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
@@ -47,8 +47,8 @@ def test_more_choices_than_are_taken_are_refused() -> None:
 
 def test_only_an_object_of_the_responses_api_repeats_what_was_asked() -> None:
     turn = {"messages": [{"role": "user", "content": "Who?"}], "max_completion_tokens": 7}
-    chat = chat_plan(json.dumps(turn).encode(), CARD, BACKEND, reasoning=True)
-    asked = responses_plan(json.dumps({"input": "Who?", "max_output_tokens": 7}).encode(), CARD, BACKEND, True)
+    chat = chat_plan(turn, CARD, BACKEND, reasoning=True)
+    asked = responses_plan({"input": "Who?", "max_output_tokens": 7}, CARD, BACKEND, True)
     assert (chat.prompts, chat.params[0].max_tokens) == (asked.prompts, asked.params[0].max_tokens)
     assert chat.echo is None
     assert asked.echo is not None

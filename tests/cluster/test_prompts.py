@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from cluster.card import ModelCard
 from cluster.errors import ApiError
 from cluster.items import ResponsesBody
-from cluster.prompts import chat_prompt, decode, encode, prepare, read_body, render_chat
+from cluster.prompts import chat_prompt, decode, encode, parse_json, prepare, read_body, render_chat
 from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody, refuse_unsupported
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
@@ -39,7 +39,7 @@ TURN = {"role": "user", "content": "a"}
 def test_a_body_that_is_wrong_all_over_is_refused_for_its_first_faults(kind: type[BaseModel], body: Any) -> None:
     """Each fault that is found is a dict, of which the client hears one: a few megabytes took gigabytes."""
     with pytest.raises(ApiError) as refused:
-        read_body(json.dumps(body).encode(), kind)
+        read_body(body, kind)
     assert refused.value.status == 400
     assert "\n" not in refused.value.message
     found = refused.value.__cause__
@@ -83,7 +83,7 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
     raw = json.dumps({"messages": [TURN, {"role": "assistant", "tool_calls": [call]}]}).encode()
     with pytest.raises(ApiError) as refused:
-        encode(prepare(card), render_chat(card, read_body(raw, ChatBody).messages, True), False)
+        encode(prepare(card), render_chat(card, read_body(parse_json(raw), ChatBody).messages, True), False)
     assert refused.value.status == 400
     assert "\n" not in refused.value.message
 
@@ -110,10 +110,10 @@ def thinker() -> ModelCard:
 )
 def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None, text: str) -> None:
     card = thinker()
-    chat = read_body(json.dumps({"messages": [TURN], "chat_template_kwargs": arguments}).encode(), ChatBody)
+    chat = read_body({"messages": [TURN], "chat_template_kwargs": arguments}, ChatBody)
     refuse_unsupported(chat)
     assert chat_prompt(chat, card, prepare(card))[0] == encode(prepare(card), text, False)
-    responses = read_body(json.dumps({"input": "a", "chat_template_kwargs": arguments}).encode(), ResponsesBody)
+    responses = read_body({"input": "a", "chat_template_kwargs": arguments}, ResponsesBody)
     assert chat_prompt(responses.as_chat(), card, prepare(card))[0] == encode(prepare(card), text, False)
 
 
@@ -131,9 +131,9 @@ def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None,
     ],
 )
 def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said: str) -> None:
-    card, raw = thinker(), json.dumps({"messages": [TURN], "chat_template_kwargs": arguments}).encode()
+    card, body = thinker(), {"messages": [TURN], "chat_template_kwargs": arguments}
     with pytest.raises(ApiError) as refused:
-        chat_prompt(read_body(raw, ChatBody), card, prepare(card))
+        chat_prompt(read_body(body, ChatBody), card, prepare(card))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert said in refused.value.message
     assert "\n" not in refused.value.message

@@ -26,7 +26,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def grammar(**fields: Any) -> Grammar | None:
-    return read_body(json.dumps({"prompt": "a", **fields}).encode(), CompletionBody).grammar
+    return read_body({"prompt": "a", **fields}, CompletionBody).grammar
 
 
 def json_schema(schema: Any) -> dict[str, Any]:

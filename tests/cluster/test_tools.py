@@ -41,7 +41,7 @@ TURNS: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
 
 def chat(**fields: Any) -> ChatBody:
-    return read_body(json.dumps({"messages": TURNS, **fields}).encode(), ChatBody)
+    return read_body({"messages": TURNS, **fields}, ChatBody)
 
 
 def refused(**fields: Any) -> ApiError:
