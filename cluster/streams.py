@@ -202,22 +202,17 @@ class Answer:
         ApiError."""
         span = get_current_span()  # of the HTTP request, as this begins within it
         with admission.enter(len(self.requests), replicas):
+            streams = [
+                self._of(choice, carrier.run(request, self.card.fingerprint), pace)
+                for choice, request in zip(self.choices, self.requests, strict=True)
+            ]
             try:
-                async with aclosing(self._all(carrier, pace)) as pieces:
+                async with aclosing(streams[0] if len(streams) == 1 else merge(streams)) as pieces:
                     async for piece in pieces:
                         yield piece
             finally:
                 if span.is_recording():
                     span.set_attributes(self.account())
-
-    async def _all(self, carrier: Carrier, pace: "Pace | None") -> AsyncGenerator[Piece, None]:
-        streams = [
-            self._of(choice, carrier.run(request, self.card.fingerprint), pace)
-            for choice, request in zip(self.choices, self.requests, strict=True)
-        ]
-        async with aclosing(merge(streams)) as merged:
-            async for piece in merged:
-                yield piece
 
     async def _of(
         self, choice: Choice, story: AsyncGenerator[News, None], pace: "Pace | None"
@@ -353,11 +348,6 @@ def finished_well(event: StepOutput | Refusal) -> StepOutput:
 
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Items of all streams in the order in which they come; the first error ends them all, as does closing this."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield item
-        return
     arrivals: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:
