@@ -21,23 +21,14 @@ from cluster.directory import Directory
 from cluster.errors import ApiError, bad_request
 from cluster.items import as_here
 from cluster.metrics import IngressMetrics, render
-from cluster.models import Models
+from cluster.models import Models, Served
 from cluster.options import ServeOptions
 from cluster.outcomes import Outcomes, outcome_of
 from cluster.plans import Plan, chat_plan, completion_plan, responses_plan
-from cluster.prompts import (
-    check_ids,
-    decode,
-    encode,
-    read_body,
-    render_chat,
-)
+from cluster.prompts import check_ids, decode, encode, read_body, render_chat
 from cluster.response_object import new_response_head, response_events, whole_response
 from cluster.responses import EventStreamResponse, event_stream, new_head, whole
-from cluster.schemas import (
-    DetokenizeBody,
-    TokenizeBody,
-)
+from cluster.schemas import ChatBody, DetokenizeBody, TokenizeBody
 from cluster.streams import Answer, Pace, requests_for
 from cluster.tools import tool_format
 from cluster.tracing import flush, trace_requests, tracer_provider
@@ -96,31 +87,33 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answer(request, completion_plan, chat=False)
+        return await answer(request, *await planned(request, completion_plan))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, partial(chat_plan, reasoning=options.reasoning), chat=True)
+        return await answer(request, *await planned(request, partial(chat_plan, reasoning=options.reasoning)))
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
+        begun = await planned(request, partial(responses_plan, reasoning=options.reasoning))
         try:
-            return await answer(request, partial(responses_plan, reasoning=options.reasoning), chat=True)
-        except ApiError as error:
+            return await answer(request, *begun)
+        except ApiError as error:  # an engine's words for fields are a chat's
             raise as_here(error) from error
 
-    async def answer(
-        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], Plan], chat: bool
-    ) -> Response:
+    async def planned(
+        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], Plan]
+    ) -> tuple[Served, ModelCard, Plan]:
         raw = await read_raw(request, options.max_body_bytes)
         served, value = await models.wanted(raw)
-        outcome = outcome_of(request)
-        outcome.model = served.name
-        directory, admission = served.directory, served.admission
-        card, backend = await directory.awake()
+        outcome_of(request).model = served.name
+        card, backend = await served.directory.awake()
         # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
-        planned = await asyncio.to_thread(plan, value, card, backend)
-        body, echo = planned.body, planned.echo
+        return served, card, await asyncio.to_thread(plan, value, card, backend)
+
+    async def answer(request: Request, served: Served, card: ModelCard, plan: Plan) -> Response:
+        body, echo, outcome = plan.body, plan.echo, outcome_of(request)
+        chat = isinstance(body, ChatBody)
         head = new_head(card.name, chat) if echo is None else new_response_head(card.name)
         operation = "chat" if chat else "text_completion"
         get_current_span().set_attributes(
@@ -128,16 +121,17 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         )
         made = Answer(
             card,
-            requests_for(head.id, planned.prompts, planned.params, body.cache_salt or "", body.priority or 0),
+            requests_for(head.id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
             body.tidar.trace,
-            planned.echoes,
+            plan.echoes,
             tells_prompt=body.prompt_logprobs is not None,
             tells_end=not chat,
-            tools=planned.tools,
-            follows=planned.follows,
-            thinking=planned.thinking,
+            tools=plan.tools,
+            follows=plan.follows,
+            thinking=plan.thinking,
         )
-        pieces = made.pieces(served.carrier, admission, max(1, len(directory.replicas)), pace if body.stream else None)
+        replicas = max(1, len(served.directory.replicas))
+        pieces = made.pieces(served.carrier, served.admission, replicas, pace if body.stream else None)
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)

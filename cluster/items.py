@@ -317,19 +317,12 @@ def chat_format(form: TextFormat | None) -> dict[str, Any] | None:
     return {"type": form.type, "json_schema": {"name": form.name, "schema": form.schema_}}
 
 
-_HERE: Mapping[str, str] = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-
-
 def as_here(error: ApiError) -> ApiError:
     """An error about a chat, by the names of the fields here."""
     field, dot, rest = (error.param or "").partition(".")
     message = error.message
-    for chat, here in _HERE.items():
+    for chat, here in CHAT_NAMES.items():
         message = re.sub(rf"\b{chat}\b", here, message)
-    if field not in _HERE:
+    if field not in CHAT_NAMES:
         return error if message == error.message else ApiError(error.status, message, error.param, error.code)
-    return ApiError(error.status, message, _HERE[field] + (dot + rest if field != "messages" else ""), error.code)
+    return ApiError(error.status, message, CHAT_NAMES[field] + (dot + rest if field != "messages" else ""), error.code)

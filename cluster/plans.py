@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
-from cluster.errors import bad_request
-from cluster.items import ResponsesBody
+from cluster.errors import ApiError, bad_request
+from cluster.items import ResponsesBody, as_here
 from cluster.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.sampling import logit_bias, sampling_of, sampling_params
 from cluster.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
@@ -63,7 +63,11 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
     """Of `POST /v1/responses`."""
     body = read_body(value, ResponsesBody)
     chat = body.as_chat()
-    return replace(plan_of_chat(chat, card, backend, reasoning), echo=body.echo(sampling_of(chat, card)))
+    try:
+        plan = plan_of_chat(chat, card, backend, reasoning)
+    except ApiError as error:
+        raise as_here(error) from error
+    return replace(plan, echo=body.echo(sampling_of(chat, card)))
 
 
 def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:

@@ -55,6 +55,24 @@ def test_only_an_object_of_the_responses_api_repeats_what_was_asked() -> None:
     assert json.loads(asked.echo)["max_output_tokens"] == 7
 
 
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        (
+            {"max_output_tokens": 5, "min_tokens": 10},
+            "min_tokens must lie between 0 and max_output_tokens",
+            "min_tokens",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1", "max_output_tokens"),
+        ({"messages": []}, "messages is a field of chats: use input", "messages"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_asked(fields: dict[str, Any], said: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        responses_plan({"input": "Who?", **fields}, CARD, BACKEND, reasoning=True)
+    assert (caught.value.message, caught.value.param) == (said, param)
+
+
 def test_it_is_worked_out_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[threading.Thread] = []
 
@@ -70,5 +88,7 @@ def test_it_is_worked_out_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "echoes_of", noted)
     api = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
     assert ask(api, "POST", "/v1/completions", json={"prompt": "a"}).json()["error"]["message"] == "noted"
+    mixed_up = ask(api, "POST", "/v1/responses", json={"input": "a", "messages": []})
+    assert mixed_up.json()["error"]["message"] == "messages is a field of chats: use input"
     assert len(asked) == 1
     assert asked[0] is not threading.main_thread()
