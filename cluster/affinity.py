@@ -10,7 +10,7 @@ shared out, each to the replica that got the fewest of them, though another has 
 
 import random
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,19 +113,26 @@ class Prefixes:
             self._sent.popitem(last=False)
 
 
-class Moves:
-    """The streams that a router sent to each replica just now, with all that they had said elsewhere."""
+class Recent:
+    """How often something was noted of each replica within the last `seconds`."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic):
+        self._seconds = seconds
         self._now = now
-        self._moments: dict[str, deque[float]] = defaultdict(deque)
+        self._moments: dict[str, deque[float]] = {}
 
-    def sent(self, name: str) -> None:
-        """Note that a stream goes to a replica."""
-        self._moments[name].append(self._now())
+    def note(self, name: str) -> None:
+        self._moments.setdefault(name, deque()).append(self._now())
 
     def count(self, name: str) -> int:
-        moments = self._moments[name]
-        while moments and moments[0] <= self._now() - MOVED_SECONDS:
-            moments.popleft()
+        moments = self._moments.get(name, ())
+        while moments and moments[0] <= self._now() - self._seconds:
+            self.drop_one(name)
         return len(moments)
+
+    def drop_one(self, name: str) -> None:
+        """Forget the oldest note of a replica, where there is one."""
+        if name in self._moments:
+            self._moments[name].popleft()
+            if not self._moments[name]:  # names are never used again
+                del self._moments[name]

@@ -8,8 +8,6 @@ that calls, from a copy of this module, so what a call wishes travels with the c
 
 import asyncio
 import random
-import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context
@@ -19,7 +17,7 @@ from ray.serve._private.common import ReplicaID
 from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentResponseGenerator
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.affinity import Candidate, Moves, Prefixes, best
+from cluster.affinity import MOVED_SECONDS, Candidate, Prefixes, Recent, best
 from cluster.line import ANYWHERE, Way
 from tidar_core.prefixes import split_marks
 
@@ -71,8 +69,8 @@ class ReplicaRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
         """Serve's constructor."""
         self._prefixes = Prefixes()
-        self._moves = Moves()
-        self._chosen: dict[str, deque[float]] = defaultdict(deque)
+        self._moved = Recent(MOVED_SECONDS)  # streams, with all that they had said elsewhere
+        self._chosen = Recent(UNDERWAY_SECONDS)  # calls; one that is cancelled meanwhile is never counted there
         self._chance = random.Random()
 
     async def choose_replicas(
@@ -97,9 +95,9 @@ class ReplicaRouter(RequestRouter):
         first = places[best(candidates, self._chance)]
         # Noted at once: of many prompts that begin alike, the next is looked at before this one is on its way.
         self._prefixes.sent(names[first], marks)
-        self._chosen[names[first]].append(time.monotonic())
+        self._chosen.note(names[first])
         if way.moved:
-            self._moves.sent(names[first])
+            self._moved.note(names[first])
         others = [place for place in places if place != first]
         return [
             [candidate_replicas[first]],
@@ -109,15 +107,11 @@ class ReplicaRouter(RequestRouter):
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Serve counts the call from now on."""
         super().on_send_request(replica_id)
-        if chosen := self._chosen[replica_id.unique_id]:
-            chosen.popleft()
+        self._chosen.drop_one(replica_id.unique_id)
 
     def _candidate(self, replica: RunningReplica, marks: list[bytes], moved: bool) -> Candidate:
         name = replica.replica_id.unique_id
         told = self._prefixes.read(name, replica.routing_stats)
         counted = self.replica_queue_len_cache.get(replica.replica_id)
-        chosen = self._chosen[name]
-        while chosen and chosen[0] < time.monotonic() - UNDERWAY_SECONDS:  # a call that was cancelled meanwhile
-            chosen.popleft()
-        load = len(chosen) + (told.load if counted is None else counted)
-        return Candidate(load, told.pages, self._prefixes.depth(name, marks), self._moves.count(name) if moved else 0)
+        load = self._chosen.count(name) + (told.load if counted is None else counted)
+        return Candidate(load, told.pages, self._prefixes.depth(name, marks), self._moved.count(name) if moved else 0)

@@ -13,8 +13,8 @@ from cluster.affinity import (
     SPARE,
     TIMES,
     Candidate,
-    Moves,
     Prefixes,
+    Recent,
     best,
 )
 from cluster.line import PROMPT_MARKS
@@ -65,11 +65,11 @@ def test_prompts_that_begin_alike_meet_and_nobody_is_buried(
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=2), st.integers(0, 40), st.randoms(use_true_random=False))
 def test_streams_that_move_together_are_shared_out(loads: list[int], streams: int, chance: random.Random) -> None:
     """An idle replica would get them all, and compute them one after the other."""
-    moves, busy = Moves(now=lambda: 0.0), list(loads)
+    moves, busy = Recent(MOVED_SECONDS, now=lambda: 0.0), list(loads)
     for _ in range(streams):
         given = [moves.count(name) for name in "ab"]
         place = best([Candidate(load, moved=count) for load, count in zip(busy, given, strict=True)], chance)
-        moves.sent("ab"[place])
+        moves.note("ab"[place])
         busy[place] += 1
     fewer, more = sorted(moves.count(name) for name in "ab")
     # As many as it takes until the other no longer counts as overloaded: two answers under way for each that moved.
@@ -80,15 +80,17 @@ def test_streams_that_move_together_are_shared_out(loads: list[int], streams: in
 
 def test_streams_that_moved_long_ago_count_for_nothing() -> None:
     moment = 0.0
-    moves = Moves(now=lambda: moment)
-    moves.sent("a")
+    moves = Recent(MOVED_SECONDS, now=lambda: moment)
+    moves.note("a")
     moment = MOVED_SECONDS / 2
-    moves.sent("a")
+    moves.note("a")
     assert (moves.count("a"), moves.count("b")) == (2, 0)
     moment = MOVED_SECONDS
     assert moves.count("a") == 1
     moment = 2 * MOVED_SECONDS
     assert moves.count("a") == 0
+    moves.drop_one("a")
+    assert moves._moments == {}, "nothing is kept of a replica that is gone"
 
 
 def test_a_moving_stream_keeps_to_its_prefix_until_others_did_and_clear_of_who_has_no_room() -> None:
