@@ -54,8 +54,7 @@ class Directory:
         self._held = 0
         self.silent: frozenset[str] = frozenset()
         self._heard: dict[str, float] = {}
-        self._card: ModelCard | None = None
-        self._backend: Tokenizer | None = None
+        self._model: tuple[ModelCard, Tokenizer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
         self._describer: str | None = None
@@ -90,18 +89,18 @@ class Directory:
     def model(self) -> tuple[ModelCard, Tokenizer]:
         """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, unless
         the model only sleeps."""
-        if self._card is None or self._backend is None or not self.serves:
+        if self._model is None or not self.serves:
             raise not_ready()
-        return self._card, self._backend
+        return self._model
 
     async def known(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`; a model that slept whenever this ingress looked is woken, and waited for: only its replicas know
         it. Raises ApiError as `awake` does."""
-        return await self.awake() if self._card is None else self.model
+        return await self.awake() if self._model is None else self.model
 
     def wake(self) -> None:
-        """Wake a model that sleeps, unless that is under way, or its card is known."""
-        if self._card is None and self._wake is not None and (self._waking is None or self._waking.done()):
+        """Wake the model where it may sleep, unless that is under way."""
+        if self._wake is not None and (self._waking is None or self._waking.done()):
             self._waking = asyncio.create_task(self._call_for_one())
 
     @property
@@ -122,8 +121,8 @@ class Directory:
         try:
             async with asyncio.timeout(self._wake.seconds):
                 while not self.replicas:
-                    if self._waking is None or self._waking.done():
-                        self._waking = asyncio.create_task(self._call_for_one())
+                    self.wake()
+                    assert self._waking is not None
                     await asyncio.wait({self._waking})
         except TimeoutError:
             raise not_ready() from None
@@ -155,9 +154,9 @@ class Directory:
 
     def marks(self, request: Request) -> bytes:
         """What names the prefixes of a prompt to the router; nothing for a request that reads no cached prefix."""
-        if self._card is None or request.params.prompt_logprobs is not None:
+        if self._model is None or request.params.prompt_logprobs is not None:
             return b""
-        return prefix_marks(request.prompt, self._card.page_size, request.cache_salt, PROMPT_MARKS)
+        return prefix_marks(request.prompt, self._model[0].page_size, request.cache_salt, PROMPT_MARKS)
 
     def generate(
         self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
@@ -225,7 +224,7 @@ class Directory:
             alive = {answer for answer in answers if isinstance(answer, str)}
             self.silent = frozenset()
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
-        if alive and self._card is None:
+        if alive and self._model is None:
             await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
         self._heard |= dict.fromkeys(alive, time.monotonic())
         if alive:
@@ -242,30 +241,25 @@ class Directory:
 
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers, or fails of."""
-
-        async def one(name: str) -> Any:
-            response = ask(self.engine, method, *args, way=Way(only=name))
-            try:
-                async with asyncio.timeout(seconds):
-                    with cancelled_there():
-                        return await response
-            except TimeoutError:
-                response.cancel()
-                raise
-
         asked = list(names)
-        answers = await asyncio.gather(*(one(name) for name in asked), return_exceptions=True)
-        return dict(zip(asked, answers, strict=True))
+        calls = [self._answer(Way(only=name), seconds, method, *args) for name in asked]
+        return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+
+    async def _answer(self, way: Way, seconds: float, method: str, *args: object) -> Any:
+        """What a replica on that way answers. Raises TimeoutError where it does not in time."""
+        response = ask(self.engine, method, *args, way=way)
+        try:
+            async with asyncio.timeout(seconds):
+                with cancelled_there():
+                    return await response
+        except TimeoutError:
+            response.cancel()
+            raise
 
     async def _ask_a_stranger(self, known: set[str]) -> set[str]:
         """The name of a replica beside the known ones, if there is one that answers."""
-        response = ask(self.engine, "alive", self._name, way=Way(never=frozenset(known)))
         try:
-            async with asyncio.timeout(REPLY_SECONDS):
-                with cancelled_there():
-                    return {await response}
-        except TimeoutError:
-            response.cancel()
+            return {await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", self._name)}
         except Exception as error:
             log.debug("no other replica answers: %s", error)
         return set()
@@ -277,5 +271,4 @@ class Directory:
         """
         name = min(alive - self._described or alive)
         for card in (await self._ask_each([name], METRICS_SECONDS, "describe")).values():
-            self._backend = prepare(card)
-            self._card, self._described, self._describer = card, alive, name
+            self._model, self._described, self._describer = (card, prepare(card)), alive, name

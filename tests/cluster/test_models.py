@@ -202,7 +202,7 @@ def two(**first: Any) -> Models:
 
 
 def test_one_that_has_no_replica_does_not_take_the_others_down() -> None:
-    made = two(_card=SimpleNamespace(name="one"), _backend=object(), _heard={"r0": 1e18})
+    made = two(_model=(SimpleNamespace(name="one"), object()), _heard={"r0": 1e18})
     assert not made.serves(), "the other one may still be coming up"
     made._began -= SETTLE_SECONDS + 1
     assert made.serves()
