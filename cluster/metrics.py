@@ -6,12 +6,16 @@ series of different replicas differ in the label `engine`. What an ingress count
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tidar_core.request import FinishReason, StepOutput
+
+if TYPE_CHECKING:  # as for `Engine`: it imports torch
+    from tidar_core.engine import EngineStats
 
 LABELS = ("model_name", "engine")
 FIRST_TOKEN_SECONDS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -26,16 +30,6 @@ USUAL_CAUSES = (
 USUAL_CODES = ("200", "400", "429", "500", "503")
 USUAL_REFUSALS = ("400", "401", "404", "413", "415", "500")
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests and K/V pages of an engine at one moment."""
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_total: int
 
 
 @dataclass(slots=True)
@@ -144,12 +138,12 @@ class ReplicaMetrics:
         if timing.first_token is not None and timing.tokens > 1:
             self._each.observe((now - timing.first_token) / (timing.tokens - 1))
 
-    def collect(self, load: Load) -> list[Metric]:
-        """All series of this replica, with its load at this moment."""
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._cache.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
-        self._pages.set(load.pages_total)
+    def collect(self, stats: "EngineStats") -> list[Metric]:
+        """All series of this replica, with its engine's load at this moment."""
+        self._running.set(stats.running)
+        self._waiting.set(stats.waiting)
+        self._cache.set(stats.pages_used / stats.pages_total if stats.pages_total else 0.0)
+        self._pages.set(stats.pages_total)
         return list(self._registry.collect())
 
 

@@ -28,7 +28,7 @@ from cluster.line import (
     Refusal,
     Way,
 )
-from cluster.metrics import Load, ReplicaMetrics, Timing
+from cluster.metrics import ReplicaMetrics, Timing
 from cluster.progress import ProgressLine
 from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
@@ -230,7 +230,7 @@ class EngineReplica:
         """All Prometheus series of this replica."""
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left
-        return self._metrics.collect(Load(stats.running, stats.waiting, stats.pages_used, stats.pages_total))
+        return self._metrics.collect(stats)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Serve tells the routers of this replica (`cluster.affinity`)."""

@@ -7,9 +7,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from cluster.metrics import IngressMetrics, Load, ReplicaMetrics, Timing, render
+from cluster.metrics import IngressMetrics, ReplicaMetrics, Timing, render
 from cluster.status import Look, read_page, replica_table
 from tests.cluster.test_acceptance import step
+from tidar_core.engine import EngineStats
 from tidar_core.request import FinishReason
 
 
@@ -27,8 +28,8 @@ def counted(replica: str) -> ReplicaMetrics:
 
 
 def test_names_and_values_are_vllms() -> None:
-    load = Load(running=2, waiting=1, pages_used=3, pages_total=12)
-    page = render([counted("r1").collect(load)]).decode()
+    stats = EngineStats(running=2, waiting=1, pages_used=3, pages_total=12)
+    page = render([counted("r1").collect(stats)]).decode()
     values = {
         (
             sample.name,
@@ -66,7 +67,7 @@ def test_names_and_values_are_vllms() -> None:
 
 
 def test_replicas_share_a_page() -> None:
-    idle = Load(0, 0, 0, 12)
+    idle = EngineStats(0, 0, 0, 12)
     first, second = counted("r1"), ReplicaMetrics("tiny", "r2", block_length=4)
     # As they come over Ray.
     parts = [pickle.loads(pickle.dumps(replica.collect(idle))) for replica in (first, second)]
@@ -105,7 +106,7 @@ def test_a_model_without_an_engine_is_told_of() -> None:
     ingress = IngressMetrics("here")
     for model, engines, sleeps in (("tiny", 1, False), ("[gone]", 0, False), ("asleep", 0, True)):
         ingress.watch(model, lambda engines=engines: engines, sleeps)  # type: ignore[misc]
-    page = render([counted("r1").collect(Load(0, 0, 0, 12)), ingress.collect()]).decode()
+    page = render([counted("r1").collect(EngineStats(0, 0, 0, 12)), ingress.collect()]).decode()
     told = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.startswith("tidar:engines_ready")}
     assert [told[f'tidar:engines_ready{{ingress="here",model_name="{name}"}}'] for name in ("tiny", "[gone]")] == [
         "1.0",
@@ -133,7 +134,7 @@ def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_second_fir
     metrics.arrived(5, timing)
     metrics.stepped(step(0, 0, 0), timing, now=10.5)
     metrics.stepped(step(1, 0, 0), timing, now=11.0)
-    page = render([metrics.collect(Load(0, 0, 0, 12))]).decode()
+    page = render([metrics.collect(EngineStats(0, 0, 0, 12))]).decode()
     assert 'vllm:prompt_tokens_total{engine="r1",model_name="tiny"} 0.0' in page
     told = 0.0 if resumed else 1.0
     assert f'vllm:time_to_first_token_seconds_count{{engine="r1",model_name="tiny"}} {told}' in page

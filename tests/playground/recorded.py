@@ -18,8 +18,9 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from cluster.metrics import Load, ReplicaMetrics, Timing, render
+from cluster.metrics import ReplicaMetrics, Timing, render
 from playground.page import mount
+from tidar_core.engine import EngineStats
 from tidar_core.request import StepOutput, StepTrace
 
 HOSTILE_REPLICA = 'r<b>"\\{}'
@@ -126,7 +127,7 @@ def metrics_pages(steps: int, names: tuple[str, ...] = ("one", HOSTILE_REPLICA),
             for _ in range(steps):
                 trace = StepTrace(3, 0.1, (1, 2), 1, 9, 4, (1,), None, 3, 4)
                 metrics.stepped(StepOutput("x", (1, 9), trace), Timing(0.0), 1.0)
-        made.append(render(metrics.collect(Load(2, 1, 25, 100)) for metrics in replicas.values()).decode())
+        made.append(render(metrics.collect(EngineStats(2, 1, 25, 100)) for metrics in replicas.values()).decode())
     return made
 
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from playwright.sync_api import Page
 
 from cluster.acceptance import Acceptance
-from cluster.metrics import Load, ReplicaMetrics, Timing, render
+from cluster.metrics import ReplicaMetrics, Timing, render
 from playground.files import read_files
 from tests.playground.asking import call
+from tidar_core.engine import EngineStats
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import StepOutput, StepTrace
 
@@ -148,7 +149,7 @@ def test_a_metrics_page_is_read_whatever_its_labels_hold(blank: Page, replicas: 
             made[name].stepped(
                 StepOutput("x", (1, 2), StepTrace(1, 0.1, (1,), 1, 2, 4, (1,), 1, 2, 4)), Timing(0.0), 1.0
             )
-    page = render(metrics.collect(Load(1, 2, 3, 4)) for metrics in made.values()).decode()
+    page = render(metrics.collect(EngineStats(1, 2, 3, 4)) for metrics in made.values()).decode()
     read = blank.evaluate(READ, [f"/playground/{read_files().address}/prometheus.js", page])
     assert read == [
         [name, {"tokens": 2 * steps, "accepted": steps, "steps": steps, "rows": 6 * steps, "cache": 0.75}]
