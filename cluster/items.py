@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
 from cluster.messages import FunctionCall, RefusalPart, check_content
-from cluster.schemas import ChatBody, few, told
+from cluster.schemas import ChatBody, few, first_in_vain, told
 from cluster.structured import JsonSchema
 from cluster.tools import MAX_TOOLS, Function, FunctionName
 from tidar_core.request import MAX_LOGPROBS, Sampling
@@ -21,7 +21,7 @@ TEXT_PARTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "t
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 # Fields that would change the answer and are not supported, with the values that ask for nothing (null always does).
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+UNSUPPORTED_HERE: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -40,7 +40,7 @@ CHAT_NAMES: Mapping[str, str] = {
     "logprobs": "include",
 }
 # They cannot change the answer: a text that is too long is refused, whatever `truncation` says.
-HARMLESS = frozenset(
+HARMLESS_HERE = frozenset(
     {
         "max_tool_calls",
         "metadata",
@@ -211,23 +211,23 @@ class ResponsesBody(BaseModel):
 
     @model_validator(mode="after")
     def nothing_is_asked_for_in_vain(self) -> "ResponsesBody":
-        for name, value in (self.model_extra or {}).items():
-            if value is None:
-                continue
-            if name in CHAT_NAMES:
-                raise FieldError(f"{name} is a field of chats: use {CHAT_NAMES[name]}", name)
-            neutral = UNSUPPORTED.get(name)
-            if neutral is not None and not any(type(value) is type(item) and value == item for item in neutral):
-                why = ": no response is stored, send the whole conversation" if name in STORED else ""
-                raise FieldError(f"{name} is not supported by this server{why}", name)
-            if name == "tidar" and isinstance(value, dict) and value.get("trace"):
-                raise FieldError("tidar.trace is for /v1/chat/completions and /v1/completions", "tidar.trace")
+        given = self.model_extra or {}
+        for name, here in CHAT_NAMES.items():
+            if given.get(name) is not None:
+                raise FieldError(f"{name} is a field of chats: use {here}", name)
+        in_vain = first_in_vain(given, UNSUPPORTED_HERE)
+        if in_vain is not None:
+            why = ": no response is stored, send the whole conversation" if in_vain in STORED else ""
+            raise FieldError(f"{in_vain} is not supported by this server{why}", in_vain)
+        tidar = given.get("tidar")
+        if isinstance(tidar, dict) and tidar.get("trace"):
+            raise FieldError("tidar.trace is for /v1/chat/completions and /v1/completions", "tidar.trace")
         return self
 
     def as_chat(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises ApiError (400), by the name of the field here."""
-        passed = self.model_extra or {}
-        fields = {name: value for name, value in passed.items() if name not in HARMLESS and name not in UNSUPPORTED}
+        own = HARMLESS_HERE | UNSUPPORTED_HERE.keys()
+        fields = {name: value for name, value in (self.model_extra or {}).items() if name not in own}
         fields |= {
             "model": self.model,
             "messages": messages_of(self.instructions, self.input),

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API with vLLM's extra names, and the one function that turns them into SamplingParams.
+"""Request bodies of the OpenAI API with vLLM's extra names.
 
 Whatever would change the answer and cannot be honoured is refused by name; what cannot change it is ignored.
 """
@@ -355,10 +355,18 @@ class DetokenizeBody(BaseModel):
 
 def refuse_unsupported(body: Body) -> None:
     """Raise ApiError (400) for the first field that would change the answer and cannot be honoured."""
-    for name, value in (body.model_extra or {}).items():
-        neutral = UNSUPPORTED.get(name)
+    name = first_in_vain(body.model_extra or {}, UNSUPPORTED)
+    if name is not None:
+        raise bad_request(f"`{name}` is not supported by this server yet", name)
+
+
+def first_in_vain(given: Mapping[str, object], unsupported: Mapping[str, tuple[object, ...]]) -> str | None:
+    """The first of these fields that asks for what is not supported. Types count: where 0 would ask for something,
+    false may not."""
+    for name, value in given.items():
+        neutral = unsupported.get(name)
         if neutral is None or value is None:
             continue
-        # Types count: in completions `logprobs: 0` asks for something, in chat `logprobs: false` does not.
         if not any(type(value) is type(item) and value == item for item in neutral):
-            raise bad_request(f"`{name}` is not supported by this server yet", name)
+            return name
+    return None
