@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, vLLM's small extras, health and metrics. No Ray in here but the handle it is given."""
+"""The routes: OpenAI's API, vLLM's small extras, health, metrics and the document of it all. No Ray in here."""
 
 import asyncio
 import secrets

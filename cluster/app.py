@@ -132,7 +132,7 @@ def replica_count(options: ServeOptions, served: ServedModel) -> dict[str, Any]:
 def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     """The device that "auto" stands for on this cluster, and each engine's CPU threads.
 
-    Threads: an equal share of the cluster's CPUs where engines compute on them; a GPU's engine needs few.
+    Threads: an equal share of a node's CPUs among the engines there, whatever their device.
     """
     resources = ray.cluster_resources()
     some_gpu = resources.get("GPU", 0) or options.accelerator is not None

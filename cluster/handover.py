@@ -4,8 +4,8 @@ A token depends on the tokens before it, the parameters and the seed alone, so a
 its prompt and the tokens that were sent already. What may befall the replica under a stream: it dies, it hangs (its
 heartbeats stop), its engine breaks, it is shut down. The client sees a gap, never a lost or a repeated token.
 
-Each attempt is a call of its own under a name of its own, and only the last one is listened to: a replica that wakes up
-late talks to nobody, and finds its call cancelled. What happens to it meanwhile comes by `channels`.
+Each attempt is a call of its own under a name of its own, and one of them is followed: a replica that wakes up late
+talks to nobody, and finds its call cancelled. What happens to it meanwhile comes by `channels`.
 
 A replica that hangs is told from one that is slow by time alone. So a stream whose replica has been quiet for a while
 is begun at another one too, and the next token decides: if the first replica speaks again before the second one has
