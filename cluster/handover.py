@@ -105,7 +105,7 @@ class Story:
         """What the next attempt begins with."""
         now, number = time.monotonic(), self.attempts
         self.attempts += 1
-        name, emitted = f"{self.request.request_id}.{number}", (*self.request.emitted, *self.emitted)
+        name, emitted = f"{self.request.request_id}.{number}", tuple(self.emitted)
         waited, seconds = (now - self.heard_at, now - self.began) if number else (0.0, 0.0)
         request = replace(self.request, request_id=name, emitted=emitted, waited=waited)
         return Start(request, number, self.base, self.kind if self.emitted else None, self.step, seconds, wait)
@@ -113,7 +113,7 @@ class Story:
     def at_fault(self, output: StepOutput, start: Start) -> bool:
         """Whether an attempt failed at what others had brought, before it brought anything: another may do better."""
         failed = output.finish is not None and output.finish.reason is FinishReason.ERROR
-        resumed = len(start.request.emitted) == len(self.request.emitted) + len(self.emitted)
+        resumed = len(start.request.emitted) == len(self.emitted)
         return failed and resumed and bool(self.emitted)
 
     def take(self, output: StepOutput, start: Start) -> StepOutput:
@@ -278,7 +278,8 @@ class Carrier:
         accepted = attempt.accepted
         assert accepted is not None
         if story.replica is not None:
-            gap = attempt.accepted_at - min(story.lost_at or story.began, attempt.began)
+            assert story.lost_at is not None
+            gap = attempt.accepted_at - min(story.lost_at, attempt.began)
             self._metrics.handed_over(story.cause, gap)
             said = {
                 "request": story.request.request_id,
@@ -320,10 +321,11 @@ class Carrier:
 
     def _check_patience(self, story: Story, now: float, lost: Lost) -> None:
         """Raises ApiError where there shall be no further attempt."""
+        assert story.lost_at is not None
         patience, lost_ones = self._patience, len(set(story.losses))
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
         stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
-        if lost_ones >= patience.losses or stuck or now - (story.lost_at or now) > give_up:
+        if lost_ones >= patience.losses or stuck or now - story.lost_at > give_up:
             tried = f"{lost_ones} engine replicas were lost under this request"
             stayed = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
             waited = f"no engine replica took this request on within {give_up:g} s"
