@@ -33,12 +33,13 @@ from cluster.streams import Answer, Pace, requests_for
 from cluster.tools import tool_format
 from cluster.tracing import flush, trace_requests, tracer_provider
 
-PLAYGROUND = "/playground/"
+PAGE_PATH = "/playground/"
+WITHOUT_PAGE = "TiDAR Cluster: OpenAI's API is at /v1, the document of all that there is at /openapi.json\n"
 
 
-def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
-    """The ingress' application; `directories` by the names that requests may ask for. Errors of any kind leave as
-    OpenAI's error object."""
+def build_api(directories: Mapping[str, Directory], options: ServeOptions, page: bool = True) -> FastAPI:
+    """The ingress' application; `directories` by the names that requests may ask for. page: the playground is there
+    too. Errors of any kind leave as OpenAI's error object."""
     name = secrets.token_hex(4)
     metrics, spans = IngressMetrics(name), tracer_provider(options.traces, name)
     models = Models(directories, options, metrics, spans.get_tracer("tidar"))
@@ -67,7 +68,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
     trace_requests(app, spans)
     add_openai_routes(app, models, options)
     add_tokenizer_routes(app, models, options)
-    add_service_routes(app, models, metrics)
+    add_service_routes(app, models, metrics, page)
     add_document(app, options)
     return app
 
@@ -187,7 +188,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
         return JSONResponse(await asyncio.to_thread(work, value, *await served.directory.known()))
 
 
-def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> None:
+def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, page: bool) -> None:
     @app.get("/health")
     async def health() -> Response:
         if not models.serves():
@@ -196,12 +197,12 @@ def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics) -> 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        page = render([*await models.metrics(), counts.collect()])
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        told = render([*await models.metrics(), counts.collect()])
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/", include_in_schema=False)
     async def home() -> Response:
-        return RedirectResponse(PLAYGROUND)
+        return RedirectResponse(PAGE_PATH) if page else PlainTextResponse(WITHOUT_PAGE)
 
 
 def add_document(app: FastAPI, options: ServeOptions) -> None:

@@ -29,7 +29,7 @@ from cluster.ray_cluster import Say, first_line, last_line, ray_cluster, running
 from tidar_core.config import ConfigError
 from tidar_core.request import Sampling
 
-API, PLAYGROUND = "api", "playground"
+API, PAGE_APPLICATION = "api", "playground"
 # What is said between processes goes by gRPC and past no second event loop: on 2 cores that took a third less processor
 # time a token than Ray's own streams did. Serve reads these when its processes start.
 SHORT_WAYS = {
@@ -119,11 +119,12 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
     try:
         board = put_up_board()
         proxies = start_serve(options.host, options.port, interrupts)
-        targets = [serve.RunTarget(app.application(options.serve), name=API, route_prefix="/")]
+        api = app.application(options.serve, page=options.playground)
+        targets = [serve.RunTarget(api, name=API, route_prefix="/")]
         if options.playground:
             from playground.app import build as build_playground
 
-            targets.append(serve.RunTarget(build_playground({}), name=PLAYGROUND, route_prefix="/playground"))
+            targets.append(serve.RunTarget(build_playground({}), name=PAGE_APPLICATION, route_prefix="/playground"))
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         proxies.result()
         base = f"http://{reachable(options.host)}:{options.port}"
@@ -137,7 +138,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         try:
             if ready or joined:
                 if options.playground:
-                    serve.delete(PLAYGROUND, _blocking=False)
+                    serve.delete(PAGE_APPLICATION, _blocking=False)
                 serve.delete(API)
             if joined:
                 with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet

@@ -79,6 +79,14 @@ def test_the_root_leads_to_the_playground(api: FastAPI) -> None:
     assert (response.status_code, response.headers["location"]) == (307, "/playground/")
 
 
+def test_without_a_playground_the_root_says_what_is_there() -> None:
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions(), page=False)  # type: ignore[arg-type]
+    response = ask(api, "GET", "/")
+    assert (response.status_code, response.text.count("\n")) == (200, 1)
+    assert "/v1" in response.text
+    assert ask(api, "GET", "/openapi.json").status_code == 200
+
+
 async def parts(size: int) -> AsyncIterator[bytes]:
     for _ in range(size // 100):
         yield b" " * 100
