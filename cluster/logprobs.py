@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from openai.types.completion_choice import Logprobs
-
 from tidar_core.request import TokenLogprobs
 
 Spell = Callable[[int], str]
@@ -48,17 +46,14 @@ def completion_logprobs(
     front = [] if leading is None else [leading]
     tokens = [*front, *(entry.token for entry in entries)]
     texts = [spell(token) for token in tokens]
-    told = Logprobs(
-        tokens=[name(token) for token in tokens],
-        token_logprobs=[entry.logprob for entry in entries],
-        top_logprobs=[
-            {name(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))} for entry in entries
-        ],
-        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
-    ).model_dump()
-    for column in ("token_logprobs", "top_logprobs"):
-        told[column] = [None] * len(front) + told[column]
-    return told
+    untold = [None] * len(front)
+    top = [{name(token): logprob for token, logprob in (*entry.top, (entry.token, entry.logprob))} for entry in entries]
+    return {
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        "token_logprobs": [*untold, *(entry.logprob for entry in entries)],
+        "tokens": [name(token) for token in tokens],
+        "top_logprobs": [*untold, *top],
+    }
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> list[dict[str, Any] | None]:

@@ -1,6 +1,5 @@
 """Answers as objects of OpenAI's Responses API: whole, or as its events."""
 
-import json
 import logging
 import time
 import uuid
@@ -8,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from cluster.encoding import Json, as_json
 from cluster.errors import ApiError, server_error
 from cluster.responses import Head, chain, logprobs_of, reasoning_tokens, usage_of
 from cluster.streams import Answer, Piece
@@ -16,8 +16,6 @@ from cluster.tool_calls import CallDelta
 from tidar_core.request import FinishReason
 
 log = logging.getLogger("ray.serve")
-Json = dict[str, Any]
-JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def new_response_head(model: str) -> Head:
@@ -155,11 +153,11 @@ def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> bytes:
     """The object of an answer that has come to its end, by itself or at a limit."""
     usage = usage_of(answer.choices)
     counted = {
-        "input_tokens": usage.prompt_tokens,
+        "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": answer.choices[0].cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
+        "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens(answer.choices)},
-        "total_tokens": usage.total_tokens,
+        "total_tokens": usage["total_tokens"],
     }
     told: Json = {"output": items, "usage": counted, "metrics": answer.metrics()}
     if status_of(answer) == "completed":
@@ -250,7 +248,3 @@ def dumped(told: Any) -> bytes:
     if isinstance(told, dict):
         return b"{" + b",".join(as_json(name) + b":" + dumped(value) for name, value in told.items()) + b"}"
     return as_json(told)
-
-
-def as_json(told: Any) -> bytes:
-    return JSON.encode(told).encode()

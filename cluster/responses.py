@@ -9,22 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatCompletionMessage,
-    ChatCompletionMessageFunctionToolCall,
-)
-from openai.types.chat.chat_completion import Choice as ChatChoice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
-from openai.types.chat.chat_completion_message_function_tool_call import Function
-from openai.types.completion_usage import CompletionTokensDetails, PromptTokensDetails
-from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from cluster.encoding import Json, as_json
 from cluster.errors import ApiError, server_error
 from cluster.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from cluster.streams import Answer, Choice, Piece
@@ -50,20 +38,14 @@ def new_head(model: str, chat: bool) -> Head:
     return Head(model, chat, f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}")
 
 
-def usage_of(choices: Sequence[Choice]) -> CompletionUsage:
+def usage_of(choices: Sequence[Choice]) -> Json:
     prompt = sum(choice.prompt_tokens for choice in choices)
     completion = sum(choice.completion_tokens for choice in choices)
-    cached = PromptTokensDetails(cached_tokens=sum(choice.cached_tokens for choice in choices))
-    told: dict[str, Any] = {}
+    told: Json = {"completion_tokens": completion, "prompt_tokens": prompt, "total_tokens": prompt + completion}
     if any(choice.thoughts is not None for choice in choices):
-        told["completion_tokens_details"] = CompletionTokensDetails(reasoning_tokens=reasoning_tokens(choices))
-    return CompletionUsage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=cached,
-        **told,
-    )
+        told["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens(choices)}
+    told["prompt_tokens_details"] = {"cached_tokens": sum(choice.cached_tokens for choice in choices)}
+    return told
 
 
 def reasoning_tokens(choices: Sequence[Choice]) -> int:
@@ -77,20 +59,27 @@ def stop_reason(finish: Finish, eos_ids: Sequence[int]) -> int | str | None:
 
 
 def logprobs_of(
-    head: Head, answer: Answer, choice: int, entries: Sequence[TokenLogprobs], offset: int = 0
-) -> dict[str, Any] | None:
-    """`logprobs` of a choice or of one of its chunks; null where none were asked for.
-
-    As plain data: OpenAI has a type of its own for the same thing in chunks.
-    """
+    head: Head, answer: Answer, choice: int, entries: Sequence[TokenLogprobs], offset: int | None = None
+) -> Json | None:
+    """`logprobs` of a choice or of one of its chunks; null where none were asked for. offset: characters of the tokens
+    that chunks before told of; None where none did."""
     if answer.requests[choice].params.logprobs is None:
         return None
     tokenizer = answer.card.tokenizer
     spelled, bytes_of = partial(token_text, tokenizer), partial(token_bytes, tokenizer)
     if head.chat:
         return {"content": chat_logprobs(entries, spelled, bytes_of), "refusal": None}
-    leading = answer.echoes[choice].first if answer.echoes and offset == 0 else None
-    return completion_logprobs(entries, spelled, bytes_of, offset, leading)
+    leading = answer.echoes[choice].first if answer.echoes and offset is None else None
+    return completion_logprobs(entries, spelled, bytes_of, offset or 0, leading)
+
+
+def streamed_logprobs(head: Head, answer: Answer, piece: Piece, offsets: dict[int, int]) -> Json | None:
+    """`logprobs` of a chunk. offsets: of each choice that chunks have told of, for the next one."""
+    told = logprobs_of(head, answer, piece.choice, piece.logprobs, offsets.get(piece.choice))
+    if told is not None and told.get("text_offset"):
+        last = piece.logprobs[-1].token if piece.logprobs else answer.echoes[piece.choice].first
+        offsets[piece.choice] = told["text_offset"][-1] + len(token_text(answer.card.tokenizer, last))
+    return told
 
 
 def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
@@ -105,27 +94,27 @@ class Gathered:
     text: str = ""
     thoughts: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    calls: list[ChatCompletionMessageFunctionToolCall] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.thoughts += piece.thoughts
         self.logprobs += piece.logprobs
         for delta in piece.calls:
-            if delta.id is None or delta.name is None:
-                self.calls[delta.index].function.arguments += delta.arguments
+            if delta.id is None:
+                self.calls[delta.index]["function"]["arguments"] += delta.arguments
             else:
-                called = Function(name=delta.name, arguments=delta.arguments)
-                self.calls.append(ChatCompletionMessageFunctionToolCall(id=delta.id, type="function", function=called))
+                called = {"arguments": delta.arguments, "name": delta.name}
+                self.calls.append({"id": delta.id, "function": called, "type": "function"})
 
-    def message(self) -> ChatCompletionMessage:
-        told: dict[str, Any] = {}
+    def message(self) -> Json:
+        content = self.text if self.text or not (self.calls or self.thoughts) else None
+        told: Json = {"content": content, "refusal": None, "role": "assistant"}
+        if self.calls:
+            told["tool_calls"] = self.calls
         if self.thoughts:
             told["reasoning_content"] = self.thoughts
-        if self.calls:
-            told["tool_calls"] = list(self.calls)
-        content = self.text or None if told else self.text
-        return ChatCompletionMessage(role="assistant", content=content, refusal=None, **told)
+        return told
 
 
 def finish_reason(finish: Finish, choice: Choice) -> str:
@@ -138,93 +127,79 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     gathered = [Gathered() for _ in answer.choices]
     for piece in pieces:
         gathered[piece.choice].add(piece)
-    made: list[Any] = []
+    made: list[Json] = []
     for one, choice in zip(gathered, answer.choices, strict=True):
         assert choice.finish is not None
-        end: dict[str, Any] = {
-            "index": choice.number,
+        told = {
             "finish_reason": finish_reason(choice.finish, choice),
+            "index": choice.number,
             "logprobs": logprobs_of(head, answer, choice.number, one.logprobs),
+            **({"message": one.message()} if head.chat else {"text": one.text}),
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
-        if head.chat:
-            # As they are: to check thousands against OpenAI's type takes longer than to make them, and no stream
-            # goes on meanwhile.
-            checked = ChatChoice(message=one.message(), **{**end, "logprobs": None})
-            made.append(checked.model_copy(update={"logprobs": end["logprobs"]}))
-        else:
-            if answer.tells_prompt:
-                end["prompt_logprobs"] = told_of_prompt(answer, choice)
-            # OpenAI's type forbids the null that stands for the first token of a prompt.
-            made.append(CompletionChoice.model_construct(text=one.text, **end))
-    common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": made}
-    extra: dict[str, Any] = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
-    if head.chat:
-        if answer.tells_prompt:
-            extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
-        return dump(ChatCompletion(object="chat.completion", **common, **extra))
-    return dump(Completion(object="text_completion", **common, **extra))
+        if answer.tells_prompt and not head.chat:
+            told["prompt_logprobs"] = told_of_prompt(answer, choice)
+        made.append(told)
+    extra: Json = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
+    if answer.tells_prompt and head.chat:
+        extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
+    return as_json(told_object(head, "chat.completion", made, extra))
 
 
-def chunk(head: Head, answer: Answer, piece: Piece, first: bool, with_usage: bool, counts_on: bool) -> bytes:
+def told_object(head: Head, of_chat: str, choices: list[Json], extra: Json) -> Json:
+    """`of_chat`: the object's kind where it is one of a chat."""
+    kind = of_chat if head.chat else "text_completion"
+    return {"id": head.id, "choices": choices, "created": head.created, "model": head.model, "object": kind, **extra}
+
+
+def chunk(
+    head: Head, answer: Answer, piece: Piece, logprobs: Json | None, first: bool, with_usage: bool, counts_on: bool
+) -> bytes:
     """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is. counts_on:
     the usage so far is told with it."""
-    end: dict[str, Any] = {
-        "index": piece.choice,
-        "finish_reason": finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None,
-        "logprobs": logprobs_of(head, answer, piece.choice, piece.logprobs, piece.offset),
-    }
+    finish = finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None
+    if head.chat:
+        told = {"delta": delta_of(piece, first), "index": piece.choice, "finish_reason": finish, "logprobs": logprobs}
+    else:
+        told = {"finish_reason": finish, "index": piece.choice, "logprobs": logprobs, "text": piece.text}
     if piece.finish:
-        end["stop_reason"] = stop_reason(piece.finish, answer.card.eos_ids)
-    extra: dict[str, Any] = {}
+        told["stop_reason"] = stop_reason(piece.finish, answer.card.eos_ids)
+    extra: Json = {}
     if with_usage:  # OpenAI: null in all chunks but the last
         extra["usage"] = usage_of(answer.choices) if counts_on else None
     if piece.trace is not None:
         extra["tidar"] = piece.trace
-    if head.chat:
-        return event(chunk_object(head, [ChunkChoice(delta=delta_of(piece, first), **end)], extra))
-    # OpenAI's type forbids the null that its server sends while a completion goes on.
-    choice = CompletionChoice.model_construct(text=piece.text, **end)
-    return event(chunk_object(head, [choice], extra))
+    return event(told_object(head, "chat.completion.chunk", [told], extra))
 
 
-def delta_of(piece: Piece, first: bool) -> ChoiceDelta:
-    fields: dict[str, Any] = {"role": "assistant"} if first else {}
-    if piece.thoughts:
-        fields["reasoning_content"] = piece.thoughts
+def delta_of(piece: Piece, first: bool) -> Json:
+    told: Json = {}
     if piece.text or not (piece.calls or piece.thoughts):
-        fields["content"] = piece.text
+        told["content"] = piece.text
+    if first:
+        told["role"] = "assistant"
     if piece.calls:
-        fields["tool_calls"] = [call_delta(delta) for delta in piece.calls]
-    return ChoiceDelta(**fields)
+        told["tool_calls"] = [call_delta(delta) for delta in piece.calls]
+    if piece.thoughts:
+        told["reasoning_content"] = piece.thoughts
+    return told
 
 
-def call_delta(delta: CallDelta) -> ChoiceDeltaToolCall:
+def call_delta(delta: CallDelta) -> Json:
     if delta.id is None:
-        more = ChoiceDeltaToolCallFunction(arguments=delta.arguments)
-        return ChoiceDeltaToolCall(index=delta.index, function=more)
-    begun = ChoiceDeltaToolCallFunction(name=delta.name, arguments=delta.arguments)
-    return ChoiceDeltaToolCall(index=delta.index, id=delta.id, type="function", function=begun)
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    begun = {"arguments": delta.arguments, "name": delta.name}
+    return {"index": delta.index, "id": delta.id, "function": begun, "type": "function"}
 
 
 def usage_chunk(head: Head, answer: Answer) -> bytes:
     """The last event of a stream whose client asked for usage: no choices, usage and metrics."""
-    return event(chunk_object(head, [], {"usage": usage_of(answer.choices), "metrics": answer.metrics()}))
+    extra = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
+    return event(told_object(head, "chat.completion.chunk", [], extra))
 
 
-def chunk_object(head: Head, choices: list[Any], extra: dict[str, Any]) -> BaseModel:
-    common: dict[str, Any] = {"id": head.id, "created": head.created, "model": head.model, "choices": choices}
-    if head.chat:
-        return ChatCompletionChunk(object="chat.completion.chunk", **common, **extra)
-    return Completion(object="text_completion", **common, **extra)
-
-
-def dump(answer: BaseModel) -> bytes:
-    return answer.model_dump_json(exclude_unset=True, warnings=False).encode()
-
-
-def event(answer: BaseModel) -> bytes:
-    return b"data: " + dump(answer) + b"\n\n"
+def event(told: Json) -> bytes:
+    return b"data: " + as_json(told) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
@@ -244,6 +219,7 @@ async def event_stream(
     """The events of a stream whose first piece is here already; ends with [DONE], after an error too, of which `broke`
     is told."""
     begun: set[int] = set()
+    offsets: dict[int, int] = {}
     try:
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
@@ -252,7 +228,8 @@ async def event_stream(
                 shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs
                 if shows or (is_first and head.chat):
                     begun.add(piece.choice)
-                    yield chunk(head, answer, piece, is_first, with_usage, counts_on)
+                    logprobs = streamed_logprobs(head, answer, piece, offsets)
+                    yield chunk(head, answer, piece, logprobs, is_first, with_usage, counts_on)
         if with_usage:
             yield usage_chunk(head, answer)
     except Exception as error:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from opentelemetry.trace import get_current_span
-from transformers import PreTrainedTokenizerFast
 
 from cluster.acceptance import Acceptance, answer_metrics
 from cluster.card import ModelCard
@@ -23,7 +22,7 @@ from cluster.thoughts import Thinking, Thought, ThoughtParser
 from cluster.tool_calls import CallDelta, ToolParser
 from cluster.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
-from tidar_core.text import TextStream, token_text
+from tidar_core.text import TextStream
 
 T = TypeVar("T")
 Part = str | Thought | CallDelta  # of what an answer says: text, thoughts before it, calls of tools
@@ -40,7 +39,6 @@ class Piece:
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    offset: int = 0  # characters of all tokens before, each spelled by itself, where log-probabilities are told
     thought_tokens: int = 0  # of its tokens the first so many are thoughts
 
     @property
@@ -77,7 +75,6 @@ class Choice:
     acceptance: Acceptance
     text: TextStream
     spelling: Spelling | None
-    tokenizer: PreTrainedTokenizerFast
     tells_end: bool = False
     echo: "Echo | None" = None
     tools: ToolParser | None = None
@@ -85,7 +82,6 @@ class Choice:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completion_tokens: int = 0
     cached_tokens: int = 0
-    characters: int = 0
     finish: Finish | None = None
 
     @property
@@ -113,17 +109,14 @@ class Choice:
         if self.spelling is not None and output.trace is not None:
             shown_trace = self.spelling.describe(output, output.trace, replica)
         entries = output.logprobs if self.tells_end else output.logprobs[: len(shown)]
-        offset = self.characters
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         if self.echo is not None:
             if self.echo.logprobs:
-                self.characters += len(token_text(self.tokenizer, self.echo.first))
                 entries = (*output.prompt_logprobs, *entries)
             text, self.echo = self.echo.text + text, None
-        self.characters += sum(len(token_text(self.tokenizer, entry.token)) for entry in entries)
         told = runs(self._told(text))
         thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
-        return Piece(self.number, told, finish, shown_trace, entries, offset, thought_tokens)
+        return Piece(self.number, told, finish, shown_trace, entries, thought_tokens)
 
     def _told(self, text: str) -> Iterator[Part]:
         """A step's text, and what of it are thoughts or adds to calls."""
@@ -168,7 +161,6 @@ class Answer:
                 acceptance=Acceptance(max(0, self.card.block_length - 1)),
                 text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
                 spelling=Spelling(self.card.tokenizer) if self.trace else None,
-                tokenizer=self.card.tokenizer,
                 tells_end=self.tells_end,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from cluster.errors import ApiError
 from cluster.handover import News
 from cluster.line import Refusal
-from cluster.responses import chunk, logprobs_of, new_head, whole
+from cluster.responses import chunk, logprobs_of, new_head, streamed_logprobs, whole
 from cluster.streams import (
     LONGEST_INTERVAL_SECONDS,
     Admission,
@@ -197,12 +197,13 @@ def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
     """Even where a step shows less than its tokens, for a stop string may have begun or a character is not whole."""
     tokens = ids("the quick 東京 fo")
     entries = [TokenLogprobs(token, -0.5, ()) for token in tokens]
-    growing = choice(logprobs=0, stop=("fox",))
-    answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=50, logprobs=0)]), trace=False)
+    params = SamplingParams(max_tokens=50, logprobs=0, stop=("fox",))
+    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
     offsets: list[int] = []
+    before: dict[int, int] = {}
     for token, entry in zip(tokens, entries, strict=True):
-        piece = growing.add(output([token])._replace(logprobs=(entry,)), "r1")
-        told = logprobs_of(new_head("tiny", False), answer, 0, piece.logprobs, piece.offset)
+        piece = answer.choices[0].add(output([token])._replace(logprobs=(entry,)), "r1")
+        told = streamed_logprobs(new_head("tiny", False), answer, piece, before)
         assert told is not None
         offsets += told["text_offset"]
     together = logprobs_of(new_head("tiny", False), answer, 0, entries)
@@ -244,7 +245,8 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     finish = Finish(FinishReason.LENGTH)
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
     head = new_head("tiny", chat)
-    for raw in (whole(head, answer, [piece]), chunk(head, answer, piece, True, False, False)[6:]):
+    streamed = chunk(head, answer, piece, streamed_logprobs(head, answer, piece, {}), True, False, False)
+    for raw in (whole(head, answer, [piece]), streamed[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:
             assert b"".join(bytes(entry["bytes"]) for entry in logprobs["content"]).decode() == piece.text
@@ -337,12 +339,12 @@ def test_joined_pieces_lose_nothing() -> None:
     entries = [TokenLogprobs(token, -0.5, 1, ()) for token in range(4)]
     calls = (CallDelta(0, "", "id", "f"), CallDelta(0, "{"), CallDelta(0, "}"), CallDelta(1, "", "id2", "g"))
     parts = [
-        Piece(1, ("a", calls[0]), None, None, (entries[0],), 7),
-        Piece(1, (calls[1],), None, None, (), 8),
-        Piece(1, (calls[2], "b", calls[3]), Finish(FinishReason.STOP), None, tuple(entries[1:]), 9),
+        Piece(1, ("a", calls[0]), None, None, (entries[0],)),
+        Piece(1, (calls[1],), None, None, ()),
+        Piece(1, (calls[2], "b", calls[3]), Finish(FinishReason.STOP), None, tuple(entries[1:])),
     ]
     whole_piece = joined(parts)
-    assert (whole_piece.choice, whole_piece.text, whole_piece.offset) == (1, "ab", 7)
+    assert (whole_piece.choice, whole_piece.text) == (1, "ab")
     assert whole_piece.logprobs == tuple(entries)
     assert whole_piece.finish == Finish(FinishReason.STOP)
     assert whole_piece.told == ("a", CallDelta(0, "{}", "id", "f"), "b", CallDelta(1, "", "id2", "g"))
