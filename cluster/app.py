@@ -11,16 +11,16 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from cluster.directory import Directory, Wake
+from cluster.carry.directory import Directory, Wake
 from cluster.options import ServedModel, ServeOptions, deployment_part
 from cluster.preflight import check_visible
-from cluster.replica import EngineReplica
+from cluster.replica.replica import EngineReplica
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 
 ENGINE = "Engine"
 INGRESS = "Ingress"
-ROUTER = "cluster.routing:ReplicaRouter"
+ROUTER = "cluster.carry.routing:ReplicaRouter"
 POLICY = "cluster.autoscaling:LoadPolicy"
 MEASURE_SECONDS, LOOK_BACK_SECONDS = 1.0, 5.0  # how often replicas tell of their load, and how much of it counts
 # Serve's own limits bind nothing here: a call over them would wait, the one that asks a full replica whether it lives
@@ -41,7 +41,7 @@ class Ingress:
         self._page = page
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        from cluster.api import build_api  # here, in the replica: whoever deploys it needs no route
+        from cluster.ingress.api import build_api  # here, in the replica: whoever deploys it needs no route
 
         return build_api(self._directories, self._options, self._page)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tidar_core.request import DraftMode, Sampling
 
 if TYPE_CHECKING:  # half a second for whoever only starts replicas
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 
@@ -61,3 +62,11 @@ class ModelCard:
                 "step_cost": self.step_cost,
             },
         }
+
+
+def prepare(card: ModelCard) -> "Tokenizer":
+    """The tokenizer's Rust half, which many threads may use at once; it never cuts or pads."""
+    backend = card.tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend

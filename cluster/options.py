@@ -79,7 +79,7 @@ class ServeOptions(BaseModel):
     rate that suits the engines' device. A stream whose steps are traced gets them one by one.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
     carry_seconds: how long a stream may be without any replica before it is given up.
-    api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (see `cluster.auth`).
+    api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (`cluster.ingress.auth`).
     cors_origins: web sites ("https://chat.example.org") whose scripts may use the API from a browser; "*" for all.
     traces: the collector that OpenTelemetry spans of requests go to by OTLP over HTTP ("http://collector:4318").
     """

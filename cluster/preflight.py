@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.auth import read_keys
+from cluster.ingress.auth import read_keys
+from cluster.observe.tracing import check_traces
 from cluster.options import FurtherModel, ServeOptions
-from cluster.tracing import check_traces
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.contract import read_contract, stated_architecture

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import httpx
 import psutil
 
-from cluster.haproxy import free_ports
+from cluster.operate.haproxy import free_ports
 from cluster.options import ServeOptions, UpOptions
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
@@ -97,7 +97,7 @@ def start_with(
     """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
     goes into its environment."""
     chosen = UpOptions(serve=options, port=free_port(), playground=playground)
-    code = "import sys; from cluster.deploy import up; from cluster.options import UpOptions as Options; "
+    code = "import sys; from cluster.operate.deploy import up; from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"
     counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}
     return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], {**counted, **more})

@@ -100,7 +100,7 @@ def up(
     """
     with user_errors():
         try:
-            from cluster import deploy
+            from cluster.operate import deploy
             from cluster.options import ServeOptions, UpOptions
             from tidar_core.settings import read_options
         except ModuleNotFoundError as error:
@@ -147,7 +147,7 @@ def status(
     Ctrl-C."""
     with user_errors():
         try:
-            from cluster.status import show_status
+            from cluster.operate.status import show_status
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
         show_status(address, key, metrics_key, live=sys.stdout.isatty() and not once)
@@ -160,7 +160,7 @@ def check(
     """Check Serve config files before a cluster gets them: Ray drops unknown keys silently. Exit status 1 if wrong."""
     with user_errors():
         try:
-            from cluster.check import check_file
+            from cluster.operate.check import check_file
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
         found = [line for file in files for line in check_file(file)]

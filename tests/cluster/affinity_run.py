@@ -27,7 +27,7 @@ SERVES = "tests.cluster.serves_router:ServesRouter"
 CODE = """
 import sys
 from functools import partial
-from cluster import deploy
+from cluster.operate import deploy
 from cluster.options import UpOptions
 deploy.app.application = partial(deploy.app.application, router=sys.argv[1])
 deploy.up(UpOptions.model_validate_json(sys.argv[2]))

@@ -18,7 +18,7 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import ApplicationStatus
 
 from cluster import app
-from cluster.deploy import API, unhealthy
+from cluster.operate.deploy import API, unhealthy
 from cluster.options import ServeOptions
 from tests.servers import Server, free_port, kill_all, launch
 

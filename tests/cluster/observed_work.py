@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.util.queue import Queue
 
-from cluster.train_worker import work
+from cluster.training.train_worker import work
 from tidar_core.convert import run, trainer
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.options import ConvertOptions

@@ -10,11 +10,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster.channels import Call
-from cluster.handover import Carrier, News, Patience
+from cluster.carry.channels import Call
+from cluster.carry.handover import Carrier, News, Patience
+from cluster.carry.routing import fitting
 from cluster.line import Accepted, Batch, EngineKind, Event, Way
-from cluster.metrics import IngressMetrics
-from cluster.routing import fitting
+from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.scripted import KIND, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 

@@ -10,9 +10,9 @@ from ray.exceptions import ActorUnavailableError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from cluster.handover import Carrier, Patience
+from cluster.carry.handover import Carrier, Patience
 from cluster.line import Accepted, Batch, EngineKind, Event, Failure, Refusal, Way
-from cluster.metrics import IngressMetrics
+from cluster.observe.ingress_metrics import IngressMetrics
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
 KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)

@@ -5,8 +5,8 @@ is, as it must for a replica's events to be fetched from there."""
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, RunningReplica
 
+from cluster.carry.routing import fitting
 from cluster.line import ANYWHERE
-from cluster.routing import fitting
 
 
 class ServesRouter(PowerOfTwoChoicesRequestRouter):

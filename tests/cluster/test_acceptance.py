@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.acceptance import Acceptance, answer_metrics
+from cluster.wire.acceptance import Acceptance, answer_metrics
 from tidar_core.request import StepOutput, StepTrace
 
 

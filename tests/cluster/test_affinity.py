@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.affinity import (
+from cluster.carry.affinity import (
     CROWDED,
     MOVED_SECONDS,
     REMEMBER_SECONDS,

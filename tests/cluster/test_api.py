@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from cluster.api import build_api
-from cluster.directory import Directory, Wake
+from cluster.carry.directory import Directory, Wake
+from cluster.ingress.api import build_api
 from cluster.options import ServeOptions
 
 LIMIT = 2000

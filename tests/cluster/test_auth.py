@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from cluster.api import build_api
-from cluster.auth import Keys, digest, read_keys, route_of
-from cluster.directory import Directory
+from cluster.carry.directory import Directory
+from cluster.ingress.api import build_api
+from cluster.ingress.auth import Keys, digest, read_keys, route_of
 from cluster.options import ServeOptions
 from tests.cluster.test_api import NoReplica
 from tidar_core.config import ConfigError

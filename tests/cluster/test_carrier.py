@@ -14,13 +14,13 @@ from opentelemetry.trace import NoOpTracer
 from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import BackPressureError
 
-from cluster import handover
-from cluster.channels import Reception
+from cluster.carry import handover
+from cluster.carry.channels import Reception
+from cluster.carry.handover import Carrier, Patience
+from cluster.carry.routing import fitting
 from cluster.errors import ApiError
-from cluster.handover import Carrier, Patience
 from cluster.line import Accepted, Batch, EngineKind, Refusal, Way
-from cluster.metrics import IngressMetrics, render
-from cluster.routing import fitting
+from cluster.observe.ingress_metrics import IngressMetrics, render
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
 

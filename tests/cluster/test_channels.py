@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.channels import Channels, Lost, Reception, Turn
+from cluster.carry.channels import Channels, Lost, Reception, Turn
 from cluster.line import Accepted, Batch, Event, Failure
 from tidar_core.request import StepOutput
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from opentelemetry.trace import NoOpTracer
 
-from cluster import directory as room
 from cluster.card import ModelCard
-from cluster.directory import Directory, Wake
+from cluster.carry import directory as room
+from cluster.carry.directory import Directory, Wake
+from cluster.carry.routing import fitting
 from cluster.errors import ApiError
+from cluster.ingress.models import Models
 from cluster.line import ANYWHERE, Way
-from cluster.metrics import IngressMetrics
-from cluster.models import Models
+from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
-from cluster.routing import fitting
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 from tidar_core.prefixes import prefix_marks

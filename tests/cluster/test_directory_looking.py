@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.card import ModelCard
-from cluster.directory import Directory
+from cluster.carry.directory import Directory
 from cluster.errors import ApiError
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cluster.engine_thread import EngineThread
 from cluster.line import Event, Failure, Refusal
+from cluster.replica.engine_thread import EngineThread
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.config import ConfigError
 from tidar_core.engine import Engine

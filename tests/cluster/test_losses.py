@@ -8,10 +8,10 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
+from cluster.carry.handover import Carrier, Patience
 from cluster.errors import ApiError
-from cluster.handover import Carrier, Patience
 from cluster.line import Accepted, Batch, EngineKind, Way
-from cluster.metrics import IngressMetrics
+from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Listening, Scripted, carry, undisturbed
 from tests.cluster.test_carrier import goes_on_behind
 from tidar_core.request import Request

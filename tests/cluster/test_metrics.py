@@ -7,8 +7,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from cluster.metrics import IngressMetrics, ReplicaMetrics, Timing, render
-from cluster.status import Look, read_page, replica_table
+from cluster.observe.ingress_metrics import IngressMetrics, render
+from cluster.observe.replica_metrics import ReplicaMetrics, Timing
+from cluster.operate.status import Look, read_page, replica_table
 from tests.cluster.test_acceptance import step
 from tidar_core.engine import EngineStats
 from tidar_core.request import FinishReason

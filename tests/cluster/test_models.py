@@ -15,11 +15,11 @@ import ray
 from opentelemetry.trace import NoOpTracer
 
 from cluster.app import engine_names, placement, replica_count
-from cluster.deploy import check_resources
-from cluster.directory import Directory
+from cluster.carry.directory import Directory
 from cluster.errors import ApiError
-from cluster.metrics import IngressMetrics
-from cluster.models import SETTLE_SECONDS, Models
+from cluster.ingress.models import SETTLE_SECONDS, Models
+from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.operate.deploy import check_resources
 from cluster.options import ServeOptions
 from cluster.preflight import absolute, check_models, check_options, check_visible
 from tests.cluster.guarded import Guarded

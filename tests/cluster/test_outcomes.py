@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message
 
 from cluster.errors import ApiError, full
-from cluster.metrics import IngressMetrics, render
-from cluster.outcomes import Outcomes, outcome_of
-from cluster.responses import EventStreamResponse, event_stream, new_head
-from cluster.streams import Answer, Piece, requests_for
+from cluster.ingress.outcomes import Outcomes, outcome_of
+from cluster.observe.ingress_metrics import IngressMetrics, render
+from cluster.wire.answer import Answer, Piece, requests_for
+from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head
 from tests.cluster.test_api import ask
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer

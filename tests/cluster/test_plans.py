@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from cluster import plans
-from cluster.api import build_api
-from cluster.directory import Directory
+from cluster.card import prepare
+from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
+from cluster.ingress import plans
+from cluster.ingress.api import build_api
+from cluster.ingress.plans import Plan, chat_plan, completion_plan, responses_plan
 from cluster.options import ServeOptions
-from cluster.plans import Plan, chat_plan, completion_plan, responses_plan
-from cluster.prompts import decode, prepare
-from cluster.streams import Echo
+from cluster.wire.answer import Echo
+from cluster.wire.prompts import decode
 from tests.cluster.test_api import NoReplica, ask
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer

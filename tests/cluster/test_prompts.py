@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from cluster.card import ModelCard
+from cluster.card import ModelCard, prepare
 from cluster.errors import ApiError
-from cluster.items import ResponsesBody
-from cluster.prompts import chat_prompt, decode, encode, parse_json, prepare, read_body, render_chat
-from cluster.schemas import ChatBody, CompletionBody, DetokenizeBody, refuse_unsupported
+from cluster.wire.prompts import chat_prompt, decode, encode, parse_json, read_body, render_chat
+from cluster.wire.responses_asked import ResponsesBody
+from cluster.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, refuse_unsupported
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
 

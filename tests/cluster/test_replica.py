@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 
-from cluster import replica as room
 from cluster.line import Accepted, Address, Batch
-from cluster.replica import EngineReplica
+from cluster.replica import replica as room
+from cluster.replica.replica import EngineReplica
 from tests.tiny import tiny_checkpoint
 from tidar_core import SPINS
 from tidar_core.config import EngineConfig
@@ -74,7 +74,7 @@ async def accepted(replica: EngineReplica, request: Request, address: Address = 
 @pytest.mark.parametrize(("chosen", "read"), [(None, "1000"), ("77", "77")])
 def test_an_engines_threads_soon_rest_unless_somebody_chose_otherwise(chosen: str | None, read: str) -> None:
     # As the processes are: one starts Ray, whose workers inherit its environment and make replicas.
-    replica = "from cluster.replica import prepare_threads; prepare_threads(3); import torch"
+    replica = "from cluster.replica.replica import prepare_threads; prepare_threads(3); import torch"
     starter = f"import tidar_core, subprocess, sys; subprocess.run([sys.executable, '-c', {replica!r}], check=True)"
     environment = {name: value for name, value in os.environ.items() if name != SPINS} | {"OMP_DISPLAY_ENV": "verbose"}
     if chosen is not None:

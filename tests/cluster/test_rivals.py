@@ -8,10 +8,10 @@ from opentelemetry.trace import StatusCode
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from cluster.carry.handover import Patience
 from cluster.errors import ApiError
-from cluster.handover import Patience
 from cluster.line import Refusal
-from cluster.metrics import render
+from cluster.observe.ingress_metrics import render
 from tests.cluster.rivals import PATIENCE, Engine, Reader, Said, Stage, asking, play
 from tests.cluster.scripted import OTHER
 from tidar_core.request import Finish, FinishReason, StepOutput

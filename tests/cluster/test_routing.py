@@ -8,8 +8,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.utils import generate_request_id
 from ray.serve.request_router import PendingRequest
 
+from cluster.carry.routing import ReplicaRouter
 from cluster.line import ANYWHERE, Way
-from cluster.routing import ReplicaRouter
 
 DEPLOYMENT = DeploymentID("Engine", "api")
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from cluster.card import ModelCard
+from cluster.card import ModelCard, prepare
 from cluster.errors import ApiError
-from cluster.prompts import chat_prompt, completion_prompts, encode, parse_json, prepare, read_body
-from cluster.sampling import logit_bias, sampling_params
-from cluster.schemas import (
+from cluster.wire.prompts import chat_prompt, completion_prompts, encode, parse_json, read_body
+from cluster.wire.sampling import logit_bias, sampling_params
+from cluster.wire.schemas import (
     UNSUPPORTED,
     Body,
     ChatBody,

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.replica import IDLE_SECONDS
+from cluster.replica.replica import IDLE_SECONDS
 from tests.servers import Server
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -11,8 +11,8 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from cluster.api import build_api
-from cluster.directory import Directory
+from cluster.carry.directory import Directory
+from cluster.ingress.api import build_api
 from cluster.options import ServeOptions
 from tests.cluster.fuzz import fuzz
 from tests.cluster.guarded import ORIGIN, Guarded

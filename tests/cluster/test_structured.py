@@ -9,8 +9,8 @@ import pydantic
 import pytest
 
 from cluster.errors import ApiError
-from cluster.prompts import read_body
-from cluster.schemas import CompletionBody
+from cluster.wire.prompts import read_body
+from cluster.wire.schemas import CompletionBody
 from tidar_core.grammar import Grammar
 
 SCHEMA: dict[str, Any] = {

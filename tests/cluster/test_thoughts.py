@@ -14,13 +14,13 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import ApiError
-from cluster.items import ResponsesBody
-from cluster.messages import Message
-from cluster.streams import runs
-from cluster.thoughts import Thinking, Thought, ThoughtParser, behind_thoughts, thinking
-from cluster.tool_calls import HERMES, CallDelta, ToolParser
+from cluster.wire.answer import runs
+from cluster.wire.messages import Message
+from cluster.wire.responses_asked import ResponsesBody
+from cluster.wire.thoughts import Thinking, Thought, ThoughtParser, behind_thoughts, thinking
+from cluster.wire.tool_calls import HERMES, CallDelta, ToolParser
 from tests.cluster.guarded import Guarded
-from tests.cluster.test_response_object import EVENTS
+from tests.cluster.test_responses_told import EVENTS
 from tests.tiny import THINKING_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
 from tidar_core.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar_guard import compile_grammar

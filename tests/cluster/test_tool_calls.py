@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser
+from cluster.wire.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser
 
 NAMES = frozenset({"add", "say"})
 Call = tuple[str, str, str]  # id, name, arguments

@@ -11,10 +11,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from cluster.errors import ApiError
-from cluster.prompts import read_body, render_chat
-from cluster.schemas import ChatBody
-from cluster.tool_calls import HERMES, LLAMA
-from cluster.tools import Toolbox, tool_format, toolbox
+from cluster.wire.prompts import read_body, render_chat
+from cluster.wire.schemas import ChatBody
+from cluster.wire.tool_calls import HERMES, LLAMA
+from cluster.wire.tools import Toolbox, tool_format, toolbox
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_schemas import card_for
 from tests.cluster.test_structured import json_schema

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import NoOpTracerProvider, StatusCode
 
 from cluster.errors import ApiError
+from cluster.observe.tracing import check_traces, flush, tracer_provider
 from cluster.options import ServeOptions
-from cluster.tracing import check_traces, flush, tracer_provider
 from tests.cluster.collector import Collector
 from tests.cluster.guarded import Guarded
 from tests.cluster.scripted import LENGTH, Act, Cast, carry
@@ -128,7 +128,7 @@ def test_without_a_collector_no_span_is_made() -> None:
 
 def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    monkeypatch.setattr("cluster.tracing.FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr("cluster.observe.tracing.FLUSH_SECONDS", 0.05)
 
     class Stuck:
         def shutdown(self) -> None:

@@ -18,8 +18,8 @@ import torch
 from ray.train import WorkerGroupError
 from typer.testing import CliRunner
 
-import cluster.train
-from cluster.interrupts import Interrupts
+import cluster.training.train
+from cluster.operate.interrupts import Interrupts
 from tests.cluster.observed_work import observed_work, seen_by
 from tests.tidar_core.trained import random_documents
 from tests.tiny import tiny_checkpoint
@@ -110,9 +110,9 @@ def alone(options: ConvertOptions) -> Shown:
 def test_two_workers_train_as_one_though_one_of_them_dies(
     options: ConvertOptions, alone: Shown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.train, "work", observed_work)
+    monkeypatch.setattr(cluster.training.train, "work", observed_work)
     shown = Shown(victim=options.work / "pid-1")
-    with cluster.train.workers_on_ray(2, options, shown) as trainers:
+    with cluster.training.train.workers_on_ray(2, options, shown) as trainers:
         progress = convert(options, shown, trainers)
     assert progress.step == STEPS
 
@@ -177,7 +177,7 @@ def test_what_a_worker_cannot_do_ends_the_run_in_one_line() -> None:
     said = Saying(methodcaller("line", "hello"), ConfigError("the disk is full"))
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^the disk is full$"):
-        cluster.train.follow(run, said, shown, Interrupts())  # type: ignore[arg-type]
+        cluster.training.train.follow(run, said, shown, Interrupts())  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
     assert shown.lines == ["hello"]
 
@@ -186,14 +186,14 @@ def test_workers_that_fail_again_and_again_are_one_line() -> None:
     run = Future[Any]()
     run.set_exception(WorkerGroupError("…", {1: RuntimeError("a trace\nCUDA out of memory")}))
     with pytest.raises(ConfigError, match=r"^the workers failed, 3 new starts included; .*: CUDA out of memory$"):
-        cluster.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+        cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
 def test_an_interrupt_ends_it() -> None:
     asked = Interrupts()
     asked.asked = True
     with pytest.raises(KeyboardInterrupt):
-        cluster.train.follow(Future[Any](), Saying(), Shown(), asked)  # type: ignore[arg-type]
+        cluster.training.train.follow(Future[Any](), Saying(), Shown(), asked)  # type: ignore[arg-type]
 
 
 def test_full_mode_has_one_worker(model: Path, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_full_mode_has_one_worker(model: Path, tmp_path: Path) -> None:
 def test_without_ray_train_one_line_says_what_to_install(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cluster.train", None)
+    monkeypatch.setitem(sys.modules, "cluster.training.train", None)
     result = CliRunner().invoke(app, ["convert", str(model), "--workers", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert result.stderr.strip().endswith("pip install 'tidar-cluster[cluster,train]'")

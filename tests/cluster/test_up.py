@@ -25,13 +25,13 @@ from ray import serve
 from ray._private import parameter
 from typer.testing import CliRunner, Result
 
-from cluster import deploy
-from cluster.deploy import start_proxies, unhealthy
-from cluster.haproxy import ASKED
-from cluster.interrupts import Interrupts
+from cluster.operate import deploy
+from cluster.operate.deploy import start_proxies, unhealthy
+from cluster.operate.haproxy import ASKED
+from cluster.operate.interrupts import Interrupts
+from cluster.operate.ray_cluster import running_cluster, spare_ray
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute
-from cluster.ray_cluster import running_cluster, spare_ray
 from tests.servers import (
     MARK,
     REPOSITORY,
@@ -289,7 +289,8 @@ def test_an_interrupt_that_is_put_off() -> None:
 
 
 def test_python_does_not_wait_for_what_runs_beside(tmp_path: Path) -> None:
-    code = "from threading import Event; from cluster.deploy import beside; beside(Event().wait, 'stuck'); print('end')"
+    code = "from threading import Event; from cluster.operate.deploy import beside; "
+    code += "beside(Event().wait, 'stuck'); print('end')"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ended = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -10,7 +10,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
-from cluster.check import mistakes
+from cluster.operate.check import mistakes
 from playground.app import build as build_playground
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import tiny_model

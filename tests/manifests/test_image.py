@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
-from cluster.deploy import SHORT_WAYS
+from cluster.operate.deploy import SHORT_WAYS
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import REPOSITORY
 from tidar_core.kernels.cpu_build import SOURCES

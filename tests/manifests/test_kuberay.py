@@ -18,8 +18,8 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _generate_availab
 from ray.serve.config import HTTPOptions
 
 from cluster import leaving
-from cluster.check import mistakes, serve_config
 from cluster.leaving import middlewares
+from cluster.operate.check import mistakes, serve_config
 from tests.manifests.ray_cluster import MANIFESTS
 
 KUBERAY = MANIFESTS / "kuberay"

@@ -18,7 +18,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from cluster.metrics import ReplicaMetrics, Timing, render
+from cluster.observe.ingress_metrics import render
+from cluster.observe.replica_metrics import ReplicaMetrics, Timing
 from playground.page import mount
 from tidar_core.engine import EngineStats
 from tidar_core.request import StepOutput, StepTrace

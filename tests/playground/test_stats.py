@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from playwright.sync_api import Page
 
-from cluster.acceptance import Acceptance
-from cluster.metrics import ReplicaMetrics, Timing, render
+from cluster.observe.ingress_metrics import render
+from cluster.observe.replica_metrics import ReplicaMetrics, Timing
+from cluster.wire.acceptance import Acceptance
 from playground.files import read_files
 from tests.playground.asking import call
 from tidar_core.engine import EngineStats

@@ -22,7 +22,7 @@ needed.
     losses.py         KL and total variation, slot weights; loss and gradient a few rows at a time
     vocabulary.py     the part of the vocabulary that a step's loss is computed over
     drafter.py        the trained tensors; sampler.py: what a step sees; checkpoint.py: kill it any time
-    crew.py           several workers on one drafter: the few calls by which they stay together (`cluster.train`)
+    crew.py           several workers on one drafter: the few calls by which they stay together (`cluster.training`)
     trainer.py        the loop; held_out.py: tokens per step, as decoding would go; speed.py: rows against the peak
     card.py           the folder that comes out
 

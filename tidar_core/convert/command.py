@@ -152,7 +152,7 @@ def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "Abs
     if options.mode == "full":
         raise ConfigError("--mode full trains in one process: leave --workers out")
     try:
-        from cluster.train import workers_on_ray
+        from cluster.training.train import workers_on_ray
     except ImportError as error:
         missing = "Ray Train" if error.name is None else error.name
         raise ConfigError(f"--workers needs {missing}: pip install 'tidar-cluster[cluster,train]'") from None

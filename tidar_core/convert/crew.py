@@ -1,4 +1,4 @@
-"""Who trains a drafter: one process, or several that take every step together (`cluster.train`)."""
+"""Who trains a drafter: one process, or several that take every step together (`cluster.training`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,0 +1,273 @@
+"""What an ingress knows of the replicas behind it: the model's card, who answers, who has fallen silent."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard, prepare
+from cluster.carry.routing import ask, cancelled_there, listen
+from cluster.errors import full, not_ready
+from cluster.line import PROMPT_MARKS, Accepted, Address, Batch, EngineKind, Way
+from tidar_core.prefixes import prefix_marks
+from tidar_core.request import Request
+
+POLL_SECONDS = 1.0
+FIRST_POLL_SECONDS = 0.1  # until a replica has answered: a server that starts is ready so much sooner
+FIRST_SECONDS = 3.0  # that an ingress waits for a replica before it takes requests
+REPLY_SECONDS = 1.5
+FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
+METRICS_SECONDS = 5.0
+
+log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """A model that sleeps while nobody asks: for how long a request may wait for it, and how many may."""
+
+    seconds: float
+    most: int
+
+
+class Directory:
+    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card.
+
+    wake: where there may be no replica because nobody asked for one.
+    """
+
+    def __init__(self, engine: DeploymentHandle, wake: Wake | None = None):
+        self.engine = engine
+        self._name = secrets.token_hex(8)  # under which the replicas know this ingress
+        self._wake = wake
+        self._waking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+        self._held = 0
+        self.silent: frozenset[str] = frozenset()
+        self._heard: dict[str, float] = {}
+        self._model: tuple[ModelCard, Tokenizer] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
+        self._describer: str | None = None
+        self._found = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to ask, on the running event loop.
+
+        Where replicas run already, one has answered when this returns: an ingress that takes the place of another
+        refuses nobody.
+        """
+        self._task = asyncio.create_task(self._watch())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SECONDS):
+                await self._found.wait()
+
+    async def stop(self) -> None:
+        """End the asking. Without this an ingress that is shut down would stay until its time of grace is over."""
+        for task in (self._task, self._waking, self._looking):
+            while task is not None and not task.done():
+                # More than once: `asyncio.wait_for`, by which Serve awaits, may swallow it (Python before 3.12).
+                task.cancel()
+                await asyncio.wait({task}, timeout=0.1)
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The names of those that are there."""
+        now = time.monotonic()
+        return tuple(sorted(name for name, heard in self._heard.items() if now - heard < FORGET_SECONDS))
+
+    @property
+    def model(self) -> tuple[ModelCard, Tokenizer]:
+        """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, unless
+        the model only sleeps."""
+        if self._model is None or not self.serves:
+            raise not_ready()
+        return self._model
+
+    async def known(self) -> tuple[ModelCard, Tokenizer]:
+        """As `model`; a model that slept whenever this ingress looked is woken, and waited for: only its replicas know
+        it. Raises ApiError as `awake` does."""
+        return await self.awake() if self._model is None else self.model
+
+    def wake(self) -> None:
+        """Wake the model where it may sleep, unless that is under way."""
+        if self._wake is not None and (self._waking is None or self._waking.done()):
+            self._waking = asyncio.create_task(self._call_for_one())
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request has somebody to answer it, even if it must wake the model first."""
+        return bool(self.replicas) or self._wake is not None
+
+    async def awake(self) -> tuple[ModelCard, Tokenizer]:
+        """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
+        Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
+        if not self.replicas and self._wake is None:
+            await self._look_at_once()
+        if self._wake is None or self.replicas:
+            return self.model
+        if self._held >= self._wake.most:
+            raise full()
+        self._held += 1
+        try:
+            async with asyncio.timeout(self._wake.seconds):
+                while not self.replicas:
+                    self.wake()
+                    assert self._waking is not None
+                    await asyncio.wait({self._waking})
+        except TimeoutError:
+            raise not_ready() from None
+        finally:
+            self._held -= 1
+        return self.model
+
+    async def _look_at_once(self) -> None:
+        """One look for all who come meanwhile, lest another ingress serve what this one says is not there."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look())
+        await asyncio.wait({self._looking}, timeout=REPLY_SECONDS)
+        if self._looking.done() and not self._looking.cancelled() and self._looking.exception() is not None:
+            log.debug("no replica answers: %s", self._looking.exception())
+
+    async def _call_for_one(self) -> None:
+        """A call that waits for a replica is what Serve starts one for."""
+        try:
+            with cancelled_there():
+                await ask(self.engine, "alive", self._name)
+            await self._look()
+        except Exception as error:
+            log.warning("the model could not be woken yet: %s", error)
+            await asyncio.sleep(POLL_SECONDS)
+
+    def silence(self, name: str) -> None:
+        """Take a replica for silent until it answers again."""
+        self.silent |= {name}
+
+    def marks(self, request: Request) -> bytes:
+        """What names the prefixes of a prompt to the router; nothing for a request that reads no cached prefix."""
+        if self._model is None or request.params.prompt_logprobs is not None:
+            return b""
+        return prefix_marks(request.prompt, self._model[0].page_size, request.cache_salt, PROMPT_MARKS)
+
+    def generate(
+        self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
+    ) -> DeploymentResponseGenerator[Accepted | Batch]:
+        """Send a request to a replica (`EngineReplica.generate`)."""
+        return listen(self.engine, "generate", request, Address(self._name, mailbox), kind, way=way)
+
+    def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | Batch]:
+        """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
+        return listen(self.engine, "listen", Address(self._name, mailbox), way=Way(only=replica))
+
+    async def metrics(self) -> list[list[Metric]]:
+        """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
+        the model only sleeps."""
+        answers = await self._all_tell()
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not told and (self.replicas or not self.serves):
+            raise not_ready()
+        return told
+
+    async def _all_tell(self) -> list[Any]:
+        """What the replicas that run answer to `metrics`, or fail of."""
+        if not self.silent:
+            try:
+                # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a
+                # model.
+                with cancelled_there():
+                    return await self.engine.broadcast("metrics").results_async(
+                        timeout_s=METRICS_SECONDS, return_exceptions=True
+                    )
+            except TimeoutError:  # one that hangs holds up the answers of all
+                pass
+            except Exception as error:  # no replica yet, or none any more
+                log.debug("no replica tells: %s", error)
+                return []
+        there = [name for name in self.replicas if name not in self.silent]
+        return list((await self._ask_each(there, METRICS_SECONDS, "metrics")).values())
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except Exception as error:  # no replica yet, or none any more
+                self._heard = {}
+                log.debug("no replica answers: %s", error)
+            await asyncio.sleep(POLL_SECONDS if self._found.is_set() else FIRST_POLL_SECONDS)
+
+    async def _look(self) -> None:
+        try:
+            with cancelled_there():
+                answers = await self.engine.broadcast("alive", self._name).results_async(
+                    timeout_s=REPLY_SECONDS, return_exceptions=True
+                )
+        except TimeoutError:  # one that hangs holds up the answers of all
+            known = set(self._heard)
+            told, strangers = await asyncio.gather(
+                self._try_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)
+            )
+            alive = strangers | {name for name, answer in told.items() if not isinstance(answer, BaseException)}
+            # The router's word: those are gone, not silent, and no name is used again.
+            gone = {name for name, answer in told.items() if type(answer) is LookupError}
+            self.silent = (self.silent | known) - alive - gone
+            self._heard = {name: heard for name, heard in self._heard.items() if name not in gone}
+        else:
+            alive = {answer for answer in answers if isinstance(answer, str)}
+            self.silent = frozenset()
+            self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
+        if alive and self._model is None:
+            await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
+        self._heard |= dict.fromkeys(alive, time.monotonic())
+        if alive:
+            self._found.set()
+        if alive - self._described or (alive and self._describer not in alive):
+            await self._read_card(alive)
+        elif alive:  # some are gone: to read the same card again would keep streams waiting that they leave behind
+            self._described = alive
+
+    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+        """What each replica answers; those that do not answer in time are left out."""
+        told = await self._try_each(names, seconds, method, *args)
+        return {name: answer for name, answer in told.items() if not isinstance(answer, BaseException)}
+
+    async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+        """What each replica answers, or fails of."""
+        asked = list(names)
+        calls = [self._answer(Way(only=name), seconds, method, *args) for name in asked]
+        return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
+
+    async def _answer(self, way: Way, seconds: float, method: str, *args: object) -> Any:
+        """What a replica on that way answers. Raises TimeoutError where it does not in time."""
+        response = ask(self.engine, method, *args, way=way)
+        try:
+            async with asyncio.timeout(seconds):
+                with cancelled_there():
+                    return await response
+        except TimeoutError:
+            response.cancel()
+            raise
+
+    async def _ask_a_stranger(self, known: set[str]) -> set[str]:
+        """The name of a replica beside the known ones, if there is one that answers."""
+        try:
+            return {await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", self._name)}
+        except Exception as error:
+            log.debug("no other replica answers: %s", error)
+        return set()
+
+    async def _read_card(self, alive: set[str]) -> None:
+        """Ask a replica for the card, a new one where there is one: it may have another drafter.
+
+        Where it does not answer, the card that is known stays until the next look.
+        """
+        name = min(alive - self._described or alive)
+        for card in (await self._ask_each([name], METRICS_SECONDS, "describe")).values():
+            self._model, self._described, self._describer = (card, prepare(card)), alive, name

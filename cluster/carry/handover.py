@@ -1,0 +1,339 @@
+"""One request, carried over as many replicas as it takes.
+
+A token depends on the tokens before it, the parameters and the seed alone, so a request goes on at another replica as
+its prompt and the tokens that were sent already. What may befall the replica under a stream: it dies, it hangs (its
+heartbeats stop), its engine breaks, it is shut down. The client sees a gap, never a lost or a repeated token.
+
+Each attempt is a call of its own under a name of its own, and one of them is followed: a replica that wakes up late
+talks to nobody, and finds its call cancelled. What happens to it meanwhile comes by `channels`.
+
+A replica that hangs is told from one that is slow by time alone. So a stream whose replica has been quiet for a while
+is begun at another one too, and the next token decides: if the first replica speaks again before the second one has
+brought it, nothing has happened but the second one's work; else the first has lost the stream.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from opentelemetry.trace import Tracer
+
+from cluster.carry.attempts import Attempt, Start, ended_badly
+from cluster.carry.channels import Call, Channels, Lost, Turn
+from cluster.errors import ApiError
+from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Way
+from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.observe.tracing import AttemptSpan
+from tidar_core.request import FinishReason, Request, StepOutput
+
+log = logging.getLogger("ray.serve")
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5
+LONGEST_WAIT_SECONDS = 30.0  # for a call to be accepted
+QUIET_SHARE = 3  # of the silence that counts as death, one part is enough for a rival
+MOST_DOUBLINGS = 32  # a stream may look for a replica more often than a number can be doubled
+LATE_SECONDS = 0.2  # that a heartbeat may be without anybody's noticing
+
+
+class Replicas(Protocol):
+    """Those that may be called: `cluster.carry.directory` where there is a cluster."""
+
+    @property
+    def replicas(self) -> tuple[str, ...]: ...
+    @property
+    def silent(self) -> frozenset[str]: ...
+    def silence(self, name: str) -> None: ...
+    def marks(self, request: Request) -> bytes: ...
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Call: ...
+    def listen(self, replica: str, mailbox: str) -> Call: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """silence: a replica that says nothing for so many seconds hangs. give_up: a stream may be without a replica for
+    so many, or where none has had it yet for `wake`, if that is longer. losses: it may lose so many replicas without a
+    new token, lest a request that breaks engines goes round."""
+
+    silence: float
+    give_up: float
+    wake: float = 0.0
+    losses: int = 4
+
+    @property
+    def doubt(self) -> float:
+        """Seconds of silence after which another replica is called too. One heartbeat may be late."""
+        return max(self.silence / QUIET_SHARE, HEARTBEAT_SECONDS + LATE_SECONDS)
+
+
+@dataclass(slots=True)
+class Story:
+    """A request, and how far it came.
+
+    base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
+    `heard_at`. kind: of the engine that said the first.
+    replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
+    one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
+    `losing_since`; refused: those that said no;
+    tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
+    prefixes.
+    """
+
+    request: Request
+    base: str
+    began: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+    rival: Attempt | None = None
+    emitted: list[int] = field(default_factory=list)
+    heard_at: float = field(default_factory=time.monotonic)
+    kind: EngineKind | None = None
+    replica: str | None = None
+    step: int = 0
+    losses: list[str] = field(default_factory=list)
+    losing_since: float = 0.0
+    refused: set[str] = field(default_factory=set)
+    tries: int = 0
+    lost_at: float | None = None
+    cause: str = ""
+    marks: bytes = b""
+
+    def start(self, wait: float) -> Start:
+        """What the next attempt begins with."""
+        now, number = time.monotonic(), self.attempts
+        self.attempts += 1
+        name, emitted = f"{self.request.request_id}.{number}", tuple(self.emitted)
+        waited, seconds = (now - self.heard_at, now - self.began) if number else (0.0, 0.0)
+        request = replace(self.request, request_id=name, emitted=emitted, waited=waited)
+        return Start(request, number, self.base, self.kind if self.emitted else None, self.step, seconds, wait)
+
+    def at_fault(self, output: StepOutput, start: Start) -> bool:
+        """Whether an attempt failed at what others had brought, before it brought anything: another may do better."""
+        failed = output.finish is not None and output.finish.reason is FinishReason.ERROR
+        resumed = len(start.request.emitted) == len(self.emitted)
+        return failed and resumed and bool(self.emitted)
+
+    def take(self, output: StepOutput, start: Start) -> StepOutput:
+        """Note what a step of an attempt brought; the output as if there had been no other attempt before."""
+        if output.tokens:
+            self.emitted += output.tokens
+            self.heard_at = time.monotonic()
+            self.losses.clear()
+        trace = output.trace
+        if trace is None:
+            return output
+        self.step = start.step + trace.step
+        return output._replace(trace=trace._replace(step=self.step, seconds=start.seconds + trace.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What happened to a request since the last time, and the name of the replica where it did."""
+
+    replica: str
+    events: tuple[StepOutput | Refusal, ...]
+
+
+class Carrier:
+    """Carries requests over the replicas that there are."""
+
+    def __init__(self, replicas: Replicas, patience: Patience, metrics: IngressMetrics, tracer: Tracer):
+        self._replicas = replicas
+        self._patience = patience
+        self._metrics = metrics
+        self._tracer = tracer
+        self._channels = Channels(replicas.listen, patience.doubt, patience.silence)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
+        """What happens to a request for the model of the fingerprint `base`, up to its finish or a `Refusal`. Raises
+        ApiError; however the caller stops, the request ends wherever it is."""
+        story = Story(request, base, marks=self._replicas.marks(request))
+        attempt = self._next(story)
+        try:
+            while True:
+                try:
+                    async with aclosing(self._follow(story, attempt)) as followed:
+                        async for news in followed:
+                            attempt.span.heard(news.replica, len(story.emitted))
+                            yield news
+                    return
+                except Lost as lost:
+                    attempt.span.lost(lost.cause, lost.replica)
+                    reason = lost
+                except Exception as error:
+                    attempt.span.failed(error)
+                    raise
+                self._leave(attempt)
+                attempt = await self._recover(story, attempt, reason)
+        finally:
+            self._leave(attempt)
+            self._drop_rival(story, "not needed")
+
+    def _next(self, story: Story) -> Attempt:
+        """An attempt anywhere."""
+        # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
+        marks = b"" if story.tries else story.marks
+        avoid = self._replicas.silent | self._channels.quiet
+        never = frozenset(story.refused)
+        return self._begin(story, Way(never=never, avoid=avoid, marks=marks))
+
+    def _begin(self, story: Story, way: Way) -> Attempt:
+        start = story.start(doubled(self._patience.silence, story.tries, LONGEST_WAIT_SECONDS))
+        way = replace(way, moved=bool(story.emitted), counted=story.replica is not None)
+        span = AttemptSpan(self._tracer, story.request.request_id, start.number, len(story.emitted))
+
+        def call(mailbox: str) -> Call:
+            return self._replicas.generate(start.request, mailbox, start.kind, way)
+
+        try:
+            return Attempt(start, span, self._channels, call, self._patience.silence)
+        except Exception as error:
+            span.failed(error)
+            span.over()
+            raise
+
+    def _leave(self, attempt: Attempt) -> None:
+        if attempt.finished:  # its last words are still to come
+            self._ending.add(attempt.listener)
+            attempt.listener.add_done_callback(self._ending.discard)
+        attempt.close()
+
+    async def _follow(self, story: Story, attempt: Attempt) -> AsyncGenerator[News, None]:
+        """What an attempt brings. Raises Lost where another may go on."""
+        heard = await attempt.opening()
+        name = self._accepted(story, attempt)
+        while not attempt.finished:
+            heard = heard or await attempt.heard()
+            said: list[StepOutput | Refusal] = []
+            for item in heard:
+                if attempt.finished:  # what befell the replica afterwards is nothing to this request
+                    break
+                if isinstance(item, Turn):
+                    self._weigh(story, attempt, name)
+                elif isinstance(item, Refusal) and not story.emitted:
+                    said.append(item)
+                    attempt.finished = True
+                elif isinstance(item, StepOutput) and not (ended_badly(item) or story.at_fault(item, attempt.start)):
+                    if story.rival is not None:  # it goes on from before this step
+                        self._drop_rival(story, "late")
+                    said.append(story.take(item, attempt.start))
+                    attempt.finished = item.finish is not None
+                else:
+                    if said:
+                        yield News(name, tuple(said))
+                    attempt.give_up(item)
+            heard = []
+            if said:
+                yield News(name, tuple(said))
+
+    def _weigh(self, story: Story, attempt: Attempt, name: str) -> None:
+        """Begin or end a rival to an attempt, as its replica is quiet or not. Raises Lost where the rival has won; no
+        step of the attempt is lost with it, for each of them ends the rival."""
+        quiet = name in self._channels.quiet
+        if story.rival is None:
+            if quiet:
+                self._begin_rival(story, attempt, name)
+        elif story.rival.won:
+            raise Lost("quiet", name)
+        elif story.rival.over:
+            self._drop_rival(story, "failed")
+        elif not quiet:
+            self._drop_rival(story, "spoke again")
+
+    def _begin_rival(self, story: Story, attempt: Attempt, name: str) -> None:
+        never = self._replicas.silent | self._channels.quiet | story.refused
+        if not set(self._replicas.replicas) - never:
+            return
+        log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
+        try:
+            story.rival = self._begin(story, Way(never=never, marks=story.marks))
+        except Exception as error:  # nothing of the attempt's, whose replica may speak again
+            log.info("no rival for request %s: %s", story.request.request_id, error)
+            return
+        self._metrics.rival_begun()
+        story.rival.race(attempt)
+
+    def _drop_rival(self, story: Story, cause: str) -> None:
+        rival, story.rival = story.rival, None
+        if rival is None:
+            return
+        if rival.over and isinstance(rival.failure, Lost):
+            self._note(story, rival.failure)
+        rival.span.dropped(cause)
+        self._leave(rival)
+
+    def _note(self, story: Story, lost: Lost) -> None:
+        """Keep clear of who lost an attempt, or would not have it."""
+        if lost.refused is not None:
+            story.refused.add(lost.refused)
+        if lost.replica is not None:
+            self._replicas.silence(lost.replica)
+
+    def _accepted(self, story: Story, attempt: Attempt) -> str:
+        """Note who has the request now; gives the name."""
+        accepted = attempt.accepted
+        assert accepted is not None
+        if story.replica is not None:
+            assert story.lost_at is not None
+            gap = attempt.accepted_at - min(story.lost_at, attempt.began)
+            self._metrics.handed_over(story.cause, gap)
+            said = {
+                "request": story.request.request_id,
+                "attempt": attempt.start.number,
+                "from": story.replica,
+                "to": accepted.replica,
+                "tokens": len(story.emitted),
+                "cause": story.cause,
+                "gap_ms": round(gap * 1000),
+            }
+            log.warning("stream handed over %s", json.dumps(said))
+        story.replica, story.kind = accepted.replica, accepted.kind
+        story.tries, story.lost_at = 0, None
+        return accepted.replica
+
+    async def _recover(self, story: Story, attempt: Attempt, lost: Lost) -> Attempt:
+        """What follows an attempt that is over: its rival, where there is one. Raises ApiError where nothing shall."""
+        now, rival = time.monotonic(), story.rival
+        if story.lost_at is None:
+            story.lost_at = now
+        self._note(story, lost)
+        again = 0
+        if attempt.accepted is not None or lost.replica is not None:
+            story.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
+        if lost.replica is not None:
+            again = story.losses.count(lost.replica)
+            story.losing_since = story.losing_since if story.losses else now
+            story.losses.append(lost.replica)
+        log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
+        if rival is None or not rival.won:
+            self._check_patience(story, now, lost)
+        if rival is not None:
+            story.rival = None
+            return rival
+        if lost.replica is None or again:
+            await asyncio.sleep(doubled(FIRST_PAUSE_SECONDS, again or story.tries, LONGEST_PAUSE_SECONDS))
+        story.tries += lost.replica is None
+        return self._next(story)
+
+    def _check_patience(self, story: Story, now: float, lost: Lost) -> None:
+        """Raises ApiError where there shall be no further attempt."""
+        assert story.lost_at is not None
+        patience, lost_ones = self._patience, len(set(story.losses))
+        give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
+        stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
+        if lost_ones >= patience.losses or stuck or now - story.lost_at > give_up:
+            tried = f"{lost_ones} engine replicas were lost under this request"
+            stayed = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
+            waited = f"no engine replica took this request on within {give_up:g} s"
+            message = tried if lost_ones >= patience.losses else stayed if stuck else waited
+            log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
+            raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
+
+
+def doubled(seconds: float, times: int, most: float) -> float:
+    """Twice as long so many times, at most `most`."""
+    return min(most, math.ldexp(seconds, min(times, MOST_DOUBLINGS)))

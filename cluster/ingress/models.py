@@ -1,0 +1,112 @@
+"""What an ingress serves, by the names that requests ask for: bases and their adapters, each on engines of its own."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from opentelemetry.trace import Tracer
+from prometheus_client.metrics_core import Metric
+
+from cluster.card import ModelCard
+from cluster.carry.directory import Directory
+from cluster.carry.handover import Carrier, Patience
+from cluster.errors import ApiError, not_ready, unknown_model
+from cluster.ingress.streams import Admission
+from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.options import ServeOptions
+from cluster.wire.prompts import parse_json
+
+SETTLE_SECONDS = 60.0  # for one name's engines to come up beside another's
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One name, and behind it: who may be called for it, how requests get there, and how many may be under way."""
+
+    name: str
+    directory: Directory
+    carrier: Carrier
+    admission: Admission
+
+
+def replicas_of(directory: Directory) -> int:
+    return len(directory.replicas)
+
+
+class Models:
+    """All names; the first is for requests that ask for none."""
+
+    def __init__(
+        self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics, tracer: Tracer
+    ):
+        self._began = time.monotonic()
+        self._met: set[str] = set()
+        wake = options.wake_seconds if options.sleeps else 0.0
+        patience = Patience(options.stall_seconds, options.carry_seconds, wake)
+        self._served = {
+            name: Served(name, directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
+            for name, directory in directories.items()
+        }
+        for name, directory in directories.items():
+            metrics.watch(name, partial(replicas_of, directory), options.sleeps)
+
+    async def start(self) -> None:
+        """Begin to look for replicas, on the running event loop."""
+        await asyncio.gather(*(served.directory.start() for served in self._served.values()))
+
+    async def stop(self) -> None:
+        """End it; an ingress that is shut down waits for this."""
+        await asyncio.gather(*(served.directory.stop() for served in self._served.values()))
+
+    def serves(self) -> bool:
+        """Whether some request has somebody to answer it; at first, whether every name had already."""
+        found = {name for name, served in self._served.items() if served.directory.serves}
+        self._met |= found
+        settled = self._met == set(self._served) or time.monotonic() - self._began > SETTLE_SECONDS
+        return bool(found) and settled
+
+    def cards(self) -> list[ModelCard]:
+        """Those of all that can be asked for now; one that slept whenever this ingress looked is woken, lest it is
+        never listed. Raises ApiError (503) where there is none."""
+        found = []
+        for served in self._served.values():
+            try:
+                found.append(served.directory.model[0])
+            except ApiError:
+                served.directory.wake()
+        if not found:
+            raise not_ready()
+        return found
+
+    def named(self, name: str | None) -> Served:
+        """Who serves a name. Raises ApiError (404) for one that is not served."""
+        if name is None:
+            return next(iter(self._served.values()))
+        if name not in self._served:
+            raise unknown_model(name, ", ".join(self._served))
+        return self._served[name]
+
+    async def wanted(self, raw: bytes) -> tuple[Served, dict[str, Any]]:
+        """Who serves what a body asks for, and the body as JSON. Raises ApiError; what else is wrong with the body its
+        schema finds."""
+        value = await asyncio.to_thread(parse_json, raw)
+        name = value.get("model")
+        return self.named(name if isinstance(name, str) else None), value
+
+    async def metrics(self) -> list[list[Metric]]:
+        """Each replica's series. Raises ApiError (503) where a model should run and no replica of any answers."""
+        told: list[list[Metric]] = []
+        answers = await asyncio.gather(
+            *(served.directory.metrics() for served in self._served.values()), return_exceptions=True
+        )
+        for answer in answers:
+            if not isinstance(answer, BaseException):
+                told += answer
+            elif not isinstance(answer, ApiError):
+                raise answer
+        if all(isinstance(answer, ApiError) for answer in answers):
+            raise not_ready()
+        return told

@@ -1,0 +1,124 @@
+"""From a body to what an answer is made by. Slow for long bodies and many choices: the caller runs these in a thread,
+where no stream waits for it."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.errors import ApiError, bad_request
+from cluster.wire.answer import Echo
+from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
+from cluster.wire.responses_asked import ResponsesBody, as_here
+from cluster.wire.sampling import logit_bias, sampling_of, sampling_params
+from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
+from cluster.wire.thoughts import Thinking, behind_thoughts, thinking
+from cluster.wire.tools import Toolbox, toolbox
+from tidar_core.grammar import Grammar
+from tidar_core.request import SamplingParams
+
+log = logging.getLogger("ray.serve")
+Prompts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
+    and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
+    thoughts. echo: what an object of the Responses API repeats of its request; None for the other two."""
+
+    body: Body
+    prompts: Prompts
+    params: Sequence[SamplingParams]
+    echoes: Sequence[Echo] = ()
+    tools: Toolbox | None = None
+    thinking: Thinking | None = None
+    echo: str | None = None
+
+    @property
+    def follows(self) -> str:
+        """The field that says what the answer has to follow."""
+        return "tools" if self.tools is not None else self.body.grammar_field
+
+
+def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> Plan:
+    """Of `POST /v1/completions`. Raises ApiError, as all of these do."""
+    body = read_body(value, CompletionBody)
+    check(body)
+    prompts = completion_prompts(body, card, backend)
+    params = params_of(body, prompts, card, body.grammar)
+    return Plan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
+
+
+def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+    """Of `POST /v1/chat/completions`. reasoning: thoughts are told apart."""
+    return plan_of_chat(read_body(value, ChatBody), card, backend, reasoning)
+
+
+def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+    """Of `POST /v1/responses`."""
+    body = read_body(value, ResponsesBody)
+    chat = body.as_chat()
+    try:
+        plan = plan_of_chat(chat, card, backend, reasoning)
+    except ApiError as error:
+        raise as_here(error) from error
+    return replace(plan, echo=body.echo(sampling_of(chat, card)))
+
+
+def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+    check(body)
+    parallel = body.parallel_tool_calls is not False
+    tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
+    grammar = body.grammar if tools is None else tools.grammar
+    prompt, text = chat_prompt(body, card, backend)
+    thoughts = thinking(card.tokenizer, text) if reasoning else None
+    if thoughts is not None and grammar is not None:
+        grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
+    if body.tidar.trace:  # who watches tokens wants to find them in the text
+        thoughts = None
+    params = params_of(body, [prompt], card, grammar)
+    return Plan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
+
+
+def params_of(body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | None) -> list[SamplingParams]:
+    """How the tokens of each choice are picked."""
+    choices = range(body.n or 1)
+    if len(prompts) * len(choices) > MAX_PROMPTS:
+        raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
+    bias = logit_bias(body.logit_bias or {}, card.vocab_size)
+    # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
+    seed = secrets.randbits(SEED_BITS)
+    each = [
+        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias)
+        for number, prompt in enumerate(prompts)
+    ]
+    return [replace(params, choice=choice) for params in each for choice in choices]
+
+
+def for_each_choice(prompts: Prompts, body: Body) -> Prompts:
+    return [prompt for prompt in prompts for _ in range(body.n or 1)]
+
+
+def echoes_of(body: CompletionBody, prompts: Prompts, backend: Tokenizer) -> list[Echo]:
+    """What stands before each choice where the prompt is to be repeated: its text as it came, or as its tokens say."""
+    if not body.echo:
+        return []
+    texts = [
+        given if isinstance(given, str) else decode(backend, prompt)
+        for given, prompt in zip(body.prompt, prompts, strict=True)
+    ]
+    logprobs = body.logprobs is not None
+    pairs = zip(texts, prompts, strict=True)
+    return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
+
+
+def check(body: Body) -> None:
+    """Raise ApiError for whatever a request for an answer asks for that cannot be honoured."""
+    refuse_unsupported(body)
+    if body.ignored:
+        log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))

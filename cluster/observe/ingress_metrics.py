@@ -1,0 +1,100 @@
+"""What an ingress counts for Prometheus, and the one page that any ingress shows: its own counts, and those of all
+replicas, which each counts for itself."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cluster.observe.replica_metrics import FIRST_TOKEN_SECONDS
+
+# Why streams go on elsewhere. Prometheus counts no increase where a series first appears: these stand at 0 before.
+USUAL_CAUSES = (
+    *("silent", "quiet", "aborted", "failed", "refused", "ended early", "call failed", "engine failed"),
+    *("cancelled by the server", "ActorDiedError", "ActorUnavailableError", "AioRpcError", "RequestCancelledError"),
+)
+# What clients get, of a model and where their request names none that is there; at 0 before for the same reason.
+USUAL_CODES = ("200", "400", "429", "500", "503")
+USUAL_REFUSALS = ("400", "401", "404", "413", "415", "500")
+
+
+class IngressMetrics:
+    """Counts of one ingress since it started: what happened to streams between replicas, what clients got; and how
+    many engines it knows for each name, which no replica could tell where there is none."""
+
+    def __init__(self, ingress: str):
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._handovers = Counter(
+            "tidar:stream_handovers", "Requests that went on at another replica.", ("ingress", "cause"),
+            registry=self._registry,
+        )  # fmt: skip
+        for cause in USUAL_CAUSES:
+            self._handovers.labels(ingress, cause)
+        self._gaps = Histogram(
+            "tidar:stream_handover_seconds",
+            "From losing a replica to being accepted by the next, or from calling the next where that came before.",
+            ("ingress",), buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+        ).labels(ingress)  # fmt: skip
+        self._rivals = Counter(
+            "tidar:stream_rivals", "Requests that were begun at a second replica while theirs was quiet.",
+            ("ingress",), registry=self._registry,
+        ).labels(ingress)  # fmt: skip
+        self._engines = Gauge(
+            "tidar:engines_ready", "Engines that answer this ingress, for each name that is served.",
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
+        self._sleeps = Gauge(
+            "tidar:model_sleeps", "1 where there may be no engine because nobody asks, else 0.",
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
+        self._responses = Counter(
+            "tidar:http_responses", "Answers to POSTs by status; a stream that broke off has that of its error.",
+            ("model_name", "ingress", "code"), registry=self._registry,
+        )  # fmt: skip
+        for code in USUAL_REFUSALS:
+            self._responses.labels("", ingress, code)
+        self._ingress = ingress
+
+    def watch(self, model: str, engines: Callable[[], int], sleeps: bool) -> None:
+        """Tell of a name that requests may ask for, from now on."""
+        self._engines.labels(model, self._ingress).set_function(engines)
+        self._sleeps.labels(model, self._ingress).set(sleeps)
+        for code in USUAL_CODES:
+            self._responses.labels(model, self._ingress, code)
+
+    def answered(self, model: str, status: int) -> None:
+        """Count what a client got; no model where its request was refused before one was found."""
+        self._responses.labels(model, self._ingress, str(status)).inc()
+
+    def handed_over(self, cause: str, seconds: float) -> None:
+        self._handovers.labels(self._ingress, cause).inc()
+        self._gaps.observe(seconds)
+
+    def rival_begun(self) -> None:
+        self._rivals.inc()
+
+    def collect(self) -> list[Metric]:
+        return list(self._registry.collect())
+
+
+class Merged(Collector):
+    """Series of several processes as one page: a family's name, type and help stand once."""
+
+    def __init__(self, parts: Iterable[Iterable[Metric]]):
+        self._parts = list(parts)
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._parts:
+            for metric in metrics:
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples.extend(item for item in metric.samples if not item.name.endswith("_created"))
+        yield from families.values()
+
+
+def render(parts: Iterable[Iterable[Metric]]) -> bytes:
+    """Prometheus' text format of what the `collect` of replicas and an ingress gave."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Merged(parts))
+    return generate_latest(registry)

@@ -1,0 +1,277 @@
+"""`tidar up`: two Serve applications on a Ray cluster, joined or started; a clean end."""
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Never
+
+import httpx
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import ApplicationStatus
+
+from cluster import app
+from cluster.card import ModelCard
+from cluster.operate.haproxy import haproxy_settings
+from cluster.operate.interrupts import Interrupts
+from cluster.operate.ray_cluster import Say, first_line, last_line, ray_cluster, running_cluster
+from cluster.options import ServeOptions, UpOptions
+from cluster.preflight import absolute, check_models, check_options, check_port
+from cluster.replica.progress import put_up_board
+from tidar_core.config import ConfigError
+from tidar_core.request import Sampling
+
+API, PAGE_APPLICATION = "api", "playground"
+# What is said between processes goes by gRPC and past no second event loop: on 2 cores that took a third less processor
+# time a token than Ray's own streams did. Serve reads these when its processes start.
+SHORT_WAYS = {
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+LOOK_SECONDS = 0.25
+FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
+PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
+WATCH_SECONDS = 5.0  # each look costs Serve's controller some 20 ms
+
+
+def say_now(line: str) -> None:
+    with suppress(OSError):  # the terminal may be closed already, and there is an end to be made
+        print(line, flush=True)
+
+
+def up(options: UpOptions, say: Say = say_now) -> None:
+    """Serve what was chosen until Ctrl-C or SIGTERM, then take it all down again.
+
+    Raises ConfigError, one line for the user, where something stands in the way.
+    """
+    with Interrupts() as interrupts:
+        try:
+            address = running_cluster()
+            if address is None:
+                check_port(options.host, options.port)
+            options = options.model_copy(update={"serve": absolute(options.serve)})
+            sources = check_options(options.serve)
+            fit = beside(partial(check_models, options.serve, sources), "check-models")  # Ray's start is mostly waiting
+            try:
+                with (
+                    haproxy_settings(options.host) if address is None else nullcontext({}) as front,
+                    ray_cluster(address, say, interrupts, SHORT_WAYS | front),
+                ):
+                    fit.result()
+                    if address is not None:
+                        refuse_running_serve(address)
+                        check_port(options.host, options.port)
+                    with applications(options, address is not None, say, interrupts):
+                        watch(say, interrupts)
+            finally:
+                wait([fit], timeout=FIT_SECONDS)  # Python's end in the midst of torch's import might be a crash
+        except (KeyboardInterrupt, SystemExit):
+            say("stopped")
+        except ConfigError:
+            if not interrupts.asked:
+                raise
+            say("stopped")  # what was interrupted failed for that reason
+
+
+def beside(work: Callable[[], Any], name: str) -> Future[Any]:
+    """What `work` returns or raises, from a thread of its own.
+
+    No pool's thread, which Python waits for until it ends: an interrupt of the main thread may leave a lock held (a
+    module's, logging's) that another thread then waits for for ever.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def refuse_running_serve(address: str) -> None:
+    """Raise ConfigError where Serve runs on the cluster: its port and its applications are not ours to change."""
+    status = serve.status()
+    if status.proxies or status.applications:
+        raise ConfigError(
+            f"Ray Serve already runs on the cluster at {address}: add the model to it with `serve deploy` "
+            f"(builder cluster.app:build), or end it with `serve shutdown`"
+        )
+
+
+@contextmanager
+def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interrupts) -> Iterator[None]:
+    """The API, and the page where it is wanted, from ready to deleted, streams under way ended first; on a cluster that
+    goes on, Serve ends too, as it began here. A Ray of our own that served nothing yet is not waited for."""
+    check_resources(options.serve)
+    ready = False
+    try:
+        board = put_up_board()
+        proxies = start_serve(options.host, options.port, interrupts)
+        api = app.application(options.serve, page=options.playground)
+        targets = [serve.RunTarget(api, name=API, route_prefix="/")]
+        if options.playground:
+            from playground.app import build as build_playground
+
+            targets.append(serve.RunTarget(build_playground({}), name=PAGE_APPLICATION, route_prefix="/playground"))
+        serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        proxies.result()
+        base = f"http://{reachable(options.host)}:{options.port}"
+        wait_until_ready([target.name for target in targets], board, base, say, interrupts)
+        announce(base, options.playground, options.serve, say)
+        ready = True
+        yield
+    finally:
+        interrupts.ignore()
+        say("stopping")
+        try:
+            if ready or joined:
+                if options.playground:
+                    serve.delete(PAGE_APPLICATION, _blocking=False)
+                serve.delete(API)
+            if joined:
+                with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
+                    serve.shutdown()
+                    time.sleep(LOOK_SECONDS)
+        except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller
+            say(f"Serve did not end by itself: {first_line(error)}")
+
+
+def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
+    """Start Serve, which takes applications from here on. The result comes once its proxies are ready: replicas load
+    beside them."""
+    proxies = beside(partial(start_proxies, host, port), "serve-start")  # an interrupt does not wait for them
+    while not proxies.done() and not serve.status().proxies:
+        interrupts.check()
+        time.sleep(LOOK_SECONDS / 5)
+    if proxies.done():
+        proxies.result()
+    return proxies
+
+
+def start_proxies(host: str, port: int) -> None:
+    """Start Serve and wait for its proxies. Raises ConfigError, one line for the user, where they do not come."""
+    try:
+        serve.start(proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=host, port=port))
+    except (RayError, RuntimeError, TimeoutError) as error:
+        check_port(host, port)  # somebody may have been quicker
+        raise ConfigError(
+            f"Ray Serve's proxy does not start ({last_line(str(error))}): try again, with less going on beside it"
+        ) from error
+
+
+def check_resources(options: ServeOptions) -> None:
+    """Raise ConfigError where the cluster has no room for the replicas; without it they would wait for ever."""
+    resources = ray.cluster_resources()
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    device, _ = app.placement(options)
+    most, mend = options.most_engines, "lower --replicas" if options.max_replicas is None else "lower --max-replicas"
+    if len(options.served) > 1:
+        mend += " or serve fewer models"
+    if device == "cuda" and not gpus:
+        raise ConfigError("no GPU is visible to Ray: join a cluster that has some, or use --device cpu")
+    if device == "cuda" and gpus < most:
+        raise ConfigError(f"{most} engines need as many GPUs, Ray sees {gpus}: {mend}")
+    if cpus < most:
+        raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: {mend}")
+
+
+def wait_until_ready(names: Sequence[str], board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
+    """Until these applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
+    seen, told, since = 0, "", time.monotonic()
+    while True:
+        interrupts.check()
+        for line in ray.get(board.since.remote(seen)):
+            seen += 1
+            say(f"  {line.replica}: {line.text}")
+            if line.fatal:
+                raise ConfigError(line.text)
+        states = serve.status().applications
+        for name in names:
+            if name in states and states[name].status is ApplicationStatus.DEPLOY_FAILED:
+                raise ConfigError(f"the {name} application could not be started: {last_line(states[name].message)}")
+        starting = [
+            name for name in names if name not in states or states[name].status is not ApplicationStatus.RUNNING
+        ]
+        missing = f"the {starting[0]} application to start" if starting else unhealthy(f"{base}/health")
+        if missing is None:
+            return
+        if time.monotonic() - since > PATIENT_SECONDS and missing != told:
+            say(f"still waiting for {missing}")
+            told = missing
+        time.sleep(LOOK_SECONDS)
+
+
+def unhealthy(url: str) -> str | None:
+    """What is amiss with the answer that `url` gives; None where all is well."""
+    try:
+        status = httpx.get(url, timeout=5, trust_env=False).status_code
+    except httpx.HTTPError as error:
+        return f"{url}: {first_line(error)}"
+    return None if status == 200 else f"{url}, which answers {status}"
+
+
+def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> None:
+    """Where things are, and what runs there."""
+    wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
+    served = options.served
+    for name, deployment in app.engine_names(options).items():
+        card = asyncio.run(card_of(deployment, wait))
+        exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
+        drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
+        say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
+        say(f"  drafter     {drafter}; drafts {card.drafts}")
+        wanted = f"{options.min_replicas} to {served[name].engines}, as the load wants"
+        say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
+        if card.sampling_defaults != Sampling():
+            say(f"  sampling    {', '.join(told_of(card.sampling_defaults))}, where a request says nothing")
+    if playground:
+        say(f"  playground  {base}/playground/")
+    say(f"  OpenAI API  {base}/v1")
+    say("  stop        Ctrl-C")
+
+
+def told_of(sampling: Sampling) -> list[str]:
+    """What is not neutral."""
+    neutral = asdict(Sampling())
+    return [f"{name} {value:g}" for name, value in asdict(sampling).items() if value != neutral[name]]
+
+
+async def card_of(deployment: str, seconds: float) -> ModelCard:
+    """Ask a replica; in an event loop, which a handle needs where the environment says so (`SHORT_WAYS`)."""
+    async with asyncio.timeout(seconds):
+        card: ModelCard = await serve.get_deployment_handle(deployment, API).describe.remote()
+    return card
+
+
+def watch(say: Say, interrupts: Interrupts) -> Never:
+    """Tell when an application gets into trouble or out of it, until interrupted. Raises ConfigError if Ray is gone."""
+    known: dict[str, str] = {}
+    while True:
+        interrupts.check()
+        time.sleep(WATCH_SECONDS)
+        try:
+            applications = serve.status().applications
+        except Exception as error:
+            raise ConfigError(f"the Ray cluster is gone: {first_line(error)}") from None
+        for name, application in applications.items():
+            state = application.status.value
+            if known.get(name, ApplicationStatus.RUNNING.value) != state:
+                say(f"{name}: {state.lower()}")
+            known[name] = state
+
+
+def reachable(host: str) -> str:
+    """An address of this machine that a browser on it can open."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -1,0 +1,123 @@
+"""Ray under a command: a cluster that is joined, or one of our own that ends with the command."""
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from ray._common.utils import get_ray_address_file
+from ray._private import auto_init_hook, parameter
+
+from cluster.operate.interrupts import Interrupts
+from tidar_core.config import ConfigError
+
+# Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
+OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
+
+Say = Callable[[str], None]
+
+
+def running_cluster() -> str | None:
+    """The Ray cluster to join: RAY_ADDRESS, or the one that `ray start` left running here; None to start one.
+
+    Not Ray's own "auto": that would also join a cluster which another `tidar up` started for itself.
+    """
+    wanted = os.environ.get("RAY_ADDRESS", "")
+    if wanted == "local":
+        return None
+    if wanted not in ("", "auto"):
+        return wanted
+    note = Path(get_ray_address_file(None))
+    try:
+        address = note.read_text().strip()
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=2):
+            return address
+    except (OSError, ValueError):  # no note, or one that a cluster left behind
+        if wanted == "auto":
+            raise ConfigError("RAY_ADDRESS is auto, but no Ray cluster runs here: unset it to start one") from None
+        return None
+
+
+@contextmanager
+def ray_cluster(
+    address: str | None, say: Say, interrupts: Interrupts, settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[None]:
+    """Ray, joined at `address` or started here; one that was started here ends with this, and its processes read
+    `settings` where the environment does not say otherwise."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    # Its errors here are of this process' handles alone, whose event loop is over once all is ready: what happens to
+    # the applications is asked for and told in our own words.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program slow the model down
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tidar"}
+    try:
+        say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+        try:
+            if address is None:
+                keep_strangers_out()
+                for name, value in settings.items():
+                    os.environ.setdefault(name, value)
+                # A node whose start is broken off may leave its agents behind, for up to a minute.
+                with spare_ray(), interrupts.put_off():
+                    ray.init(address="local", **common, **OWN_RAY)
+            else:
+                ray.init(address=address, **common)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
+            raise ConfigError(f"{where}: {first_line(error)}") from error
+        interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
+        interrupts.check()
+        yield
+    finally:
+        interrupts.ignore()
+        # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any look
+        # starts a Ray that has ended anew: a second cluster, for its last moments.
+        auto_init_hook.enable_auto_connect = False
+        ray.shutdown()
+
+
+@contextmanager
+def spare_ray() -> Iterator[None]:
+    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without two processes that nobody
+    here asks anything: the autoscaler's, which has no nodes to start, and the one that hands log lines to the driver.
+
+    The agent's own port is one for all: where another Ray has it, the agent tries for 3 s before it does without, and
+    its node waits. Each of the two takes half a second of a core at the start and looks around for ever. `ray.init` has
+    no words for it, as `ray start` has for the port.
+    """
+    room: Any = parameter
+    whole = room.RayParams
+    room.RayParams = partial(whole, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        room.RayParams = whole
+
+
+def keep_strangers_out() -> None:
+    """A token that nobody else has: Ray runs what it is sent, and asks for a token wherever it finds one.
+
+    Left to itself it would write one into the user's home, which outlives this run.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "Ray's logs say why"

@@ -1,0 +1,117 @@
+"""`tidar convert --workers N`: a drafter trained by N workers of Ray Train, a GPU each, or a CPU where there is none.
+
+This process gathers the model's words, as with one worker; then all workers read the shards that it wrote and take
+every step together (`tidar_core.convert.crew`). So the folder that comes out, the work beside it and the model must be
+paths that every node sees. A worker that dies takes the others with it: Ray Train starts them all again, and they go
+on from the last checkpoint. With CPU workers (gloo) it is tested; on GPUs (nccl) it has not run yet.
+"""
+
+import pickle
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchTrainer
+from ray.util.queue import Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.operate.interrupts import Interrupts
+from cluster.operate.ray_cluster import first_line, last_line, ray_cluster, running_cluster
+from cluster.preflight import settled
+from cluster.training.train_worker import work
+from tidar_core.config import DEFAULT_MODEL, ConfigError
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.options import ConvertOptions, Screen, Train
+from tidar_core.transfer import choose_device
+
+RESTARTS = 3  # of all workers, after one died
+LOOK_SECONDS = 0.25
+
+
+@contextmanager
+def workers_on_ray(count: int, options: ConvertOptions, screen: Screen) -> Iterator[Train]:
+    """Ray, joined or started here, with room for `count` workers; what comes out of it trains on them.
+
+    Raises ConfigError, one line for the user, where Ray cannot be had or has no room.
+    """
+    gpus = choose_device(options.device).type == "cuda"
+    with Interrupts() as interrupts, ray_cluster(running_cluster(), screen.line, interrupts):
+        check_room(count, gpus, options.threads)
+        yield partial(_train, count, gpus, interrupts)
+
+
+def check_room(count: int, gpus: bool, threads: int) -> None:
+    """Raise ConfigError where the cluster has no room for the workers; without it they would wait for ever."""
+    there, free = ray.cluster_resources(), ray.available_resources()
+    for kind, each in _resources(gpus, threads).items():
+        if free.get(kind, 0) < count * each:
+            taken = there.get(kind, 0) - free.get(kind, 0)
+            raise ConfigError(
+                f"{count} workers need {count * each} {kind}s, Ray sees {there.get(kind, 0):.0f}"
+                f"{f', of which others have {taken:.0f}' if taken else ''}: lower --workers"
+            )
+
+
+def _resources(gpus: bool, threads: int) -> dict[str, int]:
+    """What each worker takes."""
+    return {"GPU": 1, "CPU": 1} if gpus else {"CPU": max(1, threads)}
+
+
+def _train(
+    count: int, gpus: bool, interrupts: Interrupts, options: ConvertOptions, spent: float, screen: Screen
+) -> Progress:
+    """As `train_gathered`, on the workers."""
+    if gpus:
+        torch.cuda.empty_cache()  # one of the workers may get the GPU that this process has gathered on
+    everywhere = replace(
+        options,
+        model=settled(options.model, (DEFAULT_MODEL,)) or options.model,
+        start=settled(options.start, ("default", "none")) or options.start,
+        data=options.shards.absolute(),
+        device="cuda" if gpus else "cpu",
+    )
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    said = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+    trainer = TorchTrainer(
+        partial(work, everywhere, spent, said),  # type: ignore[arg-type]
+        scaling_config=ScalingConfig(
+            num_workers=count, use_gpu=gpus, resources_per_worker=dict(_resources(gpus, options.threads))
+        ),
+        run_config=RunConfig(
+            name="ray", storage_path=str(options.work), failure_config=FailureConfig(max_failures=RESTARTS)
+        ),
+    )
+    screen.line(f"training on {count} workers, which share every step")
+    pool = ThreadPoolExecutor(1)
+    try:
+        return follow(pool.submit(trainer.fit), said, screen, interrupts)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts) -> Progress:
+    """Shows what the workers say until they are done. Raises ConfigError where they cannot go on."""
+    over = False
+    while not over:
+        interrupts.check()
+        over = run.done()
+        for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
+            if isinstance(news, ConfigError):
+                raise news
+            news(screen)
+        time.sleep(0.0 if over else LOOK_SECONDS)
+    try:
+        progress = run.result().return_value
+    except (TrainingFailedError, ray.exceptions.RayError) as error:
+        causes = list(getattr(error, "worker_failures", {}).values())
+        why = last_line(str(causes[0])) if causes else first_line(error)
+        raise ConfigError(f"the workers failed, {RESTARTS} new starts included; at last with: {why}") from error
+    assert isinstance(progress, Progress)
+    return progress

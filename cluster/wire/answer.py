@@ -1,0 +1,217 @@
+"""One HTTP request's answer as it grows: tokens become text, thoughts and calls of tools."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cluster.card import ModelCard
+from cluster.wire.acceptance import Acceptance, answer_metrics
+from cluster.wire.spelling import Spelling
+from cluster.wire.thoughts import Thinking, Thought, ThoughtParser
+from cluster.wire.tool_calls import CallDelta, ToolParser
+from cluster.wire.tools import Toolbox
+from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+from tidar_core.text import TextStream
+
+Part = str | Thought | CallDelta  # of what an answer says: text, thoughts before it, calls of tools
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one choice, in order. `trace` is the wire's `tidar` object, where one was asked for."""
+
+    choice: int
+    told: tuple[Part, ...]
+    finish: Finish | None = None
+    trace: dict[str, Any] | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    thought_tokens: int = 0  # of its tokens the first so many are thoughts
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.told if isinstance(part, str))
+
+    @property
+    def thoughts(self) -> str:
+        return "".join(part.text for part in self.told if isinstance(part, Thought))
+
+    @property
+    def calls(self) -> tuple[CallDelta, ...]:
+        """At most one delta for each call: clients add up one a chunk."""
+        return tuple(part for part in self.told if isinstance(part, CallDelta))
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that is repeated in front of its answer: its text and its first token, of which no log-probability
+    can be told. logprobs: whether those of the others are. alone: no answer is told behind it."""
+
+    text: str
+    first: int
+    logprobs: bool
+    alone: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as it grows: its text, its counts, how it ended."""
+
+    number: int
+    prompt_tokens: int
+    acceptance: Acceptance
+    text: TextStream
+    spelling: Spelling | None
+    tells_end: bool = False
+    echo: "Echo | None" = None
+    tools: ToolParser | None = None
+    thoughts: ThoughtParser | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    finish: Finish | None = None
+
+    @property
+    def called(self) -> bool:
+        """The answer ended in calls of tools, the last of them complete."""
+        return self.tools is not None and self.tools.calls > 0 and self.tools.complete
+
+    def add(self, output: StepOutput, replica: str) -> Piece:
+        """Count one step and turn its tokens into the text to show."""
+        if self.echo is not None and self.echo.alone:
+            trace = None if output.trace is None else output.trace._replace(anchor=None)
+            output = output._replace(tokens=(), logprobs=(), trace=trace, finish=Finish(FinishReason.LENGTH))
+        finish = self.finish = output.finish
+        self.acceptance.add(output)
+        self.completion_tokens += len(output.tokens)
+        if output.trace is not None:
+            self.cached_tokens += min(output.trace.cached, self.prompt_tokens)
+        # The id that ended an answer is among the tokens, but no part of the text.
+        shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
+        pushed = self.text.push(shown)
+        text = pushed.text
+        if finish and pushed.stop is None:
+            text += self.text.finish()
+        shown_trace = None
+        if self.spelling is not None and output.trace is not None:
+            shown_trace = self.spelling.describe(output, output.trace, replica)
+        entries = output.logprobs if self.tells_end else output.logprobs[: len(shown)]
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        if self.echo is not None:
+            if self.echo.logprobs:
+                entries = (*output.prompt_logprobs, *entries)
+            text, self.echo = self.echo.text + text, None
+        told = runs(self._told(text))
+        thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
+        return Piece(self.number, told, finish, shown_trace, entries, thought_tokens)
+
+    def _told(self, text: str) -> Iterator[Part]:
+        """A step's text, and what of it are thoughts or adds to calls."""
+        parts: tuple[str | Thought, ...] = (text,)
+        if self.thoughts is not None:
+            parts = self.thoughts.push(text)
+            parts = parts if self.finish is None else (*parts, *self.thoughts.finish())
+        for part in parts:
+            if self.tools is None or isinstance(part, Thought):
+                yield part
+            else:
+                yield from self.tools.push(part)
+        if self.tools is not None and self.finish is not None:
+            yield from self.tools.finish()
+
+
+@dataclass(slots=True)
+class Answer:
+    """All choices of one HTTP request, under one set of sampling parameters a prompt.
+
+    tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
+    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it.
+    """
+
+    card: ModelCard
+    requests: Sequence[Request]
+    trace: bool
+    echoes: Sequence[Echo] = ()
+    tells_prompt: bool = False
+    tells_end: bool = False
+    tools: Toolbox | None = None
+    follows: str = "response_format"  # the field that says what the answer has to follow
+    thinking: Thinking | None = None
+    choices: list[Choice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.choices = [
+            Choice(
+                number=number,
+                # one prompt for all choices of it: counted once
+                prompt_tokens=0 if request.params.choice else len(request.prompt),
+                acceptance=Acceptance(max(0, self.card.block_length - 1)),
+                text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
+                spelling=Spelling(self.card.tokenizer) if self.trace else None,
+                tells_end=self.tells_end,
+                echo=self.echoes[number] if self.echoes else None,
+                tools=self.tools.parser() if self.tools else None,
+                thoughts=self.thinking.parser() if self.thinking else None,
+            )
+            for number, request in enumerate(self.requests)
+        ]
+
+    def metrics(self) -> dict[str, Any]:
+        """The `metrics` object of the response; per step too where the answer is traced."""
+        params = self.requests[0].params
+        counts = [choice.acceptance for choice in self.choices]
+        return answer_metrics(counts, params.seed, self.trace, params.draft_trust)
+
+    def account(self) -> dict[str, int | list[str]]:
+        """What came of it so far, as attributes of a span, under OpenTelemetry's names for generative AI."""
+        return {
+            "gen_ai.usage.input_tokens": sum(choice.prompt_tokens for choice in self.choices),
+            "gen_ai.usage.output_tokens": sum(choice.completion_tokens for choice in self.choices),
+            "gen_ai.response.finish_reasons": [
+                choice.finish.reason.value for choice in self.choices if choice.finish is not None
+            ],
+            "tidar.decode_steps": sum(choice.acceptance.decode_steps for choice in self.choices),
+            "tidar.cached_tokens": sum(choice.cached_tokens for choice in self.choices),
+        }
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """What several steps added to one choice as if it were one; traces cannot be joined."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[0],
+        told=runs(part for piece in pieces for part in piece.told),
+        finish=pieces[-1].finish,
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        thought_tokens=sum(piece.thought_tokens for piece in pieces),
+    )
+
+
+def runs(told: Iterable[Part]) -> tuple[Part, ...]:
+    """The same with neighbours joined that are text, thoughts, or of one call; nothing of empty text."""
+    made: list[Part] = []
+    for part in told:
+        last = made[-1] if made else None
+        if isinstance(part, str) and isinstance(last, str):
+            made[-1] = last + part
+        elif isinstance(part, Thought) and isinstance(last, Thought):
+            made[-1] = Thought(last.text + part.text)
+        elif isinstance(part, CallDelta) and isinstance(last, CallDelta) and last.index == part.index:
+            made[-1] = replace(last, arguments=last.arguments + part.arguments)
+        elif part != "":
+            made.append(part)
+    return tuple(made)
+
+
+def requests_for(
+    answer_id: str,
+    prompts: Sequence[tuple[int, ...]],
+    params: Sequence[SamplingParams],
+    cache_salt: str = "",
+    priority: int = 0,
+) -> list[Request]:
+    """One engine request a prompt, named after the answer."""
+    return [
+        Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt, priority=priority, cut=True)
+        for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))
+    ]

@@ -1,0 +1,126 @@
+"""Bodies to token ids. Slow for long texts: the caller runs these in a thread."""
+
+import json
+from collections.abc import Mapping, Sequence
+from inspect import signature
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, JsonValue, ValidationError
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.errors import bad_request, from_validation
+from cluster.wire.messages import Message
+from cluster.wire.schemas import ChatBody, CompletionBody
+from cluster.wire.tools import Tool, tool_format
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a request body. Raises ApiError (400) for anything that is not UTF-8 and strict JSON."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_request(f"the body is not UTF-8 (byte {error.start})") from error
+    try:
+        value = json.loads(text, parse_constant=refuse_constant)
+        # A lone surrogate is legal JSON and no text; it would fail much later, in the tokenizer or the answer.
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError as error:
+        raise bad_request("the body's JSON is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise bad_request("the body has a lone surrogate, which is no text") from error
+    except ValueError as error:
+        raise bad_request(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request("the body must be a JSON object")
+    return value
+
+
+def refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def read_body(value: Mapping[str, Any], kind: type[BodyT]) -> BodyT:
+    """A checked request body. Raises ApiError (400) that names the first field at fault."""
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def encode(backend: Tokenizer, text: str, special: bool) -> tuple[int, ...]:
+    """Its token ids. As a batch of one: other threads run meanwhile, which `encode` alone would hold up."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=special)
+    return tuple(encoding.ids)
+
+
+def decode(backend: Tokenizer, ids: Sequence[int]) -> str:
+    """Their text, special tokens too; as a batch for the same reason."""
+    (text,) = backend.decode_batch([list(ids)], skip_special_tokens=False)
+    return str(text)
+
+
+def render_chat(
+    card: ModelCard,
+    messages: list[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[Tool] = (),
+    arguments: Mapping[str, JsonValue] | None = None,
+) -> str:
+    """The messages in the model's own chat template, which may take further arguments. Raises ApiError (400) where
+    there is none or it refuses."""
+    if card.tokenizer.chat_template is None:
+        raise bad_request("this model has no chat template; use /v1/completions", "messages")
+    if any(message.is_of_tools for message in messages):
+        tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
+    further: dict[str, Any] = dict(arguments or {})
+    for name in further:
+        if name == "messages" or name in signature(card.tokenizer.apply_chat_template).parameters:
+            what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
+            raise bad_request(f"{what}, see the fields of the request", "chat_template_kwargs")
+    try:
+        text = card.tokenizer.apply_chat_template(
+            [message.for_template() for message in messages],
+            tools=[tool.for_template() for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **further,
+        )
+    except RecursionError as error:
+        raise bad_request("the messages or tools are nested too deeply", "messages") from error
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
+    return str(text)
+
+
+def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer) -> list[tuple[int, ...]]:
+    """Token ids of each prompt. Raises ApiError (400) for an empty prompt or an id that the model does not know."""
+    prompts = [
+        encode(backend, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in body.prompt
+    ]
+    for prompt in prompts:
+        if not prompt:
+            raise bad_request("prompt must not be empty", "prompt")
+        check_ids(prompt, card, "prompt")
+    return prompts
+
+
+def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
+    """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
+    text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs)
+    prompt = encode(backend, text, body.add_special_tokens)
+    if not prompt:
+        raise bad_request("the chat template made an empty prompt of the messages", "messages")
+    return prompt, text
+
+
+def check_ids(ids: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:
+    """Raise ApiError (400) for a token id outside the model's vocabulary."""
+    for token in ids:
+        if not 0 <= token < card.vocab_size:
+            raise bad_request(f"token id {token} is outside the vocabulary of {card.vocab_size} tokens", param)

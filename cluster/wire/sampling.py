@@ -1,0 +1,93 @@
+"""From a request's fields to `SamplingParams`: what it leaves out, is out of range, or does not fit the model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from cluster.card import ModelCard
+from cluster.errors import bad_request, from_request_error, too_long
+from cluster.wire.schemas import Body, ChatBody, CompletionBody
+from tidar_core.grammar import Grammar
+from tidar_core.request import RequestError, Sampling, SamplingParams
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """OpenAI's map from token ids, as strings, to what is added to their scores. Raises ApiError (400)."""
+    for token in bias:
+        known = token.isascii() and token.isdigit() and len(token) < 10 and int(token) < vocab_size
+        if not known or token != str(int(token)):
+            raise bad_request(f"logit_bias: {token[:20]!r} is no token id of this model", "logit_bias")
+    return tuple((int(token), value) for token, value in bias.items())
+
+
+def sampling_of(body: Body, card: ModelCard) -> Sampling:
+    """How a body's tokens are picked: what it leaves out is as with the model's defaults."""
+    return card.sampling_defaults.but(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
+
+
+def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
+    """Token ids that end an answer. Raises ApiError (400) for one that could never come up."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise bad_request(f"stop_token_ids: {str(token)[:20]} is no token id of this model", "stop_token_ids")
+    return frozenset(ids)
+
+
+def sampling_params(
+    body: Body,
+    card: ModelCard,
+    prompt_tokens: int,
+    seed: int,
+    grammar: Grammar | None = None,
+    bias: tuple[tuple[int, float], ...] = (),
+) -> SamplingParams:
+    """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
+    has to follow, if anything. bias: the body's (`logit_bias`), made once for all of its prompts.
+
+    Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
+    """
+    chat = isinstance(body, ChatBody)
+    name = "max_tokens"
+    wanted = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    if isinstance(body, CompletionBody) and body.reads_alone:
+        wanted = 1  # which a step says anyway, and nobody is told
+    if wanted is not None and wanted < 1:
+        raise bad_request(f"{name} must be at least 1", name)
+    room = card.max_model_len - prompt_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        at_fault = name if room >= 1 else "messages" if chat else "prompt"
+        raise too_long(prompt_tokens, wanted, card.max_model_len, at_fault)
+    default = room if chat else min(COMPLETION_MAX_TOKENS, room)
+    sampling = sampling_of(body, card)
+    trust = 1.0 if body.tidar.draft_trust is None else body.tidar.draft_trust
+    drafts = body.tidar.drafts or (card.drafts if trust >= 1.0 else "full")
+    try:
+        return SamplingParams(
+            max_tokens=default if wanted is None else wanted,
+            temperature=sampling.temperature,
+            top_k=0 if sampling.top_k == -1 else min(sampling.top_k, card.vocab_size),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=seed if body.seed is None else body.seed,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=bias,
+            logprobs=body.wanted_logprobs,
+            prompt_logprobs=body.wanted_of_prompt,
+            min_tokens=body.min_tokens or 0,
+            stop=tuple(body.stop or ()),
+            stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
+            ignore_eos=bool(body.ignore_eos),
+            grammar=grammar,
+            drafts=drafts,
+            draft_trust=trust,
+            block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),
+        )
+    except RequestError as error:
+        if chat and error.param == "logprobs":  # the number has a name of its own there
+            raise bad_request(str(error).replace("logprobs", "top_logprobs", 1), "top_logprobs") from error
+        raise from_request_error(error) from error

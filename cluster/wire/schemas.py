@@ -1,0 +1,372 @@
+"""Request bodies of the OpenAI API with vLLM's extra names.
+
+Whatever would change the answer and cannot be honoured is refused by name; what cannot change it is ignored.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    field_validator,
+    model_validator,
+)
+
+from cluster.errors import FieldError, bad_request
+from cluster.wire.messages import Message
+from cluster.wire.structured import ResponseFormat, StructuredOutputs, grammar_of
+from cluster.wire.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
+from tidar_core.grammar import Grammar
+from tidar_core.request import MAX_LOGPROBS, DraftMode
+
+MAX_STOP = 16
+MAX_PROMPTS = 256
+MAX_STOP_IDS = 128
+MAX_CHOICES = 16
+MAX_BIASES = 1024
+MAX_TEMPLATE_ARGUMENTS = 32
+MAX_KEYS = 16  # of an object whose keys are all known
+SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
+
+# Fields that would change the answer and are not supported (some of them in completions alone), with the values that
+# ask for nothing (null always does).
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+# Known fields that cannot change the answer: nothing to say about them in the log.
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+
+def few(most: int) -> BeforeValidator:
+    """At most so many keys: each wrong one would be an error of its own."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} keys are taken")
+        return value
+
+    return BeforeValidator(check)
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+StopText = Annotated[str, Field(max_length=1000)]
+Stops = Annotated[list[StopText], Field(max_length=MAX_STOP)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+# What `check_prompts` takes, for the document.
+Prompt = (
+    Annotated[str, Field(min_length=1)]
+    | Ids
+    | Annotated[list[Annotated[str, Field(min_length=1)]] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+)
+
+
+def one_or_many(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def check_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """The four shapes of `prompt` (text, texts, token ids, lists of them) as one tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("prompt must be a string, a list of strings, a list of token ids or a list of those lists")
+    if is_ids(value):
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"prompt may hold at most {MAX_PROMPTS} prompts")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and item and is_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("prompt must be a string, a list of strings, a list of token ids or a list of those lists")
+
+
+def is_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+def told(**limits: float) -> Any:
+    """Limits that the document tells; `SamplingParams` checks them, for whoever makes one."""
+    return Field(json_schema_extra=dict(limits))
+
+
+# For the document, of each field of `Sampling`.
+MAKERS = Field(description="Left out: the model's own default, `tidar.sampling_defaults` in /v1/models.")
+
+
+TemplateArguments = Annotated[
+    dict[str, JsonValue],
+    Field(description="What the model's chat template takes besides, as Qwen3's `enable_thinking`."),
+    few(MAX_TEMPLATE_ARGUMENTS),
+]
+
+
+class TidarOptions(BaseModel):
+    """The `tidar` object of a request: how to draft, and whether to show it. Only `draft_trust` changes the tokens."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    drafts: DraftMode | None = None
+    block: Annotated[int, Field(ge=1)] | None = None
+    draft_trust: Annotated[float | None, told(minimum=0, maximum=1)] = None
+    trace: bool = False
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(BaseModel):
+    """What both endpoints share. Null means the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    max_tokens: Annotated[int | None, told(minimum=1)] = None
+    temperature: Annotated[float | None, told(minimum=0, maximum=100), MAKERS] = None
+    top_p: Annotated[float | None, told(exclusiveMinimum=0, maximum=1), MAKERS] = None
+    top_k: Annotated[int | None, told(minimum=-1), MAKERS] = None
+    min_p: Annotated[float | None, told(minimum=0, maximum=1), MAKERS] = None
+    seed: int | None = None
+    stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=StopText | Stops | None)] = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
+    min_tokens: Annotated[int | None, told(minimum=0)] = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
+    repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100), MAKERS] = None
+    logit_bias: Annotated[dict[str, float] | None, few(MAX_BIASES)] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, few(MAX_KEYS)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tidar: Annotated[TidarOptions, few(MAX_KEYS)] = TidarOptions()
+
+    @field_validator("tidar", mode="before")
+    @classmethod
+    def null_is_default(cls, value: object) -> object:
+        return TidarOptions() if value is None else value
+
+    @model_validator(mode="after")
+    def prompt_is_read_whole(self) -> "Body":
+        if self.prompt_logprobs is not None and self.stream:
+            raise FieldError("prompt_logprobs is not available where stream is true", "prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def usage_needs_stream(self) -> "Body":
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options is only allowed where stream is true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_on(self) -> bool:
+        """vLLM's `continuous_usage_stats`: every chunk tells the usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """What the answer has to follow, if anything. Slow for large schemas. Raises ApiError (400)."""
+        return grammar_of(self.response_format, self.structured_outputs)
+
+    @property
+    def grammar_field(self) -> str:
+        """Where that is said."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to name beside each token; None: no log-probabilities at all."""
+        return None
+
+    @property
+    def wanted_of_prompt(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that this server does not know, for its log."""
+        extra = self.model_extra or {}
+        return [name for name in extra if name not in UNSUPPORTED and name not in HARMLESS]
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`: each prompt is a choice."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts, json_schema_input_type=Prompt)]
+    add_special_tokens: bool = True
+    logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    echo: bool | None = None
+
+    @property
+    def reads_alone(self) -> bool:
+        """Nothing is asked for but the prompt again, mostly for its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def wanted_of_prompt(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: TemplateArguments | None = None
+    logprobs: bool | None = None
+    echo: Literal[False] | None = None  # of completions alone
+    top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+
+    @model_validator(mode="after")
+    def top_needs_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError("top_logprobs is only allowed where logprobs is true", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def choice_is_among_tools(self) -> "ChatBody":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise FieldError("tools: two functions have the same name", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise FieldError(f"tool_choice names `{name}`, which is not among the tools", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise FieldError("tool_choice required needs tools to choose from", "tool_choice")
+        return self
+
+    @model_validator(mode="after")
+    def one_thing_to_follow(self) -> "ChatBody":
+        if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
+            message = "structured_outputs cannot be combined with tools; use response_format"
+            raise FieldError(message, "structured_outputs")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model hears of: none where it may not call them."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`, as vLLM has it: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: TemplateArguments | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def one_of(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either `prompt` or `messages`")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`, as vLLM has it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+def refuse_unsupported(body: Body) -> None:
+    """Raise ApiError (400) for the first field that would change the answer and cannot be honoured."""
+    name = first_in_vain(body.model_extra or {}, UNSUPPORTED)
+    if name is not None:
+        raise bad_request(f"`{name}` is not supported by this server yet", name)
+
+
+def first_in_vain(given: Mapping[str, object], unsupported: Mapping[str, tuple[object, ...]]) -> str | None:
+    """The first of these fields that asks for what is not supported. Types count: where 0 would ask for something,
+    false may not."""
+    for name, value in given.items():
+        neutral = unsupported.get(name)
+        if neutral is None or value is None:
+            continue
+        if not any(type(value) is type(item) and value == item for item in neutral):
+            return name
+    return None

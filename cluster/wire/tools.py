@@ -1,0 +1,200 @@
+"""Tools on the wire: what a request may say of them, and how the model's chat template writes a call."""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from jinja2 import TemplateError
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.errors import bad_request
+from cluster.wire.structured import ResponseFormat, grammar_of
+from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
+from tidar_core.grammar import Grammar, GrammarError, tag_grammar
+
+if TYPE_CHECKING:  # as for `ModelCard`
+    from transformers import PreTrainedTokenizerFast
+
+MAX_TOOLS = 128  # as OpenAI
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(BaseModel):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """The schema of the arguments: one that allows none where the request gave none."""
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        told: dict[str, Any] = {"name": self.function.name}
+        if self.function.description is not None:
+            told["description"] = self.function.description
+        return {"type": "function", "function": {**told, "parameters": self.function.schema_}}
+
+
+class FunctionChoice(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    name: FunctionName
+
+
+class NamedTool(BaseModel):
+    """A `tool_choice` that names the function to call."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["function"]
+    function: FunctionChoice
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """What the answer to one request may call. grammar: what the answer has to follow, if anything. parallel: whether
+    it may have several calls."""
+
+    form: ToolFormat
+    names: frozenset[str]
+    parallel: bool
+    grammar: Grammar | None
+
+    def parser(self) -> ToolParser:
+        """For one answer."""
+        return ToolParser(self.form, self.names, self.parallel, lambda: f"call_{secrets.token_hex(12)}")
+
+
+def toolbox(
+    tokenizer: "PreTrainedTokenizerFast",
+    tools: Sequence[Tool],
+    choice: ToolChoice | None,
+    parallel: bool,
+    response_format: ResponseFormat | None,
+) -> Toolbox | None:
+    """None where the answer may call nothing. Slow for large schemas. Raises ApiError (400) where the model's template
+    has no tools, or a schema cannot be enforced and has to be."""
+    if not tools or choice == "none":
+        return None
+    form = tool_format(tokenizer)
+    functions = [tool.function for tool in tools]
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function.name == choice.function.name]
+        parallel = False
+    names = frozenset(function.name for function in functions)
+    try:
+        if choice in (None, "auto"):
+            grammar = free_grammar(form, functions, parallel, response_format)
+        else:
+            grammar = tag_grammar(calls(form, functions, parallel))
+    except GrammarError as error:
+        raise bad_request(f"tools: {error}", "tools") from error
+    return Toolbox(form, names, parallel, grammar)
+
+
+def free_grammar(
+    form: ToolFormat, functions: Sequence[Function], parallel: bool, response_format: ResponseFormat | None
+) -> Grammar | None:
+    """What an answer has to follow that may call functions: it is calls, or what `response_format` asks for. In any
+    text a function's arguments are held to its schema where one of the functions is `strict`. Raises GrammarError, and
+    ApiError (400) for a fault of `response_format` alone."""
+    asked = grammar_of(response_format, None)
+    if asked is not None:
+        content = {"type": "json_schema", "json_schema": json.loads(asked.text or '{"type": "object"}')}
+        either = {"type": "or", "elements": [content, calls(form, functions, parallel)]}
+        return tag_grammar(either, (("response_format", asked),))
+    if not any(function.strict for function in functions):
+        return None
+    if not form.begin:  # an answer that does not begin with an object has no call
+        text = {"type": "regex", "pattern": r"([ \t\r\n]*[^{ \t\r\n](.|[\r\n])*)?"}
+        return tag_grammar({"type": "or", "elements": [calls(form, functions, parallel), text]})
+    return tag_grammar(
+        {
+            "type": "triggered_tags",
+            "triggers": [form.begin.strip()],
+            "tags": [tag(form, function, loose=not function.strict) for function in functions],
+            "stop_after_first": not parallel,
+        }
+    )
+
+
+def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+    """A structural tag of calls and nothing else."""
+    return {
+        "type": "tags_with_separator",
+        "tags": [tag(form, function) for function in functions],
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, Any]:
+    """A structural tag of one call; loose: with any arguments."""
+    schema = {"type": "object"} if loose else function.schema_
+    content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": form.head(function.name), "content": content, "end": form.tail}
+
+
+_PROBE_CALL = {"name": "probe_function", "arguments": {"probe": "1"}}
+_PROBE_TOOL: dict[str, Any] = {
+    "name": "probe_function",
+    "description": "probe description",
+    "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
+}
+_PROBE_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": "probe"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call00000", "function": _PROBE_CALL}],
+    },
+]
+_SPELLINGS = (
+    (HERMES, r'<tool_call>\s*\{"name": "probe_function", "arguments": \{"probe": "1"\}\}\s*</tool_call>'),
+    (LLAMA, r'\{"name": "probe_function", "parameters": \{"probe": "1"\}\}'),
+)
+
+
+def tool_format(tokenizer: "PreTrainedTokenizerFast", param: str = "tools") -> ToolFormat:
+    """How the model's chat template writes a call: it is asked to write one.
+
+    Raises ApiError (400), which names `param`, where it has no tools, or writes calls in a way that is not read here.
+    """
+    tools: list[Any] = [{"type": "function", "function": _PROBE_TOOL}]
+    try:
+        text = str(tokenizer.apply_chat_template(_PROBE_TURNS, tools=tools, tokenize=False))
+    except (TemplateError, TypeError, ValueError):
+        text = ""
+    if "probe description" not in text:
+        raise bad_request(
+            "this model's chat template has no tools: ask without them, or serve a model whose template has", param
+        )
+    for form, spelling in _SPELLINGS:
+        if re.search(spelling, text):
+            return form
+    raise bad_request(
+        "this model's chat template writes tool calls in a way that is not read here; Hermes' <tool_call> and "
+        "Llama 3's JSON are",
+        param,
+    )
