@@ -9,7 +9,6 @@ now and then: accepted, cut and rejected runs all happen within some dozen token
 """
 
 import json
-from functools import cache
 from math import pi
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from gguf.quants import quantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from tidar_core.config import DEFAULT_MODEL, Architecture
+from tidar_core.config import Architecture
 from tidar_core.model.adapter import Adapter, identify_base, save_adapter
 from tidar_core.model.adapter_config import AdapterConfig, Projection
 from tidar_core.model.configuration import load_config
@@ -220,15 +219,6 @@ def randomise(
             words = sorted(id for token, id in vocab.items() if id > 258 and token.removeprefix("Ġ").isascii())
             order = torch.randperm(len(words), generator=generator)[:likely].tolist()
             model.get_output_embeddings().weight[[words[i] for i in order]] *= 4.0
-
-
-@cache
-def default_reference() -> PreTrainedModel:
-    """The default model as transformers reads it, in fp32: an oracle, loaded once for all tests (some ten seconds)."""
-    source = find_model(DEFAULT_MODEL)
-    return AutoModelForCausalLM.from_pretrained(
-        source.directory, gguf_file=source.gguf_file, dtype=torch.float32
-    ).eval()
 
 
 def edit_json(path: Path, **changes: object) -> None:

@@ -1,9 +1,13 @@
 """Fixtures that more than one of this room's modules share. A module may have one of the same name of its own."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.tidar_core.trained import SIMPLE, TinyBase, own_words_of, tiny_base
+from tests.tidar_core.trained import BRIEF, SIMPLE, SMALL, TinyBase, own_words_of, run_command, tiny_base
+from tests.tiny import tiny_checkpoint
 from tidar_core.convert.shards import Corpus
 
 
@@ -21,3 +25,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
 @pytest.fixture(scope="module")
 def corpus(tiny: TinyBase) -> Corpus:
     return own_words_of(tiny, 160)
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny model that converts, and the data that a run of the command has gathered from it."""
+    directory = tmp_path_factory.mktemp("words")
+    model, data = tiny_checkpoint(directory / "model", **BRIEF), directory / "data"
+    status, output = run_command(model, "--out", directory / "out", "--data", data, "--steps", 1, *SMALL)
+    assert status == 0, output
+    return model, data
+
+
+@pytest.fixture
+def gathered(words: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """The model, and a copy of the data for a test that trains on them."""
+    model, data = words
+    return model, Path(shutil.copytree(data, tmp_path / "data"))

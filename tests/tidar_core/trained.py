@@ -33,6 +33,9 @@ from tidar_core.request import SamplingParams
 
 # A model whose words a small drafter can learn to foresee in seconds, of sizes that the CPU kernels are made for.
 SIMPLE = {"layers": 1, "hidden": 48, "head_dim": 16}
+# Each of the conversations that are begun before there is a token takes what fits: up to 448 tokens.
+BRIEF = {**SIMPLE, "max_positions": 256}
+SMALL = ("--own-tokens", 3000, "--dtype", "float32", "--block-length", 4, "--rank", 8, "--rows", 256, "--threads", 1)
 CONFIG = TrainConfig(
     block=4, anchors=16, rows_a_step=128, learning_rate=1e-2, warmup=5, measure_every=10, vocabulary=200
 )

@@ -34,7 +34,7 @@ PICKS = {
 @dataclass(frozen=True, slots=True)
 class Extent:
     """How much is measured. cold_bytes: that many of weights or K/V are walked through, so that none comes out of a
-    cache."""
+    cache. calls: of what reads too little for that."""
 
     rows: tuple[int, ...] = (1, 8, 64, 288)
     contexts: tuple[int, ...] = (512, 4096, 32768)
@@ -42,6 +42,7 @@ class Extent:
     cold_bytes: int = 256 << 20
     matrix: int = 8192
     page_size: int = 16
+    calls: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def measure_small(subject: Subject) -> Iterator[Measure]:
             "pick, top-k and top-p": again(pick_kept, logits, picks["top-k and top-p"], PICKS["top-k and top-p"].top_k),
         }
         for kernel, work in works.items():
-            yield subject.measure(kernel, f"{count} rows", work, 8, 0)
+            yield subject.measure(kernel, f"{count} rows", work, extent.calls, 0)
 
 
 def measure_all(subject: Subject) -> Iterator[Measure | Check]:
