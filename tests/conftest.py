@@ -13,8 +13,7 @@ if TYPE_CHECKING:  # the engine's tests need nothing that the cluster needs
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
-LONGEST = tuple(Path("tidar_core") / name for name in ("test_exact.py", "test_exact_bf16.py"))
-SHARED = ("server", "server_to_stop", "guarded")  # fixtures, whose tests come in this order
+SHARED = ("front", "front_to_stop", "live_server", "server", "guarded")  # fixtures, whose tests come in this order
 
 settings.register_profile("shared machine", deadline=None)  # an example may wait for whatever else computes here
 settings.load_profile("shared machine")
@@ -22,25 +21,31 @@ settings.load_profile("shared machine")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Servers that many tests share stay until the last of them, and take a seventh of a processor while nobody asks
-    them anything: all other tests come before. What takes minutes comes first, so that of two processes none is left
-    alone with it."""
+    them anything: all other tests come before. One that a test ends comes before those that stay."""
 
-    def place(item: pytest.Item) -> tuple[int, int, bool]:
-        path = item.path.relative_to(TESTS)
-        room = path.parts[0]
+    def place(item: pytest.Item) -> tuple[int, int]:
+        room = item.path.relative_to(TESTS).parts[0]
         names = item.fixturenames  # type: ignore[attr-defined]
         shares = max((place for place, name in enumerate(SHARED, 1) if name in names), default=0)
-        return shares, FIRST.index(room) if room in FIRST else len(FIRST), path not in LONGEST
+        return shares, FIRST.index(room) if room in FIRST else len(FIRST)
 
     items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
+def port() -> int:
+    """Of the server that many tests share, and of the one before it, whose place it takes."""
+    from tests.servers import free_port
+
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def server(port: int, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Server]":
     """One real server for all tests that only talk to it: a tiny checkpoint, its API and its playground."""
     from tests.servers import tiny_server
 
-    with tiny_server(tmp_path_factory.mktemp("server")) as started:
+    with tiny_server(tmp_path_factory.mktemp("server"), port) as started:
         yield started
 
 

@@ -29,18 +29,11 @@ ENDING_SECONDS = 60  # for these, which notice only after a while that it is gon
 
 
 @dataclass(frozen=True)
-class Server:
-    """A running server: `url` is its base, `log` what it printed, `mark` tells its processes."""
+class Serving:
+    """Whatever serves: `url` is its base, `mark` tells its processes."""
 
     url: str
-    log: Path
     mark: str
-    process: subprocess.Popen[bytes]
-
-    def interrupt(self) -> int:
-        """Ctrl-C as a terminal sends it, to the whole group of processes; the exit status."""
-        os.killpg(self.process.pid, signal.SIGINT)
-        return self.process.wait(STOP_SECONDS)
 
     def metric(self, name: str) -> float:
         """A metric's value now, summed over its series."""
@@ -50,6 +43,19 @@ class Server:
     def processes(self) -> list[psutil.Process]:
         """Every process of this server that is alive."""
         return marked_processes(self.mark)
+
+
+@dataclass(frozen=True)
+class Server(Serving):
+    """A server that was started here; `log` is what it printed."""
+
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def interrupt(self) -> int:
+        """Ctrl-C as a terminal sends it, to the whole group of processes; the exit status."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(STOP_SECONDS)
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
@@ -120,7 +126,7 @@ def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str]
             cwd=directory,
             process_group=0,
         )
-    return Server(f"http://127.0.0.1:{port}", log, mark, process)
+    return Server(f"http://127.0.0.1:{port}", mark, log, process)
 
 
 def wait_for_text(server: Server, text: str, seconds: float = START_SECONDS) -> None:

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tests.cluster.collector import Collector, collecting
+from tests.cluster.fronts import front_server
 from tests.cluster.guarded import Guarded, guarded_server
 from tests.servers import Server
 
@@ -23,6 +24,19 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
     """One server for all tests of what the API takes from strangers, of tools and of traces."""
     with guarded_server(tmp_path_factory.mktemp("guarded"), collector.url) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server with several of everything, whose ingresses tests kill."""
+    with front_server(tmp_path_factory.mktemp("front")) as server:
+        yield server
+
+
+@pytest.fixture
+def front_to_stop(front: Server) -> Server:
+    """The same, for the last of them."""
+    return front
 
 
 @pytest.fixture(scope="module")

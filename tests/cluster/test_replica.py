@@ -21,7 +21,7 @@ from tidar_core.config import EngineConfig
 from tidar_core.request import Request, SamplingParams, StepOutput
 
 NAME = "one"
-LONG = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, temperature=0.0, ignore_eos=True)
 BOX = Address("an ingress", "box")
 Start = Callable[[], AbstractAsyncContextManager[EngineReplica]]
 
@@ -141,8 +141,8 @@ def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
                 tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
                 if not all(one.done() for one in left):
                     when_they_ended = tokens
-            assert when_they_ended < 2000  # they would have gone on as long as the other
-            assert tokens == 3000
+            assert when_they_ended < 1000  # they would have gone on as long as the other
+            assert tokens == LONG.max_tokens
             await asyncio.wait_for(task, 10)
             assert await running(replica) == 0
             if fetching is not None:
@@ -163,7 +163,7 @@ def test_a_replica_that_nobody_looks_at_any_more_goes_on(started: Start, monkeyp
             tokens = 0
             async for batch in replica.listen(Address("a", "box")):
                 tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
-            assert tokens == 3000
+            assert tokens == LONG.max_tokens
             await asyncio.wait_for(asyncio.gather(other, *tasks), 10)
 
     asyncio.run(run())

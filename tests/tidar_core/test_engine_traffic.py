@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.tidar_core.engines import tiny_engine
+from tests.tidar_core.engines import pages_are_accounted_for, tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import Engine
 from tidar_core.request import DraftMode, FinishReason, Request, SamplingParams
@@ -144,17 +144,15 @@ class Visitors(RuleBasedStateMachine):
         return outputs
 
     @invariant()
-    def pages_are_accounted_for(self) -> None:
-        scheduler = traffic(self.overlap).engine._scheduler
-        pool = scheduler.pool
-        owned = {page for sequence in [*scheduler.running, *scheduler.waiting] for page in sequence.pages}
-        assert len(owned) == pool.owned
-        assert pool.free + pool.owned + pool.cached == pool.total == PAGES
+    def every_page_is_accounted_for(self) -> None:
+        engine = traffic(self.overlap).engine
+        assert engine._scheduler.pool.total == engine.info.pages == PAGES
+        assert pages_are_accounted_for(engine)
 
     def teardown(self) -> None:
         while traffic(self.overlap).engine.has_work:
             self.step()
-            self.pages_are_accounted_for()
+            self.every_page_is_accounted_for()
         assert not self.here
         assert traffic(self.overlap).engine._scheduler.pool.owned == 0
 

@@ -33,9 +33,15 @@ def test_schemas_that_could_not_be_kept_are_refused(schema: Any, said: str) -> N
         Grammar("json_schema", json.dumps(schema))
 
 
-def test_what_only_looks_like_a_keyword_is_none() -> None:
-    schema_grammar({"type": "object", "properties": {"not": {"enum": [{"if": 1}]}, "if": True}, "required": ["not"]})
-    schema_grammar({"$ref": "#/$defs/a", "title": "A", "$defs": {"a": {"type": ["integer", "null"], "enum": [1.0]}}})
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"not": {"enum": [{"if": 1}]}, "if": True}, "required": ["not"]},
+        {"$ref": "#/$defs/a", "title": "A", "$defs": {"a": {"type": ["integer", "null"], "enum": [1.0]}}},
+    ],
+)
+def test_what_only_looks_like_a_keyword_is_none(schema: dict[str, Any]) -> None:
+    assert json.loads(schema_grammar(schema).text) == schema
 
 
 def test_grammars_are_bounded_before_any_work() -> None:
