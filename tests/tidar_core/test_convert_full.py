@@ -109,7 +109,7 @@ def trained(tmp_path_factory):
     (directory / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(400)), encoding="utf-8")
     common = (
         model, "--mode", "full", "--out", directory / "out", "--text", directory / "text", "--block-length", 4,
-        "--learning-rate", 0.01, "--rows", 1500, "--threads", 1, "--dtype", "float32",
+        "--learning-rate", 0.01, "--rows", 750, "--threads", 1, "--dtype", "float32",
     )  # fmt: skip
     said = [run_command(*common, "--steps", steps) for steps in (15, 110)]
     return directory, said
