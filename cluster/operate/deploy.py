@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Never
@@ -62,10 +62,11 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             sources = check_options(options.serve)
             fit = beside(partial(check_models, options.serve, sources), "check-models")  # Ray's start is mostly waiting
             try:
-                with (
-                    haproxy_settings(options.host) if address is None else nullcontext({}) as front,
-                    ray_cluster(address, say, interrupts, SHORT_WAYS | front),
-                ):
+                # A cluster that is joined has its own.
+                proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
+                if address is None:
+                    proxy = haproxy_settings(options.host)
+                with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | front):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)

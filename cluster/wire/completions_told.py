@@ -130,7 +130,7 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     made: list[Json] = []
     for one, choice in zip(gathered, answer.choices, strict=True):
         assert choice.finish is not None
-        told = {
+        told: Json = {
             "finish_reason": finish_reason(choice.finish, choice),
             "index": choice.number,
             "logprobs": logprobs_of(head, answer, choice.number, one.logprobs),
@@ -158,6 +158,7 @@ def chunk(
     """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is. counts_on:
     the usage so far is told with it."""
     finish = finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None
+    told: Json
     if head.chat:
         told = {"delta": delta_of(piece, first), "index": piece.choice, "finish_reason": finish, "logprobs": logprobs}
     else:
