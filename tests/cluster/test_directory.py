@@ -159,6 +159,23 @@ def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard
     asyncio.run(run())
 
 
+def test_the_only_replica_is_asked_for_its_metrics_though_it_was_late(card: ModelCard) -> None:
+    """Prometheus got a 503 where one replica on a busy machine had not answered the look before."""
+
+    class Telling(Handle):
+        async def answer(self, method: str, way: Way) -> Any:
+            return [f"{way.only} tells"] if method == "metrics" else await super().answer(method, way)
+
+    async def run() -> None:
+        directory = Directory(Telling({"r0"}, card))  # type: ignore[arg-type]
+        await directory.start()
+        directory.silence("r0")
+        assert await directory.metrics() == [["r0 tells"]]
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card: ModelCard) -> None:
     """Else an ingress that takes the place of another lists no model, and the page waits for one for ever."""
 
