@@ -17,7 +17,8 @@ empties a node before it goes, `leaving`, which asks the clients of its proxy to
 many replicas there are where the options leave it open. Apart from all that, `training` has several workers train one
 drafter for `tidar convert --workers`.
 
-No room imports one to its right: nouns, `observe` and `wire`, `carry` and `replica`, `ingress`, `app`, `operate`.
+No room imports one to its right: nouns, `observe` and `wire`, `carry` and `replica`, `ingress`, `preflight`, `app`,
+`operate`, `training`.
 
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
 What the ingress must know of a model, its tokenizer included, it asks of a replica whenever others are there. Whether

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from tidar_core.request import FinishReason, StepOutput
 
-if TYPE_CHECKING:  # as for `Engine`: it imports torch
+if TYPE_CHECKING:  # it imports torch, which the engine's thread does first
     from tidar_core.engine import EngineStats
 
 LABELS = ("model_name", "engine")

@@ -146,10 +146,9 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
     options = ServeOptions(
         model=str(model),
         adapter=str(adapter),
-        models={"beside": FurtherModel(model=str(tiny_checkpoint(tmp_path / "qwen", "qwen3")))},
+        models={"beside": FurtherModel(model=str(tiny_checkpoint(tmp_path / "qwen", "qwen3")), drafts="off")},
         dtype="float32",
         device="cpu",
-        drafts="off",
         threads=1,
         min_replicas=0,
         max_replicas=2,
@@ -192,9 +191,10 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         known = {one.text for one in course.streams if one.prompt == PROMPTS[0]}
         assert {answer.json()["choices"][0]["text"]} == known
         assert replicas_there(server) == 1, "who asks for one wakes no other"
-        assert client.get("/v1/models/tiny").json()["tidar"]["drafts"] == "off"
         other = client.post("/v1/completions", json=body | {"model": "beside"})
         assert (other.status_code, other.json().get("model")) == (200, "beside"), other.text
+        drafts = {name: client.get(f"/v1/models/{name}").json()["tidar"]["drafts"] for name in ("tiny", "beside")}
+        assert drafts == {"tiny": "auto", "beside": "off"}
 
         server.process.terminate()
         server.process.wait(60)
