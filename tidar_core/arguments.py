@@ -20,7 +20,7 @@ AdapterPath = Annotated[
     typer.Option(help="The drafter: a directory, a tidar.json, 'default' (the model's own or one shipped) or 'none'."),
 ]
 DType = Annotated[
-    ServedDType, typer.Option(help="Weights and arithmetic; float8 is for GPUs, int8 and int4 are for CPUs.")
+    ServedDType, typer.Option(help="Weights and arithmetic; float8 is for GPUs (Ada, Hopper), int8 and int4 for CPUs.")
 ]
 KV = Annotated[
     KVDType, typer.Option("--kv-dtype", help="K/V pages: as the arithmetic, or float8, of half the size on a GPU.")

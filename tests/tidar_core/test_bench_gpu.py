@@ -1,6 +1,7 @@
 """`tidar bench gpu`: phases fail, hang and end by themselves, and what was found is kept."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -61,6 +62,7 @@ def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_wher
 
 SLEEPS = """
 import sys
+from tidar_core.bench.checking import Check
 from tidar_core.bench.gpu import Phase, run_gpu_bench
 sys.executable = sys.argv[1]
 run_gpu_bench([Phase("sleeps", (), 60)], 1.0, print, print)
@@ -105,6 +107,14 @@ def test_what_overlaps_is_left_out_once_answers_differ(monkeypatch):
         record = run_gpu_bench(chosen, 1.0, lambda line: None, lambda found: None)
         assert (second.name in record["phases"]) == failed
         assert "training" in record["phases"]
+
+
+def test_what_raised_among_steps_is_told_by_name():
+    step = {"context": 512, "rows": 1, "microseconds": 41.0, "share": 0.5}
+    raised = Check("prefill of any", "RuntimeError: no", "bfloat16", math.nan, 0.0).as_record()
+    found = {"error": "exit status 1", "checks": [raised], "steps": [step]}
+    said = ["exit status 1", "prefill of any: RuntimeError: no", "a row 41 µs, 50% of read bandwidth"]
+    assert outcome(found) == "; ".join(said)
 
 
 def test_without_time_left_nothing_is_started():

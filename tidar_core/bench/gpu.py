@@ -146,7 +146,10 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
 def outcome(found: dict[str, Any]) -> str:
     """What a phase came to, in a line."""
     said = [found["error"]] if "error" in found else []
-    if checks := found.get("checks"):
+    checks = found.get("checks", ())
+    if "steps" in found:  # what is not there raised
+        said += [f"{check['kernel']}: {check['case']}" for check in checks]
+    elif checks:
         said.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
     for one in found.get("decode", ()):
         said.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
