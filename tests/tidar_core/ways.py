@@ -7,16 +7,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tidar_core.bench.exact import NEAR_TIE, Comparison, each_way
+from tidar_core.bench.exact import MODES, NEAR_TIE, Comparison, each_way
 from tidar_core.engine import Engine
 from tidar_core.request import DraftMode, SamplingParams
 
 
 def decode_ways(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    params: Callable[[DraftMode], SamplingParams],
+    batch: int,
+    modes: Sequence[DraftMode] = MODES,
 ) -> dict[str, list[list[int]]]:
     """The tokens of every prompt in each way (`each_way`)."""
-    return {way: [answer.tokens for answer in answers] for way, answers in each_way(engine, prompts, params, batch)}
+    ways = each_way(engine, prompts, params, batch, modes)
+    return {way: [answer.tokens for answer in answers] for way, answers in ways}
 
 
 @torch.inference_mode()

@@ -32,12 +32,16 @@ class Comparison:
 
 
 def each_way(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], params: Callable[[DraftMode], SamplingParams], batch: int
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    params: Callable[[DraftMode], SamplingParams],
+    batch: int,
+    modes: Sequence[DraftMode] = MODES,
 ) -> Iterator[tuple[str, list[Answer]]]:
-    """The answers with drafts off, auto and full, each alone and in batches of `batch`, or of all prompts where there
-    are fewer. Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
+    """The answers with drafts as in each mode, alone and in batches of `batch`, or of all where there are fewer.
+    Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
     """
-    for mode in MODES if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
+    for mode in modes if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):
             answers: list[Answer] = []
             for first in range(0, len(prompts), size):
