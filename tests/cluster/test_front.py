@@ -1,0 +1,122 @@
+"""A server with several ingresses and replicas: what reaches them, when it is full, and how it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from contextlib import AsyncExitStack, suppress
+
+import httpx
+
+from cluster.app import DRAIN_SECONDS
+from tests.cluster.fronts import INGRESSES, NAME, PLACES, REPLICAS, both
+from tests.servers import Server, words_of
+
+
+def test_options_reach_the_replicas(front: Server) -> None:
+    both(front)  # an ingress may have been killed by the test before
+    said = front.log.read_text()
+    assert "playground" not in said
+    assert httpx.get(f"{front.url}/playground/").status_code == 404
+    assert f"{NAME} is served in float32 on cpu" in said
+    (model,) = httpx.get(f"{front.url}/v1/models").json()["data"]
+    assert model["id"] == NAME
+    replicas: set[str] = set()
+    for _ in range(100):
+        if len(replicas) == 2:
+            break
+        body = {"prompt": "a", "max_tokens": 1, "stream": True, "tidar": {"trace": True}}
+        first = httpx.post(f"{front.url}/v1/completions", json=body).text.splitlines()[0]
+        replicas.add(json.loads(first.removeprefix("data: "))["tidar"]["replica"])
+    assert len(replicas) == 2
+
+
+def test_no_process_runs_that_nobody_asks_anything(front: Server) -> None:
+    running = [" ".join(words_of(process)) for process in front.processes()]
+    assert any("raylet" in words for words in running)
+    assert [words for words in running if "monitor.py" in words] == []
+
+
+def test_a_full_server_says_so_and_stays_in_health(front: Server) -> None:
+    long = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    short = {"prompt": "a", "max_tokens": 1}
+
+    async def refused_while_full(client: httpx.AsyncClient) -> bool:
+        async with AsyncExitStack() as streams:
+            for _ in range(INGRESSES * REPLICAS * PLACES + 8):  # a stream may end before the next begins
+                response = await streams.enter_async_context(client.stream("POST", "/v1/completions", json=long))
+                if response.status_code != 200:
+                    break
+            else:
+                return False
+            await response.aread()
+            assert response.status_code == 429, response.text
+            assert response.headers["retry-after"]
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/metrics")).status_code == 200
+        return True
+
+    async def has_room(client: httpx.AsyncClient) -> bool:
+        for _ in range(100):
+            response = await client.post("/v1/completions", json={**short, "prompt": ["a"] * 4})
+            if response.status_code == 200:
+                return True
+        return False
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=front.url, timeout=120) as client:
+            for _ in range(5):
+                refused = await refused_while_full(client)
+                assert await has_room(client)  # the long ones went away
+                if refused:
+                    return
+            raise AssertionError("the server was never full")
+
+    asyncio.run(ask())
+
+
+def test_while_it_stops_a_stream_is_let_end_and_requests_are_told_so_at_once(front_to_stop: Server) -> None:
+    server = front_to_stop
+    told: list[httpx.Response] = []
+    waits: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        body = {"prompt": [5, 6], "max_tokens": 2}
+        while not ended.is_set():
+            began = time.monotonic()
+            with suppress(httpx.TransportError):  # none listens any more
+                told.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+            waits.append(time.monotonic() - began)
+            time.sleep(0.02)
+
+    clients = [threading.Thread(target=ask) for _ in range(3)]
+    for client in clients:
+        client.start()
+    time.sleep(0.5)
+    body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.killpg(server.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches HAProxy and ingresses too
+        rest = [line for line in lines if line]
+    assert server.process.wait(60) == 0
+    ended.set()
+    for client in clients:
+        client.join()
+    assert rest[-1] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-2]
+    refusals = [answer for answer in told if answer.status_code != 200]
+    assert len(refusals) < len(told), "none was answered before"
+    assert refusals
+    for answer in refusals:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), answer.text
+        assert answer.json()["error"]["code"] in ("not_ready", "lost")
+    assert max(waits) < DRAIN_SECONDS / 2, "one was kept until the ingress was killed"
+    assert server.processes() == []
+    said = server.log.read_text()
+    assert said.splitlines()[-2:] == ["stopping", "stopped"]
+    assert "Traceback" not in said
