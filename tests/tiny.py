@@ -92,6 +92,16 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen2_moe": {
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96
+    },
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "routed_scaling_factor": 1.5
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 64},
 }  # fmt: skip
 
 
@@ -207,7 +217,8 @@ def randomise(
 ) -> None:
     """Draw a model's weights as `tiny_checkpoint` wants them."""
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        choices = ((name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name)
+        for name, parameter in sorted((*model.named_parameters(), *choices)):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:  # around 1, so that a forgotten or swapped norm shows; Gemma adds the 1 itself
                 parameter.copy_(0.2 * noise + (not model.config.model_type.startswith("gemma")))

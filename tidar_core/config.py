@@ -8,22 +8,28 @@ from tidar_core.request import DraftMode
 Architecture = Literal[
     "cwm",
     "ernie4_5",
+    "ernie4_5_moe",
     "exaone4",
     "gemma",
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
     "granite",
     "helium",
     "llama",
     "ministral",
     "ministral3",
     "mistral",
+    "mixtral",
     "olmo2",
     "olmo3",
+    "olmoe",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "seed_oss",
     "smollm3",
 ]
@@ -70,6 +76,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The MLPs of a mixture of experts: in the layers `layers` each row goes through `chosen` of `count`, whose
+    intermediate size is `inner`.
+
+    A router's logits make `scores`; the experts with the highest are chosen, `biased` ones by the score plus a number
+    of the expert's own. Their scores, `renormalised` to a sum of one or not, times `scale` are the shares in which
+    their results are added. All rows go through an MLP of the size `shared_inner` besides (0: there is none),
+    `shared_gated` with a share that the router's last row tells.
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    layers: tuple[int, ...]
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalised: bool = True
+    biased: bool = False
+    scale: float = 1.0
+    shared_inner: int = 0
+    shared_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a causal language model that the one decoder can run.
 
@@ -84,7 +113,8 @@ class ModelConfig:
     where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. `norms` stand before
     attention and MLP, behind them (before the sum), or both; `qk_norm` is one a head, `wide_qk_norm` one over all of
     them; `norms_less_one`: the checkpoint has all their weights so. What is scaled by a number is scaled with the
-    weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin.
+    weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin. Where there are `experts`,
+    `intermediate_size` is that of the other layers.
     """
 
     architecture: Architecture
@@ -119,6 +149,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     rotary_scale: float = 1.0
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ def step_launches(
     ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
     if one_by_one:
         ops = replace(ops, bind_layers=None)
-    weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head)
+    weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head, ops.pack_adapter)
     adapter = random_adapter(config, layers, rank, 8, dtype, device) if mask else None
     cache = empty_cache(config, 64, page_size, kv_dtype or dtype, device)
     rows = meta_rows(verify, mask, 2, 32)

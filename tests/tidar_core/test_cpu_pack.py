@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tidar_core.kernels import cpu
+from tidar_core.kernels.reference import as_it_is
 from tidar_core.model.weights import AdapterWeights, LayerWeights, ModelWeights, OwnAttention, pack_adapter, pack_model
 
 MEASURED = """
@@ -21,7 +22,7 @@ memory = lambda kind: int(open("/proc/self/status").read().split(kind + ":")[1].
 before = memory("VmRSS")
 weights = model_of(3, 2048)
 unpacked = memory("VmRSS") - before
-weights = pack_model(weights, pack_int8, pack_int8)
+weights = pack_model(weights, pack_int8, pack_int8, pack_int8)
 print((memory("VmHWM") - before) / unpacked)
 """
 
@@ -58,7 +59,7 @@ def test_packing_by_slices_gives_the_bits_of_the_whole(pack, rows, columns, monk
 
 def test_packing_takes_the_layers_and_leaves_embedding_and_head():
     weights, attention = model_of(2, 64), OwnAttention(torch.ones(128, 64), None, None, torch.ones(64, 64))
-    packed = pack_model(weights, cpu.pack, cpu.pack)
+    packed = pack_model(weights, cpu.pack, cpu.pack, cpu.pack)
     adapter = pack_adapter(AdapterWeights(torch.ones(4, 64), (), attention=(attention,)), cpu.pack, cpu.pack)
     assert adapter.attention is not None
     for before, after in zip((*weights.layers, attention), (*packed.layers, *adapter.attention), strict=True):
@@ -70,6 +71,6 @@ def test_packing_takes_the_layers_and_leaves_embedding_and_head():
 
 def test_what_needs_no_other_layout_stays():
     weights = model_of(1, 64)
-    packed = pack_model(weights, lambda matrix: matrix, lambda matrix: matrix)
+    packed = pack_model(weights, as_it_is, as_it_is, as_it_is)
     assert packed.layers[0].down is weights.layers[0].down
     assert packed.layers[0].down.shape == (64, 192)

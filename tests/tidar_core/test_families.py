@@ -118,6 +118,17 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "phi3, windows in all layers": ("phi3", STRAY),
     "mistral, windows in some layers": ("mistral", STRAY),
     "llama, longrope": ("llama", LONGROPE),
+    "qwen3_moe": ("qwen3_moe", {"tied": False}),
+    "qwen3_moe, some layers with one MLP": ("qwen3_moe", {"layers": 4, "stated": {"mlp_only_layers": [0]}}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {"layers": 4, "bias": True, "stated": {"decoder_sparse_step": 2}}),
+    "qwen2_moe": ("qwen2_moe", {"tied": False}),
+    "mixtral": ("mixtral", {"tied": False, "stated": {"sliding_window": 17}}),
+    "olmoe": ("olmoe", {"tied": False, "bias": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        {"tied": False, "bias": True, "layers": 3, "head_dim": 32, "stated": {"use_qk_norm": True}},
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", {"layers": 3}),
 }
 
 

@@ -123,7 +123,9 @@ def random_model(subject: Subject) -> _Model:
     """All layers of the subject's shape, and a drafter."""
     config, dtype, device = subject.config, subject.dtype, subject.device
     ops = subject.ops
-    weights = pack_model(random_weights(config, config.layers, dtype, device), ops.pack, ops.pack_head)
+    weights = pack_model(
+        random_weights(config, config.layers, dtype, device), ops.pack, ops.pack_head, ops.pack_adapter
+    )
     adapter = random_adapter(config, config.layers, RANK, BLOCK, dtype, device)
     alone, drafting = (
         all_layers(ops, config, weights, some, rotary_tables(config, device)) for some in (None, adapter)

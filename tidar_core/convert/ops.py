@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import Activation
+from tidar_core.kernels.experts import mix_by_turns
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
@@ -122,7 +123,7 @@ def training_ops(device: torch.device, report: Callable[[str], None]) -> Ops:
         gated = compiled(REFERENCE_OPS.gate, report)
     return replace(
         REFERENCE_OPS, name="training", linear=linear, add_norm=norm, gate=gated,
-        rotate_and_store=_not_here, attend=_not_here,
+        rotate_and_store=_not_here, attend=_not_here, mix_experts=mix_by_turns(F.linear, gated, 1),
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def load_engine(
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    weights = pack_model(weights, ops.pack, ops.pack_head)
+    weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
     drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":

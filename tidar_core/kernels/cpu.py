@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import Activation, ModelConfig, RoundedDType
+from tidar_core.config import Activation, Experts, ModelConfig, RoundedDType
 from tidar_core.kernels.cpu_build import LANES, CompileError, compiled_library
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address, bind_layers
 from tidar_core.kernels.cpu_pick import bind_pick
 from tidar_core.kernels.cpu_slots import bind_draft_slots
+from tidar_core.kernels.experts import Routed, choose, mix_by_turns
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.model.weights import LowRank
@@ -25,20 +26,29 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 
 def supports(config: ModelConfig, page_size: int) -> bool:
     """Whether the kernels fit a model's sizes and the page size."""
-    sizes = (config.hidden_size, config.intermediate_size, config.head_dim)
+    sizes = (config.hidden_size, *_inner_sizes(config), config.head_dim)
     return page_size == LANES and all(size % LANES == 0 for size in sizes)
+
+
+def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:
+    """Of all MLPs of the model."""
+    experts = config.experts
+    if experts is None:
+        return (config.intermediate_size,)
+    dense = (config.intermediate_size,) if len(experts.layers) < config.layers else ()
+    return (*dense, experts.inner, *((experts.shared_inner,) if experts.shared_inner else ()))
 
 
 def _packs_whole(config: ModelConfig) -> bool:
     """Whether all matrices of the model have sizes that our own products take."""
     qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
-    sizes = (config.hidden_size, qkv, 2 * config.intermediate_size, config.vocab_size)
+    sizes = (config.hidden_size, qkv, *(2 * size for size in _inner_sizes(config)), config.vocab_size)
     return all(size % (2 * LANES) == 0 for size in sizes)
 
 
 def _packs_rounded(config: ModelConfig, rounded: RoundedDType) -> bool:
     """Whether all matrices can be kept in fewer bits; those of 4 have groups of 32 inputs."""
-    inputs = (config.hidden_size, config.heads * config.head_dim, config.intermediate_size)
+    inputs = (config.hidden_size, config.heads * config.head_dim, *_inner_sizes(config))
     return _packs_whole(config) and (rounded == "int8" or all(size % INT4_GROUP == 0 for size in inputs))
 
 
@@ -63,6 +73,21 @@ def pack_int4(weight: Tensor) -> Tensor:
     the whole numbers that they had there.
     """
     return _in_slices(_int4_blocks, weight, 10 * weight.shape[1])
+
+
+def _of_each(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`pack` of a matrix, or of each expert's."""
+
+    def packed(weight: Tensor) -> Tensor:
+        if weight.dim() == 2:
+            return pack(weight)
+        first = pack(weight[0])
+        together = first.new_empty(len(weight), *first.shape)
+        for matrix, to in zip(weight, together, strict=True):
+            to.copy_(pack(matrix))
+        return together
+
+    return packed
 
 
 def _in_slices(blocks_of: Callable[[Tensor], Tensor], weight: Tensor, block_bytes: int) -> Tensor:
@@ -189,16 +214,25 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
         return replace(
             REFERENCE_OPS, name=name, linear=unpacked_linear, add_norm=add_norm,
             rotate_and_store=rotate_and_store, attend=attend, gate=gate, draft_slots=slots, pick=pick,
+            mix_experts=mix_by_turns(F.linear, gate, REFERENCE_OPS.row_multiple),
         )  # fmt: skip
     kind = f"{rounded}_{suffix}" if rounded else suffix
+    _, logits_of = _products(library, suffix, False)
     # The head decides between tokens: it is never kept in less than 8 bits.
     linear, _ = _products(library, kind, rounded is not None)
     _, head = _products(library, f"int8_{suffix}" if rounded else suffix, rounded is not None)
     bind = partial(bind_layers, getattr(library, f"run_layers_{kind}"), config)
     pack_base, pack_head = _PACKS[rounded]
+
+    def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
+        return choose(logits_of(x, router), bias, experts)
+
+    def base_linear(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, None, None, len(x))
+
     return Ops(
-        name, 1, pack_base, pack_head, pack,
-        linear, add_norm, rotate_and_store, attend, gate, head, bind, slots, pick=pick,
+        name, 1, _of_each(pack_base), pack_head, pack, linear, add_norm, rotate_and_store, attend, gate, head, route,
+        mix_by_turns(base_linear, gate, 1), bind, slots, pick=pick,
     )  # fmt: skip
 
 

@@ -45,11 +45,11 @@ def bind_layers(
     run: Any, config: ModelConfig, weights: ModelWeights, adapter: AdapterWeights | None, rotary: Rotary
 ) -> Layers | None:
     """The layers of packed weights as one call of `run`; None where the adapter's rank could not be packed, where mask
-    rows have attention of their own, and where norms stand elsewhere than in Llama."""
+    rows have attention of their own, where there are experts, and where norms stand elsewhere than in Llama."""
     run.argtypes, run.restype = [ctypes.POINTER(_Pass), pointer], None
     extras = (BASE_ALONE,) * config.layers if adapter is None else adapter.layers
     own_attention = adapter is not None and adapter.attention is not None
-    if own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
+    if config.experts or own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
         return None
     pairs = zip(weights.layers, extras, strict=True)
     windows = layer_windows(config) or (0,) * config.layers

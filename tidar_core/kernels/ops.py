@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tidar_core.config import Activation, ModelConfig
+from tidar_core.config import Activation, Experts, ModelConfig
+from tidar_core.kernels.experts import Routed
 from tidar_core.kernels.rules import RuleNumbers, pick_listed
 from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
@@ -170,8 +171,9 @@ Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
 class Ops:
     """One implementation of the decoder's operations. x is [rows, in], weights are [out, in] before `pack`.
 
-    pack(weight): a base matrix in the layout that `linear` of this record reads; pack_head: the head's, for `head`;
-        pack_adapter: one of an adapter's.
+    pack(weight): a base matrix in the layout that `linear` of this record reads, or those of a layer's experts,
+        [experts, out, in], as `mix_experts` does; pack_head: the head's, for `head`; pack_adapter: one of an adapter's,
+        or a router.
 
     linear(x, weight, bias, low_rank, first_mask_row): x weightᵀ + bias, and on rows from first_mask_row on also
         the adapter's x aᵀ bᵀ. Base rows never see the adapter.
@@ -183,6 +185,9 @@ class Ops:
     attend(qkv, rows, cache, layer): attention of each row over what it sees -> [rows, heads * head_dim].
     gate(gate_up, activation): activation(gate) * up -> [rows, out / 2].
     head(x, weight): logits [rows, vocab].
+    route(x, router, bias, experts): `experts.choose` by the router's logits, computed in the weights' dtype whatever
+        the others are rounded to.
+    mix_experts(x, routed, gate_up, down, activation): the rows' experts' MLPs, added by their shares -> as x.
     row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
         whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
     bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, or None where these
@@ -206,6 +211,8 @@ class Ops:
     attend: Callable[[Tensor, StepRows, KVCache, int], Tensor]
     gate: Callable[[Tensor, Activation], Tensor]
     head: Callable[[Tensor, Tensor], Tensor]
+    route: Callable[[Tensor, Tensor, Tensor | None, Experts], Routed]
+    mix_experts: Callable[[Tensor, Routed, Tensor, Tensor, Activation], Tensor]
     bind_layers: Callable[[ModelWeights, AdapterWeights | None, Rotary], Layers | None] | None = None
     draft_slots: DraftSlots | None = None
     float8_pages: bool = False

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import Activation
+from tidar_core.config import Activation, Experts
+from tidar_core.kernels.experts import Routed, choose, mix_by_turns
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, Rotary, StepRows
 from tidar_core.model.float8 import rounded
 from tidar_core.model.weights import LowRank
 
+ROW_MULTIPLE = 4
 _ROW_TILE, _KEY_TILE = 16, 64
 
 
@@ -171,8 +173,18 @@ def head(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
+def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
+    """In fp32: two experts whose logits are one number in bf16 are not alike."""
+    short = -len(x) % ROW_MULTIPLE
+    logits = F.linear(F.pad(x.float(), (0, 0, 0, short)), router.float())[: len(x)]
+    return choose(logits, bias, experts)
+
+
 def as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-REFERENCE_OPS = Ops("torch", 4, as_it_is, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, gate, head)
+REFERENCE_OPS = Ops(
+    "torch", ROW_MULTIPLE, as_it_is, as_it_is, as_it_is, linear, add_norm, rotate_and_store, attend, gate, head, route,
+    mix_by_turns(F.linear, gate, ROW_MULTIPLE),
+)  # fmt: skip

@@ -294,12 +294,12 @@ def bind_layers(
     adapter: AdapterWeights | None,
     rotary: Rotary,
 ) -> Layers | None:
-    """`Ops.bind_layers`; None with an adapter that is too wide to be computed beside a product, and where norms stand
-    elsewhere than in Llama or the activation is another."""
+    """`Ops.bind_layers`; None with an adapter that is too wide to be computed beside a product, where there are
+    experts, and where norms stand elsewhere than in Llama or the activation is another."""
     extras = (BASE_ALONE,) * len(weights.layers) if adapter is None else adapter.layers
     pairs = [pair for extra in extras for pair in (extra.qkv, extra.o, extra.gate_up, extra.down) if pair is not None]
     norms, wide = norms_before(weights), any(pair.a.shape[0] > WIDEST_RANK for pair in pairs)
-    if norms is None or wide or config.activation != "silu":
+    if norms is None or wide or config.experts is not None or config.activation != "silu":
         return None
     eps = config.norm_eps
     next_norms = (*(before for before, _ in norms[1:]), weights.final_norm)

@@ -95,6 +95,8 @@ def triton_ops(
         attend=attend,
         gate=partial(gate, overlap=overlap),
         head=head if exact else REFERENCE_OPS.head,
+        route=REFERENCE_OPS.route,
+        mix_experts=REFERENCE_OPS.mix_experts,
         float8_pages=in_8_bits,
         bind_layers=partial(bind_layers, config, plan, attend, overlap) if exact else None,
         pick=pick_tokens,

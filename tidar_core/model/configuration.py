@@ -9,14 +9,15 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, Qwen3Config
 
 from tidar_core.config import Activation, Architecture, ConfigError, ModelConfig, Norms, RopeScaling
 from tidar_core.model.gguf import config_from_gguf, read_header
+from tidar_core.model.mixtures import read_experts
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.text_part import read_text_part
 from tidar_core.sampling import MAX_VOCAB
 
-_PARTLY_ROTATED = ("phi3", "glm", "glm4")
-_INTERLEAVED = ("ernie4_5", "glm", "glm4", "helium")
+_PARTLY_ROTATED = ("phi3", "glm", "glm4", "glm4_moe")
+_INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 _NORMS: dict[Architecture, Norms] = {
     "exaone4": "behind",
     "gemma3_text": "both",
@@ -26,7 +27,10 @@ _NORMS: dict[Architecture, Norms] = {
 }  # others: before
 _GEMMA = ("gemma", "gemma3_text")
 # Of all others transformers heeds no `layer_types`, which a file may state all the same.
-_WINDOWS_BY_LAYER = ("cwm", "exaone4", "gemma3_text", "ministral", "mistral", "olmo3", "qwen2", "qwen3", "smollm3")
+_WINDOWS_BY_LAYER = (
+    "cwm", "exaone4", "gemma3_text", "ministral", "mistral", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3",
+)  # fmt: skip
+_WINDOWS_EVERYWHERE = ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe")
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -51,9 +55,9 @@ def load_config(source: ModelSource, taken_for: Architecture | None = None) -> M
     """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
 
     A model of a type that is not known may be `taken_for` one that is (see `text_part`). What cannot be run is every
-    architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn and longrope, a
-    mixture of experts, activations other than silu and gelu by tanh, scores that are capped, and weights that are
-    quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round,
+    architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn and longrope,
+    experts that are chosen by groups, activations other than silu and gelu by tanh, scores that are capped, and weights
+    that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq, auto-round,
     bitsandbytes and MLX do it (see `read_quantization`).
     """
     if source.gguf_path is not None:
@@ -112,7 +116,7 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
-        qk_norm=architecture in ("qwen3", "exaone4", "gemma3_text"),
+        qk_norm=architecture in ("qwen3", "qwen3_moe", "exaone4", "gemma3_text") or _stated(config, "use_qk_norm"),
         eos_ids=_eos_ids(directory, config.eos_token_id),
         rope_scaling=scaling,
         window=window,
@@ -123,9 +127,10 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         interleaved=architecture in _INTERLEAVED,
         unrotated=_unrotated(config, architecture),
         norms=_NORMS.get(architecture, "before"),
-        wide_qk_norm=architecture in ("olmo2", "olmo3"),
+        wide_qk_norm=architecture in ("olmo2", "olmo3", "olmoe"),
         norms_less_one=architecture in _GEMMA,
         activation=activation,
+        experts=read_experts(config, architecture, directory.name),
     )
     if architecture == "granite":
         return _scaled(plain, config, directory.name)
@@ -165,28 +170,31 @@ def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool,
     """Of the projections to q, k and v, of that behind attention, and of the MLP's: as transformers' models have them,
     whatever else a config.json says."""
 
-    def stated(name: str) -> bool:
-        return bool(getattr(config, name, False))
-
-    attention, mlp = stated("attention_bias"), stated("mlp_bias")
+    attention, mlp = _stated(config, "attention_bias"), _stated(config, "mlp_bias")
     match architecture:
-        case "mistral" | "ministral" | "ministral3" | "phi3" | "exaone4":
+        case "mistral" | "mixtral" | "ministral" | "ministral3" | "phi3" | "exaone4":
             return False, False, False
         case "cwm":
             return False, False, mlp
         case "qwen2":
             return True, False, False
-        case "qwen3" | "olmo2" | "olmo3" | "gemma" | "gemma3_text":
+        case "qwen2_moe":
+            return _stated(config, "qkv_bias"), False, False
+        case "qwen3" | "qwen3_moe" | "olmo2" | "olmo3" | "olmoe" | "gemma" | "gemma3_text":
             return attention, attention, False
-        case "glm" | "glm4":
+        case "glm" | "glm4" | "glm4_moe":
             return attention, False, False
         case "helium":
             return attention, False, mlp
         case "seed_oss":
-            return attention, stated("attention_out_bias"), mlp
-        case "ernie4_5":
-            return (stated("use_bias"),) * 3
+            return attention, _stated(config, "attention_out_bias"), mlp
+        case "ernie4_5" | "ernie4_5_moe":
+            return (_stated(config, "use_bias"),) * 3
     return attention, attention, mlp
+
+
+def _stated(config: PreTrainedConfig, name: str) -> bool:
+    return bool(getattr(config, name, False))
 
 
 def _unrotated(config: PreTrainedConfig, architecture: Architecture) -> tuple[int, ...]:
@@ -243,7 +251,7 @@ def _window(
     """How many positions a token sees in layers with a window, None where that is all `positions`, and which these
     layers are. Raises ConfigError."""
     kinds = getattr(config, "layer_types", None) if architecture in _WINDOWS_BY_LAYER else None
-    if kinds is None and architecture in ("mistral", "ministral3", "phi3"):
+    if kinds is None and architecture in _WINDOWS_EVERYWHERE:
         kinds = ["sliding_attention"] * config.num_hidden_layers
     windowed = tuple(index for index, kind in enumerate(kinds or ()) if kind == "sliding_attention")
     stated = getattr(config, "sliding_window", None) if windowed else None

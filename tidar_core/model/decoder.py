@@ -37,10 +37,25 @@ def run_layers(
         mixed = attention(index, _norm_all_heads(ops, config, layer, qkv))
         x = _linear(ops, mixed, layer.o, layer.o_bias, extra.o, first_mask_row, own_o)
         x, residual = _added(ops, _normed(ops, x, layer.attention_norm, eps), residual, layer.post_norm, eps)
-        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
-        x = ops.linear(ops.gate(gate_up, config.activation), layer.down, layer.down_bias, extra.down, first_mask_row)
+        x = mlp(ops, config, layer, extra, x, first_mask_row)
         x = _normed(ops, x, layer.mlp_norm, eps)
     return ops.add_norm(x, residual, weights.final_norm, eps)[0]
+
+
+def mlp(
+    ops: Ops, config: ModelConfig, layer: LayerWeights, extra: LayerAdapter, x: Tensor, first_mask_row: int
+) -> Tensor:
+    """A layer's MLP, or its experts: x [rows, hidden] -> [rows, hidden]. An adapter adds to an MLP alone."""
+    if layer.router is None or config.experts is None:
+        gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
+        return ops.linear(ops.gate(gate_up, config.activation), layer.down, layer.down_bias, extra.down, first_mask_row)
+    routed = ops.route(x, layer.router, layer.expert_bias, config.experts)
+    mixed = ops.mix_experts(x, routed, layer.gate_up, layer.down, config.activation)
+    if layer.shared_gate_up is None or layer.shared_down is None:
+        return mixed
+    gate_up = ops.linear(x, layer.shared_gate_up, None, None, len(x))
+    shared = ops.linear(ops.gate(gate_up, config.activation), layer.shared_down, None, None, len(x))
+    return mixed + (shared if routed.shared is None else (routed.shared * shared.float()).to(shared.dtype))
 
 
 def _added(ops: Ops, x: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tidar_core.config import ConfigError, ModelConfig, Norms
+from tidar_core.config import ConfigError, Experts, ModelConfig, Norms
 from tidar_core.model.gguf import GgufCheckpoint, read_header
+from tidar_core.model.mixtures import expert_names, expert_tensors, router_rows
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
@@ -70,10 +72,10 @@ def load_weights(
         wanted = _tensors_to_read(checkpoint, config, source.name)
         total, done = sum(map(prod, wanted.values())), 0
 
-        def read(*names: str) -> Tensor:
+        def read(*names: str, kept: torch.dtype = dtype) -> Tensor:
             """`read_fused`, counted."""
             nonlocal done
-            fused = read_fused(checkpoint, {name: wanted[name] for name in names}, dtype, device)
+            fused = read_fused(checkpoint, {name: wanted[name] for name in names}, kept, device)
             done += fused.numel()
             if progress is not None:
                 progress(done, total)
@@ -151,9 +153,9 @@ def fingerprint(weights: ModelWeights) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in _named_tensors(weights):
-        count = tensor.shape[0]
-        step = max(1, count // _SAMPLED_ROWS) if tensor.dim() > 1 else 1
-        sample = tensor[::step].to(torch.bfloat16).cpu().contiguous()
+        rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+        step = max(1, rows.shape[0] // _SAMPLED_ROWS) if rows.dim() > 1 else 1
+        sample = rows[::step].to(torch.bfloat16).cpu().contiguous()
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
     return digest.hexdigest()[:16]
@@ -288,16 +290,21 @@ def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]
         attention = (("qkv_proj", q_size + 2 * kv_size),)
     if config.architecture in _FUSED_MLP:
         mlp = (("gate_up_proj", 2 * inner),)
-    projections = (
+    of_attention = (
         *((f"self_attn.{name}", rows, hidden, config.qkv_bias) for name, rows in attention),
         ("self_attn.o_proj", hidden, q_size, config.o_bias),
+    )
+    of_mlp = (
         *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in mlp),
         ("mlp.down_proj", hidden, inner, config.mlp_bias),
     )
     yield _EMBEDDING, (config.vocab_size, hidden)
     for layer in range(config.layers):
         prefix = f"model.layers.{layer}."
-        for projection, rows, columns, bias in projections:
+        experts = config.experts if config.experts is not None and layer in config.experts.layers else None
+        if experts is not None:
+            yield from ((prefix + name, shape) for name, shape in expert_tensors(config, experts))
+        for projection, rows, columns, bias in (*of_attention, *(of_mlp if experts is None else ())):
             yield f"{prefix}{projection}.weight", (rows, columns)
             if bias:
                 yield f"{prefix}{projection}.bias", (rows,)
@@ -328,18 +335,46 @@ def _read_layer(index: int, config: ModelConfig, read: Callable[..., Tensor]) ->
         norms[norm] = _norm(weight(f"model.layers.{index}.{name}"), config)
     for part in "qk" if config.qk_norm or config.wide_qk_norm else "":
         norm = f"all_{part}_norm" if config.wide_qk_norm else f"{part}_norm"
-        norms[norm] = _norm(weight(f"{attention}{part}_norm"), config)
-    return LayerWeights(
+        norms[norm] = _norm(_in_halves(weight(f"{attention}{part}_norm"), config), config)
+    attending: dict[str, Any] = {
         **norms,
-        qkv=_in_halves(weight(*qkv), config),
-        qkv_bias=None if qkv_bias is None else _in_halves(qkv_bias, config),
-        o=weight(f"{attention}o_proj"),
-        o_bias=bias(config.o_bias, f"{attention}o_proj"),
+        "qkv": _in_halves(weight(*qkv), config),
+        "qkv_bias": None if qkv_bias is None else _in_halves(qkv_bias, config),
+        "o": weight(f"{attention}o_proj"),
+        "o_bias": bias(config.o_bias, f"{attention}o_proj"),
+    }
+    if config.experts is not None and index in config.experts.layers:
+        return LayerWeights(**attending, **_read_experts(f"model.layers.{index}.", config, config.experts, read))
+    return LayerWeights(
+        **attending,
         gate_up=weight(*gate_up),
         gate_up_bias=bias(config.mlp_bias, *gate_up),
         down=weight(f"{mlp}down_proj"),
         down_bias=bias(config.mlp_bias, f"{mlp}down_proj"),
     )
+
+
+def _read_experts(prefix: str, config: ModelConfig, experts: Experts, read: Callable[..., Tensor]) -> dict[str, Any]:
+    """What a layer with experts has in place of an MLP."""
+    names = expert_names(config)
+    gate, up, down = names.parts
+    stems = [prefix + names.expert.format(expert) for expert in range(experts.count)]
+    router = [f"{prefix}{names.router}.weight"]
+    if experts.shared_gated:
+        router.append(f"{prefix}{names.shared_gate}.weight")
+    rows, shared = read(*router), f"{prefix}{names.shared}"
+    return {
+        "router": F.pad(rows, (0, 0, 0, router_rows(experts) - len(rows))),
+        "expert_bias": read(f"{prefix}{names.bias}", kept=torch.float32).flatten() if experts.biased else None,
+        "gate_up": read(*(f"{stem}{part}.weight" for stem in stems for part in (gate, up))).unflatten(
+            0, (experts.count, -1)
+        ),
+        "gate_up_bias": None,
+        "down": read(*(f"{stem}{down}.weight" for stem in stems)).unflatten(0, (experts.count, -1)),
+        "down_bias": None,
+        "shared_gate_up": read(f"{shared}{gate}.weight", f"{shared}{up}.weight") if experts.shared_inner else None,
+        "shared_down": read(f"{shared}{down}.weight") if experts.shared_inner else None,
+    }
 
 
 def _norm_names(config: ModelConfig) -> dict[str, str]:
@@ -352,7 +387,8 @@ def _norm(weight: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _in_halves(qkv: Tensor, config: ModelConfig) -> Tensor:
-    """The fused projection's weight or bias with the coordinates that turn together half a head apart (`rope.py`)."""
+    """The fused projection's weight or bias, or a norm of its q or k, with the coordinates that turn together half a
+    head apart (`rope.py`)."""
     order = paired_as_stored(config)
     if order is not None:
         turning = qkv[: (config.heads + config.kv_heads) * config.head_dim].unflatten(0, (-1, config.head_dim))

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+ROUTER_ROWS = 32  # whose multiples every device's products take
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -15,6 +17,10 @@ class LayerWeights:
     input_norm and post_norm stand before attention and MLP, attention_norm and mlp_norm behind them, None where there
     is none. q_norm and k_norm ([head_dim]) are of each head, as Qwen3 has them, all_q_norm and all_k_norm of all heads
     together; q and k rows are in transformers' rotary layout (halves).
+
+    In a layer with experts (`config.Experts`) there is a router, [experts, hidden] and perhaps the row of the shared
+    MLP's share, filled up with zeros to a multiple of ROUTER_ROWS; gate_up and down are one an expert, [experts, out,
+    in]; expert_bias, fp32 [experts], where choices are biased; shared_gate_up and shared_down of the MLP for all rows.
     """
 
     input_norm: Tensor | None
@@ -33,6 +39,10 @@ class LayerWeights:
     mlp_norm: Tensor | None = None
     all_q_norm: Tensor | None = None
     all_k_norm: Tensor | None = None
+    router: Tensor | None = None
+    expert_bias: Tensor | None = None
+    shared_gate_up: Tensor | None = None
+    shared_down: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,21 +170,24 @@ def widened(weights: ModelWeights, dtype: torch.dtype = torch.float32) -> ModelW
 
 
 def pack_model(
-    weights: ModelWeights, pack: Callable[[Tensor], Tensor], pack_head: Callable[[Tensor], Tensor]
+    weights: ModelWeights,
+    pack: Callable[[Tensor], Tensor],
+    pack_head: Callable[[Tensor], Tensor],
+    pack_router: Callable[[Tensor], Tensor],
 ) -> ModelWeights:
-    """The same model with every matrix that is multiplied by laid out anew, the layers' by `pack`; the embedding
-    stays. The layers are taken: whoever holds them as they were has empty matrices, so that never all of them are there
-    twice."""
-    layers = tuple(
-        replace(
-            layer,
-            qkv=_taken(layer.qkv, pack),
-            o=_taken(layer.o, pack),
-            gate_up=_taken(layer.gate_up, pack),
-            down=_taken(layer.down, pack),
-        )
-        for layer in weights.layers
-    )
+    """The same model with every matrix that is multiplied by laid out anew, the layers' by `pack` (of experts, all of
+    a layer at once); the embedding stays. The layers are taken: whoever holds them as they were has empty matrices, so
+    that never all of them are there twice."""
+
+    def packed(layer: LayerWeights) -> LayerWeights:
+        named = {
+            name: getattr(layer, name) for name in ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
+        }
+        taken = {name: _taken(matrix, pack) for name, matrix in named.items() if matrix is not None}
+        router = None if layer.router is None else _taken(layer.router, pack_router)
+        return replace(layer, **taken, router=router)
+
+    layers = tuple(packed(layer) for layer in weights.layers)
     return replace(weights, layers=layers, head=pack_head(weights.head))
 
 
