@@ -258,13 +258,13 @@ def tiny_adapter(
         return 0.25 * torch.randn(shape, generator=generator)
 
     def low_rank(projection: Projection) -> LowRank:
-        columns, rows = base.projection_shape(projection)
-        return LowRank(random(rank, columns), random(rows, rank))
+        a, b = base.pair_shapes(projection, rank)
+        return LowRank(random(*a), random(*b))
 
     weights = AdapterWeights(
         slot_embeddings=random(block_length, base.hidden_size),
         layers=tuple(
-            LayerAdapter(low_rank("qkv"), low_rank("o"), low_rank("gate_up"), low_rank("down"))
+            LayerAdapter(**{projection: low_rank(projection) for projection in base.projections})
             for _ in range(base.layers)
         ),
         slot_head=SlotHead(
@@ -277,7 +277,12 @@ def tiny_adapter(
         else None,
     )
     adapter_config = AdapterConfig(
-        base=base, rank=rank, slot_head=slot_head, block_length=block_length, within_block=within_block
+        base=base,
+        rank=rank,
+        projections=base.projections,
+        slot_head=slot_head,
+        block_length=block_length,
+        within_block=within_block,
     )
     save_adapter(Adapter(adapter_config, weights, directory.name), directory)
     return directory

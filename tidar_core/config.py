@@ -33,6 +33,9 @@ Architecture = Literal[
     "seed_oss",
     "smollm3",
 ]
+MIXTURES: frozenset[Architecture] = frozenset(
+    ("ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+)  # of experts
 Device = Literal["auto", "cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]
 RoundedDType = Literal["int8", "int4"]

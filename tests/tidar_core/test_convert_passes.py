@@ -91,7 +91,9 @@ def dense_mask_rows(base: FrozenBase, adapter, clean: Clean, blocks: Blocks, wit
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "cwm"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "smollm3", "olmo2", "gemma3_text", "cwm", "qwen2_moe"]
+)
 def test_mask_rows_and_gradients_are_those_of_a_dense_mask(tmp_path, architecture, within_block):
     tiny = tiny_base(tmp_path, architecture)
     pack = pack_documents(random_documents(3), CPU)
@@ -259,7 +261,7 @@ def engine_mask_rows(tiny: TinyBase, tokens: list[int], drafts: int, within_bloc
     return {plan.position + outcome: masks[index] for index, outcome in enumerate(shape.proposals)}
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
 def test_training_sees_what_the_engine_runs(tmp_path, within_block, architecture):
     tiny = tiny_base(tmp_path, architecture, within_block)

@@ -94,11 +94,11 @@ def write_folder(
     Raises ConfigError on a full disk.
     """
     names = [name for name, _ in named_tensors(weights)]
-    first = next(tensor for name, tensor in named_tensors(weights) if name.endswith(".A"))
+    first = next(tensor for name, tensor in named_tensors(weights) if name.endswith(".B"))
     adapted = tuple(sorted({int(name.split(".")[1]) for name in names if name.endswith(".A")}))
     config = AdapterConfig(
         base=made.base,
-        rank=first.shape[0],
+        rank=first.shape[1],
         projections=tuple(p for p in PROJECTIONS if any(f".{p}." in name for name in names)),
         layers=None if len(adapted) == made.base.layers else adapted,
         slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],

@@ -52,8 +52,12 @@ def convert_command(
     ] = "none",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     projections: Annotated[
-        str, typer.Option(help="What it adapts, or what is kept of --start: some of qkv,o,gate_up,down.")
-    ] = "qkv,o,gate_up,down",
+        str,
+        typer.Option(
+            help="What it adapts, or what is kept of --start: all, or some of qkv,o,gate_up,down; of qkv,o,expert "
+            "where the model has experts."
+        ),
+    ] = "all",
     layers: Annotated[str, typer.Option(help="In which layers: all, or numbers from 0 on, as in 0,20-29.")] = "all",
     block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
     block_sizes: Annotated[
@@ -159,9 +163,11 @@ def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "Abs
     return workers_on_ray(workers, options, screen)
 
 
-def _projections(named: str) -> "tuple[Projection, ...]":
+def _projections(named: str) -> "tuple[Projection, ...] | None":
     from tidar_core.model.adapter_config import PROJECTIONS
 
+    if named.strip() == "all":
+        return None
     wanted = [name.strip() for name in named.split(",")]
     if not set(wanted) <= set(PROJECTIONS):
         raise ConfigError(f"--projections {named}: choose some of {', '.join(PROJECTIONS)}")

@@ -13,10 +13,17 @@ from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, Slot
 
 
 def check_rank(base: BaseIdentity, rank: int, projections: Sequence[Projection]) -> None:
-    """Raises ConfigError where the rank does not fit a projection."""
-    widest = min(min(base.projection_shape(projection)) for projection in projections)
+    """Raises ConfigError where the rank does not fit a projection, or the base has no such projection."""
+    if others := [name for name in projections if name not in base.projections]:
+        raise ConfigError(f"{base.name} has no {others[0]} to adapt: choose some of {', '.join(base.projections)}")
+    widest = min(_widest(base, projection) for projection in projections)
     if not 1 <= rank <= widest:
         raise ConfigError(f"rank {rank} does not fit {base.name}: choose 1 to {widest} for {', '.join(projections)}")
+
+
+def _widest(base: BaseIdentity, projection: Projection) -> int:
+    (_, ins), (outs, _) = base.pair_shapes(projection, 1)
+    return min(ins, outs)
 
 
 def check_layers(base: BaseIdentity, layers: Sequence[int] | None) -> Sequence[int]:
@@ -48,14 +55,13 @@ def new_drafter(
     def pair(projection: Projection) -> LowRank | None:
         if projection not in projections:
             return None
-        columns, rows = base.projection_shape(projection)
-        a = torch.randn(rank, columns, generator=generator) * columns**-0.5
-        return LowRank(a.to(embedding.device), torch.zeros(rows, rank, device=embedding.device))
+        shape_a, shape_b = base.pair_shapes(projection, rank)
+        a = torch.randn(shape_a, generator=generator) * shape_a[1] ** -0.5
+        return LowRank(a.to(embedding.device), torch.zeros(shape_b, device=embedding.device))
 
     slots = torch.randn(block_length, base.hidden_size, generator=generator) * embedding.float().std().item()
     made = tuple(
-        LayerAdapter(pair("qkv"), pair("o"), pair("gate_up"), pair("down")) if layer in adapted else LayerAdapter()
-        for layer in range(base.layers)
+        LayerAdapter(*map(pair, PROJECTIONS)) if layer in adapted else LayerAdapter() for layer in range(base.layers)
     )
     return AdapterWeights(slots.to(embedding.device), made)
 

@@ -10,7 +10,7 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import Gathered, Goal
 from tidar_core.convert.trainer import StepReport, TrainConfig
-from tidar_core.model.adapter_config import PROJECTIONS, Projection
+from tidar_core.model.adapter_config import Projection
 
 Generator = Literal["engine", "transformers"]
 Mode = Literal["adapter", "full"]
@@ -34,7 +34,7 @@ class ConvertOptions:
     text: Path | None = None
     start: str = "none"
     rank: int = 32
-    projections: tuple[Projection, ...] = PROJECTIONS
+    projections: tuple[Projection, ...] | None = None
     layers: tuple[int, ...] | None = None
     generator: Generator = "engine"
     device: Device = "auto"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from tidar_core.convert.forward import FrozenBase
-from tidar_core.model.weights import AdapterWeights, named_tensors
+from tidar_core.model.weights import AdapterWeights, named_tensors, numbers_a_row
 
 PROBE_SECONDS = 0.2
 MUCH_FASTER = 1.5
@@ -30,9 +30,7 @@ class WorkPerRow:
 def work_per_row(base: FrozenBase, adapter: AdapterWeights, columns: int) -> WorkPerRow:
     """Counted from the shapes of the matrices. columns: rows of the head that are computed with."""
     weights = base.weights
-    trunk = sum(
-        matrix.numel() for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    )
+    trunk = sum(numbers_a_row(base.config, layer) for layer in weights.layers)
     extra = sum(tensor.numel() for name, tensor in named_tensors(adapter) if name.endswith((".A", ".B")))
     head = columns * weights.head.shape[1]
     return WorkPerRow(clean=2.0 * trunk, mask=4.0 * trunk + 6.0 * extra + 5.0 * head)

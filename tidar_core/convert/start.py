@@ -35,9 +35,9 @@ def check_start(options: ConvertOptions, identity: BaseIdentity) -> None:
     by_weights = options.start == "default" and not identity.fingerprint and default_adapter_for(identity) is None
     if by_weights and may_have_default(identity):
         return
-    path = _start_path(options, identity)
+    path, projections = _start_path(options, identity), options.projections or identity.projections
     if path is None:
-        check_rank(identity, options.rank, options.projections)
+        check_rank(identity, options.rank, projections)
         return
     known, train = read_adapter_config(path), options.train
     for name, theirs, ours in (
@@ -47,7 +47,7 @@ def check_start(options: ConvertOptions, identity: BaseIdentity) -> None:
         if theirs != ours:
             raise ConfigError(f"the adapter {path.name} was trained with {name} {theirs}: go on with that")
     check_trainable(known, path)
-    if not any(known.adapts(layer, projection) for layer in layers for projection in options.projections):
+    if not any(known.adapts(layer, projection) for layer in layers for projection in projections):
         raise ConfigError(f"the adapter {path.name} adapts nothing of what --projections and --layers name")
 
 
@@ -68,15 +68,16 @@ def begin(
     fit."""
     check_start(options, identity)
     path, train, known_by = _start_path(options, identity), options.train, "none"
+    projections = options.projections or identity.projections
     if path is None:
         begun = new_drafter(
-            identity, weights.embedding, options.rank, options.projections, train.block, train.seed, options.layers
+            identity, weights.embedding, options.rank, projections, train.block, train.seed, options.layers
         )
     else:
         begun = load_trained(path, identity, torch.float32, weights.embedding.device, screen.line)
         # What is in --out changes while it is trained, and goes on from itself.
         known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
-        begun = kept_of(begun, options.projections, options.layers)
+        begun = kept_of(begun, projections, options.layers)
     if begun.slot_head is None:
         begun = with_slot_head(begun, weights.embedding, train.slot_head, train.seed)
     return begun, known_by

@@ -21,6 +21,7 @@ from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, curve_at
 from tidar_core.kernels.ops import GuessedSlots, empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
+from tidar_core.model.decoder import BASE_ALONE, mlp
 from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
 from tidar_core.sampling import Rules, TokenRule
 from tidar_core.transfer import on_device
@@ -91,17 +92,24 @@ def rows_are_exact(runner: Runner) -> bool:
 
 @torch.inference_mode()
 def _products_are_exact(runner: Runner) -> bool:
-    layer, config = runner.weights.layers[0], runner.config
+    layers, config = runner.weights.layers, runner.config
     generator = torch.Generator().manual_seed(0)
+    dense = next((layer for layer in layers if layer.router is None), None)
+    matrices = [
+        (layers[0].qkv, layers[0].qkv_bias, config.hidden_size),
+        (layers[0].o, layers[0].o_bias, config.heads * config.head_dim),
+    ]
+    if dense is not None:
+        matrices.append((dense.gate_up, dense.gate_up_bias, config.hidden_size))
+        matrices.append((dense.down, dense.down_bias, config.intermediate_size))
     products: list[tuple[Callable[[Tensor], Tensor], int]] = [
         (lambda x, w=weight, b=bias: runner.ops.linear(x, w, b, None, x.shape[0]), inputs)  # type: ignore[misc]
-        for weight, bias, inputs in (
-            (layer.qkv, layer.qkv_bias, config.hidden_size),
-            (layer.o, layer.o_bias, config.heads * config.head_dim),
-            (layer.gate_up, layer.gate_up_bias, config.hidden_size),
-            (layer.down, layer.down_bias, config.intermediate_size),
-        )
+        for weight, bias, inputs in matrices
     ]
+    mixture = next((layer for layer in layers if layer.router is not None), None)
+    if mixture is not None:
+        mixed = partial(mlp, runner.ops, config, mixture, BASE_ALONE)
+        products.append((lambda x: mixed(x, x.shape[0]), config.hidden_size))
     head = (lambda x: runner.ops.head(x, runner.weights.head), config.hidden_size)
     for product, inputs in (*products, head):
         # fewer row counts for the head: it is as large as many layers

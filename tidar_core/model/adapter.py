@@ -22,7 +22,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tidar_core.config import ConfigError, ModelConfig
-from tidar_core.model.adapter_config import CONFIG_FILE, AdapterConfig, BaseIdentity, Projection, read_adapter_config
+from tidar_core.model.adapter_config import (
+    CONFIG_FILE,
+    PROJECTIONS,
+    AdapterConfig,
+    BaseIdentity,
+    Projection,
+    read_adapter_config,
+)
 from tidar_core.model.loading import fingerprint
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, SlotHead, named_tensors
 
@@ -205,9 +212,9 @@ def _expected_tensors(config: AdapterConfig) -> Iterator[tuple[str, tuple[int, .
         for projection in config.projections:
             if not config.adapts(layer, projection):
                 continue
-            columns, rows = config.base.projection_shape(projection)
-            yield f"layers.{layer}.{projection}.A", (config.rank, columns)
-            yield f"layers.{layer}.{projection}.B", (rows, config.rank)
+            a, b = config.base.pair_shapes(projection, config.rank)
+            yield f"layers.{layer}.{projection}.A", a
+            yield f"layers.{layer}.{projection}.B", b
     if config.slot_head:
         width, hidden = config.slot_head, config.base.hidden_size
         yield "slot_head.hidden", (width, hidden)
@@ -234,12 +241,7 @@ def _assemble(config: AdapterConfig, tensors: dict[str, Tensor]) -> AdapterWeigh
         return LowRank(tensors[f"layers.{layer}.{projection}.A"], tensors[f"layers.{layer}.{projection}.B"])
 
     layers = tuple(
-        LayerAdapter(
-            qkv=low_rank(layer, "qkv"),
-            o=low_rank(layer, "o"),
-            gate_up=low_rank(layer, "gate_up"),
-            down=low_rank(layer, "down"),
-        )
+        LayerAdapter(**{projection: low_rank(layer, projection) for projection in PROJECTIONS})
         for layer in range(config.base.layers)
     )
     parts = {

@@ -9,14 +9,16 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from tidar_core.config import Architecture, ConfigError
+from tidar_core.config import MIXTURES, Architecture, ConfigError
 from tidar_core.layout import BlockForm, WithinBlock
 from tidar_core.settings import first_mistake
 
 CONFIG_FILE = "adapter.json"
 
-Projection = Literal["qkv", "o", "gate_up", "down"]
+Projection = Literal["qkv", "o", "gate_up", "down", "expert"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+OF_DENSE: tuple[Projection, ...] = ("qkv", "o", "gate_up", "down")
+OF_MIXTURES: tuple[Projection, ...] = ("qkv", "o", "expert")
 
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -37,16 +39,23 @@ class BaseIdentity(BaseModel):
     kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
 
-    def projection_shape(self, projection: Projection) -> tuple[int, int]:
-        """(in, out) of a fused projection."""
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """What an adapter may act on: where there are experts, not on these, but mask rows have one of their own."""
+        return OF_MIXTURES if self.architecture in MIXTURES else OF_DENSE
+
+    def pair_shapes(self, projection: Projection, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of the two matrices that an adapter of a rank has for a projection (`weights.LayerAdapter`)."""
+        if projection == "expert":
+            return (2 * rank, self.hidden_size), (self.hidden_size, rank)
         attention = self.heads * self.head_dim
-        shapes: dict[Projection, tuple[int, int]] = {
+        ins, outs = {
             "qkv": (self.hidden_size, attention + 2 * self.kv_heads * self.head_dim),
             "o": (attention, self.hidden_size),
             "gate_up": (self.hidden_size, 2 * self.intermediate_size),
             "down": (self.intermediate_size, self.hidden_size),
-        }
-        return shapes[projection]
+        }[projection]
+        return (rank, ins), (outs, rank)
 
 
 class AdapterConfig(BaseModel):
@@ -67,7 +76,7 @@ class AdapterConfig(BaseModel):
     kind: Literal["low-rank", "projections"] = "low-rank"
     base: BaseIdentity
     rank: int = Field(ge=1)
-    projections: tuple[Projection, ...] = PROJECTIONS
+    projections: tuple[Projection, ...] = OF_DENSE
     layers: tuple[int, ...] | None = None
     slot_head: int = Field(default=0, ge=0)
     block_length: int = Field(ge=2)
@@ -82,6 +91,13 @@ class AdapterConfig(BaseModel):
     def _layers_are_the_bases(self) -> "AdapterConfig":
         if self.layers is not None and not set(self.layers) <= set(range(self.base.layers)):
             raise ValueError(f"layers {list(self.layers)} are not all from 0 to {self.base.layers - 1}")
+        return self
+
+    @model_validator(mode="after")
+    def _projections_are_the_bases(self) -> "AdapterConfig":
+        if others := [name for name in self.projections if name not in self.base.projections]:
+            known = ", ".join(self.base.projections)
+            raise ValueError(f"{self.base.architecture} has no {others[0]} to adapt, only {known}")
         return self
 
     @model_validator(mode="after")

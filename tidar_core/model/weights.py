@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from tidar_core.config import ModelConfig
+
 ROUTER_ROWS = 32  # whose multiples every device's products take
 
 
@@ -55,6 +57,16 @@ class ModelWeights:
     head: Tensor
 
 
+def numbers_a_row(config: ModelConfig, layer: LayerWeights) -> float:
+    """How many numbers of a layer's matrices one row is multiplied by: of experts, of those that it goes through."""
+    whole = (layer.qkv, layer.o, layer.router, layer.shared_gate_up, layer.shared_down)
+    count = sum(matrix.numel() for matrix in whole if matrix is not None)
+    inner = layer.gate_up.numel() + layer.down.numel()
+    if layer.router is None or config.experts is None:
+        return count + inner
+    return count + inner * config.experts.chosen / config.experts.count
+
+
 def norms_before(weights: ModelWeights) -> list[tuple[Tensor, Tensor]] | None:
     """Each layer's norms before attention and before the MLP; None where these are not all the norms over a row."""
     found = []
@@ -76,12 +88,17 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class LayerAdapter:
-    """What the drafter adds to one layer on mask rows; None where it adds nothing to a projection."""
+    """What the drafter adds to one layer on mask rows; None where it adds nothing to a projection.
+
+    expert: an MLP of the drafter's own beside a layer's experts, of which a is gate and up ([2 * rank, hidden]), b is
+    down ([hidden, rank]).
+    """
 
     qkv: LowRank | None = None
     o: LowRank | None = None
     gate_up: LowRank | None = None
     down: LowRank | None = None
+    expert: LowRank | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +168,7 @@ def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> 
         return None if pair is None else LowRank(change(pair.a), change(pair.b))
 
     return tuple(
-        LayerAdapter(changed(layer.qkv), changed(layer.o), changed(layer.gate_up), changed(layer.down))
-        for layer in adapter.layers
+        LayerAdapter(*(changed(getattr(layer, field.name)) for field in fields(layer))) for layer in adapter.layers
     )
 
 
@@ -195,11 +211,15 @@ def pack_adapter(
     adapter: AdapterWeights, pack: Callable[[Tensor], Tensor], pack_base: Callable[[Tensor], Tensor]
 ) -> AdapterWeights:
     """The same adapter with every matrix of its layers laid out anew: by `pack_base` where it stands for one of the
-    base's, and is taken as `pack_model` does, else by `pack`."""
+    base's, and is taken as `pack_model` does, else by `pack`. Experts of its own stay."""
     attention = adapter.attention and tuple(
         replace(own, qkv=_taken(own.qkv, pack_base), o=_taken(own.o, pack_base)) for own in adapter.attention
     )
-    return replace(adapter, layers=_map_layers(adapter, pack), attention=attention)
+    layers = (
+        replace(packed, expert=layer.expert)
+        for packed, layer in zip(_map_layers(adapter, pack), adapter.layers, strict=True)
+    )
+    return replace(adapter, layers=tuple(layers), attention=attention)
 
 
 def _taken(matrix: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
