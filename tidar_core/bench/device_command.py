@@ -128,7 +128,9 @@ def steps(
         settings = StepSettings(exact, float8=float8)
         if ahead is not None:
             settings = replace(settings, bytes_behind=int(ahead * 2**20))
-        record = run_step_bench(say, _shapes(shape), settings, lambda found: write_record(json_file, found))
+        record = run_step_bench(
+            say, _shapes(shape, whole_steps=True), settings, lambda found: write_record(json_file, found)
+        )
         table = Table("shape", "context", "rows", "of them mask", "adapter", "µs", "of read bandwidth")
         for s in record["steps"]:
             cells = f"{s['microseconds']:.0f}", f"{s['share']:.0%}"
@@ -141,12 +143,13 @@ def steps(
             raise typer.Exit(1)
 
 
-def _shapes(named: list[str] | None) -> tuple[str, ...]:
-    from tidar_core.bench.shapes import SHAPES
+def _shapes(named: list[str] | None, *, whole_steps: bool = False) -> tuple[str, ...]:
+    from tidar_core.bench.shapes import SHAPES, STEP_SHAPES
 
+    known = STEP_SHAPES if whole_steps else SHAPES
     for name in named or ():
-        if name not in SHAPES:
-            raise ConfigError(f"--shape {name}: choose among {', '.join(SHAPES)}")
+        if name not in known:
+            raise ConfigError(f"--shape {name}: choose among {', '.join(known)}")
     return tuple(named or SHAPES)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidar_core.bench.shapes import SHAPES
+from tidar_core.bench.shapes import SHAPES, STEP_SHAPES
 
 LAST_SECONDS = 10.0  # less than this is not worth a phase's start
 KEPT = 4000  # characters from either end of a failed phase's output that are kept
@@ -72,7 +72,10 @@ def phases(model: str) -> list[Phase]:
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
     found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
-    return found + [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
+    found += [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
+    return found + [
+        Phase(f"steps {name}", ("steps", "--shape", name), 150) for name in STEP_SHAPES if name not in SHAPES
+    ]
 
 
 @contextmanager

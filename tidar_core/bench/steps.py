@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tidar_core.bench.checking import Check, each_or_failed, in_8_bits, random_cache, step_rows
 from tidar_core.bench.measures import RANK, Extent, Subject, again, measure_ceilings, seconds_a_call
-from tidar_core.bench.shapes import SHAPES, random_adapter, random_weights
+from tidar_core.bench.shapes import STEP_SHAPES, random_adapter, random_weights
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
@@ -98,11 +98,14 @@ class _Model:
     layers: Layers
     layers_drafting: Layers
 
-    @property
-    def bytes(self) -> int:
-        """Of the weights that a step reads."""
-        matrices = [m for layer in self.weights.layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return sum(matrix.numel() * matrix.element_size() for matrix in (*matrices, self.weights.head))
+    def bytes(self, rows: int) -> float:
+        """Of the weights that a step of so many rows reads; of experts, as many as random rows go through."""
+        experts = self.config.experts
+        share = 1.0 if experts is None else 1 - (1 - experts.chosen / experts.count) ** rows
+        head, layers = self.weights.head, self.weights.layers
+        always = [m for layer in layers for m in (layer.qkv, layer.o, layer.router) if m is not None]
+        inner = [m for layer in layers for m in (layer.gate_up, layer.down)]
+        return sum(map(_bytes, (*always, head))) + share * sum(map(_bytes, inner))
 
     def whole_step(self, rows: StepRows, cache: KVCache, tokens: Tensor, drafting: bool) -> Tensor:
         """The greedy token of every verify row."""
@@ -117,6 +120,10 @@ class _Model:
 
     def greedy(self, hidden: Tensor) -> Tensor:
         return pick_whole(self.ops.head(hidden, self.weights.head), all_zero(len(hidden), hidden.device))
+
+
+def _bytes(matrix: Tensor) -> int:
+    return matrix.numel() * matrix.element_size()
 
 
 def random_model(subject: Subject) -> _Model:
@@ -148,7 +155,7 @@ def measure_steps(
             tokens = torch.randint(config.vocab_size, (total,), device=device)
             for drafting in (True, False) if total == ADAPTER_ROWS and shape.mask_rows else (shape.mask_rows > 0,):
                 seconds = seconds_a_call(again(model.whole_step, rows, cache, tokens, drafting), 1, device)
-                share = model.bytes / subject.ceilings.read / seconds
+                share = model.bytes(total) / subject.ceilings.read / seconds
                 mask = total - rows.verify
                 yield StepTime(subject.name, context, total, rows.verify, mask, drafting, 1e6 * seconds, share)
             del cache  # there is no room for it beside the next one
@@ -205,7 +212,7 @@ def run_step_bench(
         "ceilings": asdict(ceilings), "checks": [], "steps": [], "prefill": [],
     }  # fmt: skip
     for name in shapes:
-        config = SHAPES[name]
+        config = STEP_SHAPES[name]
         ops = triton_ops(config, torch.bfloat16, device, **asdict(settings))
         subject = Subject(name, config, ops, torch.bfloat16, device, ceilings, extent)
         model = random_model(subject)

@@ -72,13 +72,16 @@ def _plan(
 
 def _decoding(runner: Runner, sequences: int, drafting: int, context: int) -> Batch:
     """One-row sequences, as in decoding, the first `drafting` of them with a proposal; each on pages of its own as far
-    as they go."""
+    as they go, and with a text of its own, since where there are experts rows alike would all go to the same."""
     page, vocab = runner.cache.page_size, runner.config.vocab_size
-    text = [(13 * i + 5) % vocab for i in range(context)]
     own = cycle(range(1, runner.cache.keys.shape[1]))
     shapes = [Shape(0, (1,), runner.block_length)] * drafting + [PLAIN] * (sequences - drafting)
-    plans = [_plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page)))) for shape in shapes]
-    return runner.batch(plans)
+
+    def plan(number: int, shape: Shape) -> SequencePlan:
+        text = [(13 * i + 101 * number + 5) % vocab for i in range(context)]
+        return _plan(text, context - 1, 1, 0, shape, list(islice(own, -(-context // page))))
+
+    return runner.batch([plan(number, shape) for number, shape in enumerate(shapes)])
 
 
 def rows_are_exact(runner: Runner) -> bool:
