@@ -20,7 +20,8 @@ from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelCon
 from tidar_core.engine import load_engine
 from tidar_core.model import loading, sources
 from tidar_core.model.configuration import load_config
-from tidar_core.model.loading import fingerprint, load_weights
+from tidar_core.model.fingerprint import fingerprint
+from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
 

@@ -19,7 +19,7 @@ from tidar_core.config import Architecture, ConfigError
 from tidar_core.model import quantized as quantized_module
 from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import fingerprint
+from tidar_core.model.fingerprint import fingerprint
 from tidar_core.model.quantization import Quantization, read_quantization
 from tidar_core.model.quantized import StoredLinear, unpacked
 from tidar_core.model.quantized_layouts import quantized_matrix
@@ -35,6 +35,9 @@ ONE_OF_EACH: tuple[tuple[str, Architecture], ...] = (
     ("bitsandbytes, nf4", "llama"),
     ("modelopt, nvfp4", "qwen3"),
     ("mlx", "qwen3"),
+    ("fp8, blocks", "qwen3_moe"),
+    ("gptq", "qwen2_moe"),
+    ("bitsandbytes, nf4", "mixtral"),
 )
 
 

@@ -12,7 +12,9 @@
     text_part.py what its config.json states of the model of text
     configuration.py its shape, as the checkpoint states it
     sampling_defaults.py how its makers want it sampled
+    mixtures.py  where it has experts: which, and what their tensors are called
     loading.py   its weights, fused for the decoder
+    fingerprint.py   which weights these are
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
     adapter.py   the drafter adapter: its tensors on disk, its checks, the adapters that are shipped

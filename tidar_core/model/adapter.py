@@ -30,7 +30,7 @@ from tidar_core.model.adapter_config import (
     Projection,
     read_adapter_config,
 )
-from tidar_core.model.loading import fingerprint
+from tidar_core.model.fingerprint import fingerprint
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, SlotHead, named_tensors
 
 WEIGHTS_FILE = "adapter.safetensors"

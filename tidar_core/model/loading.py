@@ -4,7 +4,6 @@ Only safetensors and GGUF are read, tensor by tensor, straight into the fused te
 and code that comes with a checkpoint are never touched.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -26,7 +25,6 @@ from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
-_SAMPLED_ROWS = 16
 _BARE = "model."
 _NORMS: dict[Norms, dict[str, str]] = {  # what the decoder calls them, and what transformers does
     "before": {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"},
@@ -144,33 +142,6 @@ def read_fused(
     for name, part in zip(wanted, fused.split(rows), strict=True):
         checkpoint.copy_into(name, part)
     return fused
-
-
-def fingerprint(weights: ModelWeights) -> str:
-    """A short hash of the base weights: 16 hex digits over some rows of every tensor, rounded to bf16.
-
-    The same for a checkpoint loaded as bf16 or fp32, on any device.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in _named_tensors(weights):
-        rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-        step = max(1, rows.shape[0] // _SAMPLED_ROWS) if rows.dim() > 1 else 1
-        sample = rows[::step].to(torch.bfloat16).cpu().contiguous()
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _named_tensors(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
-    yield "embedding", weights.embedding
-    for index, layer in enumerate(weights.layers):
-        for field in LayerWeights.__dataclass_fields__:
-            tensor = getattr(layer, field)
-            if tensor is not None:
-                yield f"layers.{index}.{field}", tensor
-    yield "final_norm", weights.final_norm
-    if weights.head is not weights.embedding:
-        yield "head", weights.head
 
 
 class _SafetensorsCheckpoint:
