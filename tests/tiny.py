@@ -92,6 +92,10 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo3": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "granitemoe": {
+        "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.1, "logits_scaling": 8.0,
+        "num_local_experts": 4,
+    },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True},
     "qwen2_moe": {
         "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96

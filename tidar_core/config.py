@@ -16,6 +16,7 @@ Architecture = Literal[
     "glm4",
     "glm4_moe",
     "granite",
+    "granitemoe",
     "helium",
     "llama",
     "ministral",
@@ -34,7 +35,7 @@ Architecture = Literal[
     "smollm3",
 ]
 MIXTURES: frozenset[Architecture] = frozenset(
-    ("ernie4_5_moe", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+    ("ernie4_5_moe", "glm4_moe", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 )  # of experts
 Device = Literal["auto", "cpu", "cuda"]
 DTypeName = Literal["bfloat16", "float32"]

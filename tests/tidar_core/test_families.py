@@ -122,6 +122,7 @@ CASES: dict[str, tuple[Architecture, dict[str, Any]]] = {
     "qwen3_moe, some layers with one MLP": ("qwen3_moe", {"layers": 4, "stated": {"mlp_only_layers": [0]}}),
     "qwen3_moe, every second layer": ("qwen3_moe", {"layers": 4, "bias": True, "stated": {"decoder_sparse_step": 2}}),
     "qwen2_moe": ("qwen2_moe", {"tied": False}),
+    "granitemoe": ("granitemoe", {"bias": True}),
     "mixtral": ("mixtral", {"tied": False, "stated": {"sliding_window": 17}}),
     "olmoe": ("olmoe", {"tied": False, "bias": True}),
     "glm4_moe": (

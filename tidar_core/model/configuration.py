@@ -132,7 +132,7 @@ def _config_from_directory(directory: Path, taken_for: Architecture | None) -> M
         activation=activation,
         experts=read_experts(config, architecture, directory.name),
     )
-    if architecture == "granite":
+    if architecture in ("granite", "granitemoe"):
         return _scaled(plain, config, directory.name)
     return _scaled_as_gemma(plain, config, directory.name) if architecture in _GEMMA else plain
 

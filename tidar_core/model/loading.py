@@ -329,19 +329,23 @@ def _read_experts(prefix: str, config: ModelConfig, experts: Experts, read: Call
     """What a layer with experts has in place of an MLP."""
     names = expert_names(config)
     gate, up, down = names.parts
-    stems = [prefix + names.expert.format(expert) for expert in range(experts.count)]
     router = [f"{prefix}{names.router}.weight"]
     if experts.shared_gated:
         router.append(f"{prefix}{names.shared_gate}.weight")
     rows, shared = read(*router), f"{prefix}{names.shared}"
+    if names.together is not None:
+        gate_up, downs = (read(prefix + name) for name in names.together)
+    else:
+        stems = [prefix + names.expert.format(expert) for expert in range(experts.count)]
+        gate_up = read(*(f"{stem}{part}.weight" for stem in stems for part in (gate, up)))
+        downs = read(*(f"{stem}{down}.weight" for stem in stems))
+        gate_up, downs = (each.unflatten(0, (experts.count, -1)) for each in (gate_up, downs))
     return {
         "router": F.pad(rows, (0, 0, 0, router_rows(experts) - len(rows))),
         "expert_bias": read(f"{prefix}{names.bias}", kept=torch.float32).flatten() if experts.biased else None,
-        "gate_up": read(*(f"{stem}{part}.weight" for stem in stems for part in (gate, up))).unflatten(
-            0, (experts.count, -1)
-        ),
+        "gate_up": gate_up,
         "gate_up_bias": None,
-        "down": read(*(f"{stem}{down}.weight" for stem in stems)).unflatten(0, (experts.count, -1)),
+        "down": downs,
         "down_bias": None,
         "shared_gate_up": read(f"{shared}{gate}.weight", f"{shared}{up}.weight") if experts.shared_inner else None,
         "shared_down": read(f"{shared}{down}.weight") if experts.shared_inner else None,

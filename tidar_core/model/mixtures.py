@@ -15,12 +15,13 @@ class ExpertNames:
     """What a file calls the tensors of a layer with experts, behind the layer's own name.
 
     expert: the stem of one expert's, `{}` for its number; parts: of gate, up and down, of an expert as of the shared
-    MLP; bias: the tensor itself.
+    MLP; together: in place of these, the two tensors of all experts, where a file has them so; bias: the tensor itself.
     """
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}."
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    together: tuple[str, str] | None = None
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate"
     bias: str = "mlp.gate.e_score_correction_bias"
@@ -29,6 +30,10 @@ class ExpertNames:
 
 _NAMES: dict[Architecture, ExpertNames] = {
     "qwen2_moe": ExpertNames(shared="mlp.shared_expert."),
+    "granitemoe": ExpertNames(
+        "block_sparse_moe.router.layer",
+        together=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
     "ernie4_5_moe": ExpertNames(bias="mlp.moe_statics.e_score_correction_bias", bias_dims=2),
 }  # others: as they are
@@ -55,6 +60,10 @@ def expert_tensors(config: ModelConfig, experts: Experts) -> Iterator[tuple[str,
         yield f"{names.shared_gate}.weight", (1, hidden)
     if experts.shared_inner:
         yield from mlp(names.shared, experts.shared_inner)
+    if names.together is not None:
+        yield names.together[0], (experts.count, 2 * experts.inner, hidden)
+        yield names.together[1], (experts.count, hidden, experts.inner)
+        return
     for expert in range(experts.count):
         yield from mlp(names.expert.format(expert), experts.inner)
 
@@ -70,6 +79,7 @@ def read_experts(config: PreTrainedConfig, architecture: Architecture, name: str
     read = {
         "qwen2_moe": _qwen,
         "qwen3_moe": _qwen,
+        "granitemoe": _mixtral,
         "mixtral": _mixtral,
         "olmoe": _olmoe,
         "glm4_moe": _glm,
