@@ -9,14 +9,16 @@ now and then: accepted, cut and rejected runs all happen within some dozen token
 """
 
 import json
+import re
 from math import pi
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType, get_tensor_name_map
 from gguf.quants import quantize
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -24,7 +26,6 @@ from tidar_core.config import Architecture
 from tidar_core.model.adapter import Adapter, identify_base, save_adapter
 from tidar_core.model.adapter_config import AdapterConfig, Projection
 from tidar_core.model.configuration import load_config
-from tidar_core.model.gguf import gguf_name
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
@@ -297,13 +298,14 @@ def tiny_gguf(
 ) -> Path:
     """Write the checkpoint in the directory `checkpoint` as the GGUF file `path` and return it.
 
-    Matrices are stored as `kind` (rows must be a multiple of its block), vectors as fp32; llama's q and k rows are
-    laid out as llama.cpp's converter does, which also settles how rope scaling is written. Tokenizer and chat template
-    travel along; `padding` is its padding token.
+    Matrices are stored as `kind` (rows must be a multiple of its block), vectors and routers as fp32. llama.cpp's
+    converter settles what tensors are called, that a layer's experts are one, how the rows of llama's q and k are laid
+    out and how rope scaling is written. Tokenizer and chat template travel along; `padding` is its padding token.
     """
     config = AutoConfig.from_pretrained(checkpoint)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = GGUFWriter(path, config.model_type)
+    architecture = "llama" if config.model_type == "mixtral" else config.model_type.replace("_moe", "moe")
+    writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -313,20 +315,45 @@ def tiny_gguf(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, add in (
+        ("num_experts", writer.add_expert_count),
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("shared_expert_intermediate_size", writer.add_expert_shared_feed_forward_length),
+    ):
+        if hasattr(config, key):
+            add(getattr(config, key))
     _write_rope(writer, config.rope_parameters, head_dim)
     _write_vocabulary(writer, checkpoint, padding)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        values = parameter.detach()
-        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+    numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    called = get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
+    for name, values in _stacked(checkpoint).items():
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = values.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        stored = kind if values.dim() == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(gguf_name(name), quantize(values.contiguous().numpy(), stored), raw_dtype=stored)
+        in_file = called.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert in_file is not None, name
+        stored = kind if values.dim() > 1 and "ffn_gate_inp" not in in_file else GGMLQuantizationType.F32
+        writer.add_tensor(in_file, quantize(values.contiguous().numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _stacked(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors, those of a layer's experts on top of each other."""
+    tensors: dict[str, torch.Tensor] = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for file in checkpoint.glob("*.safetensors"):
+        for name, values in load_file(file).items():
+            of_expert = re.fullmatch(r"(.+\.experts)\.(\d+)(\..+)", name)
+            if of_expert is None:
+                tensors[name] = values.float()
+            else:
+                stem, expert, part = of_expert.groups()
+                stacks.setdefault(stem + part, {})[int(expert)] = values.float()
+    return tensors | {name: torch.stack([stack[i] for i in range(len(stack))]) for name, stack in stacks.items()}
 
 
 def _write_rope(writer: GGUFWriter, rope: dict[str, Any], head_dim: int) -> None:

@@ -3,6 +3,8 @@
     weights.py   the tensors as the decoder reads them, projections fused
     rope.py      rotary scaling: what a checkpoint states, and the frequencies that follow
     gguf.py      a GGUF file: its header as a config, its tensors dequantized under transformers' names
+    gguf_names.py    what such a file calls them
+    mixtures.py  what is stated of a mixture's experts, and what their tensors are called
     quantization.py  what a quantized checkpoint says of how it is stored
     quantized.py     a matrix of one: its tensors, plain numbers of them a few rows at a time
     quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, modelopt, MLX

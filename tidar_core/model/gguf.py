@@ -16,36 +16,26 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from tidar_core.config import Architecture, ConfigError, ModelConfig, RopeScaling
+from tidar_core.config import Architecture, ConfigError, Experts, ModelConfig, RopeScaling
+from tidar_core.model.gguf_names import SHARED_GATE, gguf_name, name_of_one_expert
+from tidar_core.model.mixtures import check_experts
 from tidar_core.model.rope import read_scaling, scaled_positions
 
 GgufValue = int | float | bool | str | tuple[float, ...]
 
-_ARCHITECTURES: dict[str, Architecture] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": "llama",
+    "olmoe": "olmoe",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _CONTROL_TOKEN = 3
 _ROPE_DIVISORS = "rope_freqs.weight"
 _CHUNK_WEIGHTS = 4 << 20
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-_LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,16 +167,19 @@ def config_from_gguf(header: GgufHeader) -> ModelConfig:
     require(own("rope.dimension_count", head_dim) == head_dim, "rope on a part of each head")
     require(own("attention.value_length", head_dim) == head_dim, "another head size for values than for keys")
     require(own("attention.sliding_window", 0) == 0, "sliding window attention")
-    require(own("expert_count", 0) == 0, "a mixture of experts")
+    require(not any(name.endswith(".scale") for name in tensors), "a matrix with a scale beside it (NVFP4)")
     if len(tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else ()) != 2:
         raise ConfigError(f"{file}: tensor token_embd.weight is missing or no matrix")
     scaling = _rope_scaling(header, stated, context_length, head_dim)
+    layers, intermediate_size = int(own("block_count")), int(own("feed_forward_length"))
+    if architecture == "llama" and own("expert_count", 0) > 0:
+        architecture = "mixtral"
     return ModelConfig(
         architecture=architecture,
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden_size,
-        intermediate_size=int(own("feed_forward_length")),
-        layers=int(own("block_count")),
+        intermediate_size=intermediate_size,
+        layers=layers,
         heads=heads,
         kv_heads=int(own("attention.head_count_kv", heads)),
         head_dim=head_dim,
@@ -197,10 +190,33 @@ def config_from_gguf(header: GgufHeader) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_gate.bias" in tensors,
-        qk_norm=architecture == "qwen3",
+        qk_norm=architecture in ("qwen3", "qwen3_moe"),
         eos_ids=_eos_ids(metadata),
         rope_scaling=scaling,
+        wide_qk_norm=architecture == "olmoe",
+        experts=_experts(header, stated, architecture, layers, intermediate_size),
     )
+
+
+def _experts(
+    header: GgufHeader, stated: str, architecture: Architecture, layers: int, intermediate_size: int
+) -> Experts | None:
+    """The experts as llama.cpp has them: in all layers, and renormalised by the architecture, which no key says."""
+    if architecture not in ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"):
+        return None
+    count, chosen = (int(_number(header, f"{stated}.{key}")) for key in ("expert_count", "expert_used_count"))
+    inner, shared = intermediate_size, 0
+    if architecture in ("qwen2_moe", "qwen3_moe"):  # the first files of Qwen's leave both sizes to be known
+        inner = int(_number(header, f"{stated}.expert_feed_forward_length", 0)) or intermediate_size // max(1, chosen)
+    if architecture == "qwen2_moe":
+        shared = int(_number(header, f"{stated}.expert_shared_feed_forward_length", 0)) or intermediate_size
+    experts = Experts(
+        count, chosen, inner,
+        tuple(range(min(layers, len(header.tensors)))),  # a broken header may state billions
+        renormalised=architecture in ("mixtral", "qwen3_moe"), shared_inner=shared, shared_gated=shared > 0,
+    )  # fmt: skip
+    check_experts(experts, header.path.name)
+    return experts
 
 
 def _number(header: GgufHeader, key: str, default: float | None = None) -> float:
@@ -277,15 +293,6 @@ def _eos_ids(metadata: dict[str, GgufValue]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def gguf_name(name: str) -> str:
-    """The name in a GGUF file of a tensor that transformers calls `name`."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{suffix}"
-    layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{_LAYER_NAMES[part]}.{suffix}"
-
-
 def _stored_rows(header: GgufHeader, stored: np.ndarray, name: str) -> tuple[np.ndarray, GGMLQuantizationType]:
     """The bytes of the file's tensor `name`, [rows, bytes a row]; a vector has rows of one value."""
     tensor = header.tensors[name]
@@ -322,23 +329,42 @@ class GgufCheckpoint:
         self.bytes = np.memmap(header.path, mode="r", dtype=np.uint8)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of the tensor `name`, None where there is none."""
-        tensor = self.header.tensors.get(gguf_name(name))
-        return None if tensor is None else tensor.shape
+        """Shape of the tensor `name`, None where there is none. One of an expert has the shape of all experts' where
+        these are not as many as the header says."""
+        stored, expert = self._find(name)
+        tensor = self.header.tensors.get(stored)
+        if tensor is None:
+            return None
+        experts = self.config.experts
+        if expert is not None and experts is not None:
+            return tensor.shape[1:] if tensor.shape[:1] == (experts.count,) else tensor.shape
+        if SHARED_GATE in stored:  # which some files have as a vector
+            return (1, *tensor.shape)[-2:]
+        return tensor.shape
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Dequantize the tensor `name` into `out` (its shape, any float dtype and device). Raises ConfigError."""
-        raw, kind = _stored_rows(self.header, self.bytes, gguf_name(name))
+        stored, expert = self._find(name)
+        raw, kind = _stored_rows(self.header, self.bytes, stored)
+        if expert is not None:
+            raw = raw.reshape(self.header.tensors[stored].shape[0], -1, raw.shape[1])[expert]
         order = self._row_order(name, len(raw))
         rows = out.view(len(raw), -1)
         chunk = max(1, _CHUNK_WEIGHTS // rows.shape[1])
         for start in range(0, len(raw), chunk):
             part = np.array(raw[start : start + chunk] if order is None else raw[order[start : start + chunk]])
-            rows[start : start + chunk].copy_(torch.from_numpy(_dequantized(self.header, part, kind, gguf_name(name))))
+            rows[start : start + chunk].copy_(torch.from_numpy(_dequantized(self.header, part, kind, stored)))
+
+    def _find(self, name: str) -> tuple[str, int | None]:
+        """The file's tensor that is or holds the tensor `name`, and which expert's part of it that is."""
+        stored, expert = gguf_name(name, self.config)
+        if expert is None or stored in self.header.tensors:
+            return stored, expert
+        return name_of_one_expert(stored, expert), None
 
     def _row_order(self, name: str, rows: int) -> np.ndarray | None:
         """Stored row of each row that transformers has: llama's q and k lie with rotary pairs side by side."""
-        if self.config.architecture != "llama" or ("q_proj" not in name and "k_proj" not in name):
+        if self.config.architecture not in ("llama", "mixtral") or ("q_proj" not in name and "k_proj" not in name):
             return None
         half = self.config.head_dim // 2
         return np.arange(rows).reshape(-1, half, 2).swapaxes(1, 2).reshape(-1)

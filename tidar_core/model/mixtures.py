@@ -91,10 +91,15 @@ def read_experts(config: PreTrainedConfig, architecture: Architecture, name: str
         experts = read(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    check_experts(experts, name)
+    return experts if experts.layers else None
+
+
+def check_experts(experts: Experts, name: str) -> None:
+    """Raises ConfigError where that many experts of such a size cannot be chosen."""
     sizes = (experts.count, experts.chosen, experts.inner)
     if not all(isinstance(size, int) and size > 0 for size in sizes) or experts.chosen > experts.count:
         raise ConfigError(f"{name}: {experts.chosen} of {experts.count} experts of {experts.inner} cannot be chosen")
-    return experts if experts.layers else None
 
 
 def _qwen(config: Any) -> Experts:

@@ -104,7 +104,7 @@ def _named(header: GgufHeader) -> str:
     name = header.metadata.get("tokenizer.ggml.pre", "default")
     if name != "default":
         return str(name)
-    if header.metadata.get("general.architecture") in ("qwen2", "qwen3"):
+    if header.metadata.get("general.architecture") in ("qwen2", "qwen2moe", "qwen3", "qwen3moe"):
         return "qwen2"  # all that these had when converters did not name it yet
     raise ConfigError(
         f"{header.path.name} does not name how its vocabulary cuts text (tokenizer.ggml.pre), as old converters left "
