@@ -328,6 +328,8 @@ def tiny_gguf(
     numbers = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     called = get_tensor_name_map(numbers[architecture], config.num_hidden_layers)
     for name, values in _stacked(checkpoint).items():
+        if "shared_expert_gate" in name:
+            values = values[0]
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             values = values.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
         in_file = called.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -16,6 +16,7 @@ from tests.tiny import CHAT_TEMPLATE, SENTENCES, tiny_checkpoint, tiny_gguf
 from tidar_core.config import ConfigError
 from tidar_core.model import gguf as gguf_module
 from tidar_core.model.configuration import load_config
+from tidar_core.model.gguf import read_header
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
 
@@ -99,13 +100,15 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, qwen2, qwen3"),
-        ("llama", {"llama__expert_count": 8}, "mixture of experts"),
+        ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, olmoe, qwen2, qwen2moe, qwen3, qwen3moe"),
         ("llama", {"llama__rope__dimension_count": 8}, "part of each head"),
         ("qwen2", {"qwen2__attention__sliding_window": 4096}, "sliding window"),
         ("qwen3", {"qwen3__attention__value_length": 8}, "head size for values"),
         ("qwen2", {"qwen2__attention__key_length": 15, "qwen2__attention__value_length": 15}, "even head size, not 15"),
         ("llama", {"split__count": 3}, "split into several files"),
+        ("qwen3moe", {"qwen3moe__expert_used_count": 2}, "metadata qwen3moe.expert_count is missing"),
+        ("llama", {"llama__expert_count": 8}, "metadata llama.expert_used_count is missing"),
+        ("olmoe", {"olmoe__expert_count": 8, "olmoe__expert_used_count": 9}, "9 of 8 experts of 32 cannot be chosen"),
         ("qwen3", {"qwen3__rope__freq_base": "high"}, "metadata qwen3.rope.freq_base is missing or not one number"),
     ],
 )
@@ -113,6 +116,13 @@ def test_a_gguf_that_cannot_be_run(architecture: str, changes: dict[str, Any], m
     with pytest.raises(ConfigError, match=message) as error:
         load_config(find_model(str(write_gguf(tmp_path / "tiny.gguf", architecture, **changes))))
     assert "\n" not in str(error.value)
+
+
+def test_a_matrix_with_a_scale_beside_it_is_refused(llama: Path, tmp_path: Path) -> None:
+    header = read_header(tiny_gguf(tmp_path / "tiny.gguf", llama))
+    scaled = header.tensors | {"blk.1.attn_q.scale": header.tensors["output_norm.weight"]}
+    with pytest.raises(ConfigError, match="a matrix with a scale beside it"):
+        gguf_module.config_from_gguf(replace(header, tensors=scaled))
 
 
 def test_a_gguf_that_lacks_tensors(tmp_path: Path) -> None:

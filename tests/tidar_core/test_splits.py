@@ -80,7 +80,7 @@ def test_digits_and_lines_are_cut_as_the_vocabulary_was_learned(name: str, text:
     assert pieces(text, read_as(name)) == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen2moe", "qwen3", "qwen3moe"])
 @pytest.mark.parametrize("name", [None, "default"])
 def test_an_old_file_of_qwen_is_cut_as_all_of_qwen(architecture: str, name: str | None) -> None:
     assert pieces(TEXT, read_as(name, architecture)) == pieces(TEXT, read_as("qwen2", architecture))

@@ -6,6 +6,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GenerationConfig
 
+from tidar_core.config import ConfigError
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tensors
 from tidar_core.model.quantization import STATED_UNDER, read_quantization
@@ -14,11 +15,20 @@ from tidar_core.model.text_part import KNOWN, read_text_part
 
 
 def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
-    """The model in one dtype; quantized weights are unpacked. choices: more for `from_pretrained`."""
+    """The model in one dtype; quantized weights are unpacked. choices: more for `from_pretrained`.
+
+    Raises ConfigError for a mixture of experts in a GGUF file: of its sizes transformers reads few, and would make up
+    weights that it does not find.
+    """
     if source.gguf_file is None and not _is_plain(source):
         return _rebuilt_model(source, dtype, **choices)
     if source.gguf_file is None:
         choices["use_safetensors"] = True  # what is pickled is never touched
+    elif load_config(source).experts is not None:
+        raise ConfigError(
+            f"{source.name}: a mixture of experts in a GGUF file is nothing that transformers reads as it is: give the "
+            "safetensors checkpoint"
+        )
     else:
         choices["gguf_file"] = source.gguf_file
         if hasattr(transformers, "GgufConfig"):  # where it would leave them packed if it could

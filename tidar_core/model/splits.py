@@ -1,8 +1,8 @@
 """How a byte-level vocabulary cuts text into words before it merges bytes, where files do not say it, or say it wrong.
 
-A GGUF file only names the way (`tokenizer.ggml.pre`). The names are llama.cpp's; of those, what Llama, Qwen2 and Qwen3
-architectures come with is known here. A name that is not is refused: text cut otherwise than in training still reads
-well, so nobody would notice the wrong tokens.
+A GGUF file only names the way (`tokenizer.ggml.pre`). The names are llama.cpp's; of those, what the architectures come
+with that are read is known here. A name that is not is refused: text cut otherwise than in training still reads well,
+so nobody would notice the wrong tokens.
 """
 
 import json
