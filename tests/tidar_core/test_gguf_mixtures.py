@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.loaded import load, said_as, said_as_transformers_says
 from tests.tiny import tiny_checkpoint, tiny_gguf
 from tidar_core.config import Architecture, ConfigError
+from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.run import convert
+from tidar_core.convert.screen import TerminalScreen
 from tidar_core.model import configuration, loading
 from tidar_core.model import gguf as gguf_module
 from tidar_core.model.dense import dense_model
+from tidar_core.model.fingerprint import fingerprint
 from tidar_core.model.gguf import GgufHeader, GgufTensor, config_from_gguf, read_header
-from tidar_core.model.loading import fingerprint
 from tidar_core.model.sources import find_model
 
 Change = Callable[[GgufHeader], GgufHeader]
@@ -174,3 +178,13 @@ def test_experts_that_are_not_as_many_as_the_header_says_are_refused(load_change
 def test_transformers_is_not_trusted_with_a_mixture(qwen2_moe: Path) -> None:
     with pytest.raises(ConfigError, match="give the safetensors checkpoint"):
         dense_model(find_model(str(qwen2_moe)), torch.float32)
+
+
+def test_a_conversion_that_needs_transformers_is_refused_before_anything_is_gathered(
+    qwen2_moe: Path, tmp_path: Path
+) -> None:
+    options = ConvertOptions(str(qwen2_moe), tmp_path / "out", mode="full")
+    for refused in (options, replace(options, mode="adapter", generator="transformers")):
+        with pytest.raises(ConfigError, match="give the safetensors checkpoint"):
+            convert(refused, TerminalScreen(Console(quiet=True)))
+    assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ from tidar_core.engine import load_engine
 from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, shape_of, tokenizer_fingerprint
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
-from tidar_core.model.dense import dense_model
+from tidar_core.model.dense import check_dense, dense_model
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.tokenizer import load_tokenizer
@@ -140,6 +140,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_folder(options.out)
     _check_result(options)
     base = _base_of(source, device)
+    if options.mode == "full" or options.generator == "transformers":
+        check_dense(source)
     if options.mode == "adapter":
         check_start(options, shape_of(source.name, base.config, base.tokenizer))
     if options.text is not None:

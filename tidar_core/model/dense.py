@@ -17,18 +17,13 @@ from tidar_core.model.text_part import KNOWN, read_text_part
 def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
     """The model in one dtype; quantized weights are unpacked. choices: more for `from_pretrained`.
 
-    Raises ConfigError for a mixture of experts in a GGUF file: of its sizes transformers reads few, and would make up
-    weights that it does not find.
+    Raises ConfigError as `check_dense`.
     """
+    check_dense(source)
     if source.gguf_file is None and not _is_plain(source):
         return _rebuilt_model(source, dtype, **choices)
     if source.gguf_file is None:
         choices["use_safetensors"] = True  # what is pickled is never touched
-    elif load_config(source).experts is not None:
-        raise ConfigError(
-            f"{source.name}: a mixture of experts in a GGUF file is nothing that transformers reads as it is: give the "
-            "safetensors checkpoint"
-        )
     else:
         choices["gguf_file"] = source.gguf_file
         if hasattr(transformers, "GgufConfig"):  # where it would leave them packed if it could
@@ -38,6 +33,16 @@ def dense_model(source: ModelSource, dtype: torch.dtype, **choices: Any) -> Any:
         model.hf_quantizer = None
         del model.config.quantization_config
     return model
+
+
+def check_dense(source: ModelSource) -> None:
+    """Raises ConfigError for a mixture of experts in a GGUF file: of its sizes transformers reads few, and would make
+    up weights that it does not find."""
+    if source.gguf_file is not None and load_config(source).experts is not None:
+        raise ConfigError(
+            f"{source.name}: transformers does not read a mixture of experts in a GGUF file as it is: give the "
+            "safetensors checkpoint"
+        )
 
 
 def _is_plain(source: ModelSource) -> bool:
