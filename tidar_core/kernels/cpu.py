@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidar_core.config import Activation, Experts, ModelConfig, RoundedDType
 from tidar_core.kernels.cpu_build import LANES, CompileError, compiled_library
+from tidar_core.kernels.cpu_experts import bind_mix_experts
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address, bind_layers
 from tidar_core.kernels.cpu_pick import bind_pick
 from tidar_core.kernels.cpu_slots import bind_draft_slots
@@ -227,12 +228,10 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
         return choose(logits_of(x, router), bias, experts)
 
-    def base_linear(x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight, None, None, len(x))
-
     return Ops(
         name, 1, _of_each(pack_base), pack_head, pack, linear, add_norm, rotate_and_store, attend, gate, head, route,
-        mix_by_turns(base_linear, gate, 1), bind, slots, pick=pick,
+        bind_mix_experts(getattr(library, f"mix_experts_{kind}"), config.experts.inner if config.experts else 0),
+        bind, slots, pick=pick,
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ SOURCES = (
     "cpu_gemm_int8.cpp",
     "cpu_gemm_int4.cpp",
     "cpu_pass.cpp",
+    "cpu_experts.cpp",
     "cpu_pick.cpp",
     "cpu_slots.cpp",
 )  # one unit: they share names

@@ -56,14 +56,21 @@ template <typename T> Scratch<T> scratch_for(const Pass<T>& pass) {
     return made;
 }
 
+// A product with a matrix of the base, however that is kept.
+template <typename Kind, typename T>
+void base_product(const T* x, int rows, int in, const void* weight, int outs, const T* bias, T* out, int first_mask_row,
+                  const T* down, const T* up, int rank, T* low, char* rounding, int threads) {
+    if constexpr (std::is_same_v<Kind, Dense<T>>)
+        product(Kind{x, (const T*)weight, in}, x, rows, in, outs, bias, out, first_mask_row, down, up, rank, low, threads);
+    else
+        product_of_rounded<Kind>(x, rows, in, (const uint8_t*)weight, outs, bias, out, first_mask_row, down, up, rank, low,
+                                 rounding, threads);
+}
+
 template <typename Kind, typename T>
 void multiply(const T* x, const Matrix<T>& m, T* out, const Pass<T>& pass, Scratch<T>& scratch) {
-    if constexpr (std::is_same_v<Kind, Dense<T>>)
-        product(Kind{x, (const T*)m.weight, m.ins}, x, pass.rows, m.ins, m.outs, m.bias, out, pass.verify, m.a, m.b,
-                m.rank, scratch.low, pass.threads);
-    else
-        product_of_rounded<Kind>(x, pass.rows, m.ins, (const uint8_t*)m.weight, m.outs, m.bias, out, pass.verify, m.a,
-                                 m.b, m.rank, scratch.low, scratch.rounding, pass.threads);
+    base_product<Kind>(x, pass.rows, m.ins, m.weight, m.outs, m.bias, out, pass.verify, m.a, m.b, m.rank, scratch.low,
+                       scratch.rounding, pass.threads);
 }
 
 // x [rows, hidden] in, the normed hidden states out, in place. Kind: how the base's weights are kept.
