@@ -14,15 +14,18 @@ import torch
 from tests.tidar_core.launches import Variant, compile_variant, noted_launches, step_launches
 from tidar_core.bench.reading import read_all
 from tidar_core.bench.shapes import QWEN3_8B, SHAPES, SMOLLM2_135M
+from tidar_core.config import Experts
 from tidar_core.engine.batch import BatchSize, inputs_of
 from tidar_core.kernels.reference import split_heads
 from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockAttentionSizes, BlockTiles, block_attention
 from tidar_core.kernels.triton_gemm import WIDEST_RANK, Gpu, measured_tiles
+from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.kernels.triton_sampling import pick_kept, pick_listed, pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
+from tidar_core.model.mixtures import router_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TRAINED = [
@@ -30,6 +33,9 @@ TRAINED = [
     (28, 4, 128, 16, True), (32, 32, 64, 8, False),
 ]  # fmt: skip
 """Heads, K/V heads and head size of models whose drafters are trained, slots of a block, causal within it or not."""
+QWEN3_30B_A3B = Experts(128, 8, 768, ())
+QWEN15_MOE = Experts(60, 4, 1408, (), renormalised=False, shared_inner=5632, shared_gated=True)
+GLM45_AIR = Experts(128, 8, 1408, (), "sigmoid", biased=True, scale=1.0, shared_inner=1408)
 ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
 
 
@@ -77,7 +83,27 @@ def variants_in_use() -> list[Variant]:
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
     for heads, kv_heads, head_dim, slots, causal in TRAINED:
         launches += noted_launches(partial(train, BlockAttentionSizes(heads, kv_heads, head_dim, slots, causal)))
+    for experts, hidden in ((QWEN3_30B_A3B, 2048), (QWEN15_MOE, 2048)):
+        for dtype, float8, rows in ((BF16, False, 8), (BF16, True, 8), (BF16, True, 600)):
+            launches += noted_launches(partial(mix, experts, hidden, dtype, float8, rows))
+    launches += noted_launches(partial(mix, QWEN3_30B_A3B, 2048, BF16, False, 600))
+    launches += noted_launches(partial(mix, QWEN3_30B_A3B, 2048, FP32, False, 8))
+    launches += noted_launches(partial(mix, GLM45_AIR, 4096, BF16, False, 8))
     return list(dict.fromkeys(launch.variant for launch in launches))
+
+
+def mix(experts: Experts, hidden: int, dtype: torch.dtype, float8: bool, rows: int) -> None:
+    """One layer's mixture of experts."""
+    device = torch.device("meta")
+    ops = triton_ops(QWEN3_8B, dtype, device, measured={}, float8=float8)
+    x = torch.empty(rows, hidden, dtype=dtype, device=device)
+    router = torch.empty(router_rows(experts), hidden, dtype=dtype, device=device)
+    bias = torch.empty(experts.count, device=device) if experts.biased else None
+    gate_up, down = (
+        ops.pack(torch.empty(experts.count, *size, dtype=dtype, device=device))
+        for size in ((2 * experts.inner, hidden), (hidden, experts.inner))
+    )
+    ops.mix_experts(x, ops.route(x, router, bias, experts), gate_up, down, "silu")
 
 
 def train(sizes: BlockAttentionSizes) -> None:

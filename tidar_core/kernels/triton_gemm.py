@@ -130,17 +130,17 @@ def read_shared_ahead(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def _product_part(
-    x, weight, low_a, low_b, behind, m, n, split, rows, first_mask_row,
+def product_part(
+    x, weight, scales, low_a, low_b, behind, m, n, split, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     LINES_BEHIND: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of x weightᵀ over one part of K, fp32 [BLOCK_M, BLOCK_N], with the adapter's share of it.
 
-    x [rows, K], weight [N, K] (in 8 bits: as `float8.packed` has it), low_a [RANK, K], low_b [N, RANK]. m: rows of x,
-    n: rows of weight (any order, those from N on are none). Lets the next kernel begin, and asks for the first lines of
-    `behind`, the weight of a product behind this one, so that memory is read between the products too.
+    x [rows, K], weight [N, K] (in 8 bits: times `scales`, fp32 [N]), low_a [RANK, K], low_b [N, RANK]. m: rows of x, n:
+    rows of weight (any order, those from `rows` and N on are none). Lets the next kernel begin, and asks for the first
+    lines of `behind`, the weight of a product behind this one, so that memory is read between the products too.
     """
     i = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * K
@@ -149,7 +149,7 @@ def _product_part(
     part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
     rounded: tl.constexpr = weight.dtype.element_ty == tl.float8e4nv
     if rounded:
-        scales = tl.load((weight + N * K).to(tl.pointer_type(tl.float32)) + n, mask=n < N, other=0.0)
+        scale = tl.load(scales + n, mask=n < N, other=0.0)
     if HAS_LOW_RANK:
         r = tl.arange(0, BLOCK_RANK)
         drafted = tl.full([BLOCK_M, BLOCK_RANK], 0, tl.float32)
@@ -182,7 +182,7 @@ def _product_part(
     if OVERLAP:
         read_shared_ahead(behind, LINES_BEHIND, N, BLOCK_N, SPLITS)
     if rounded:
-        total = total * scales[None, :]
+        total = total * scale[None, :]
     if HAS_LOW_RANK:
         extra = tl.dot(drafted.to(low_out.dtype), tl.trans(low_out), input_precision="ieee")
         total = tl.where((m >= first_mask_row)[:, None], total + extra, total)
@@ -202,8 +202,9 @@ def product(
     for each tile. column: where in `partial` each of the rows n of the weight goes.
     """
     split = tl.program_id(2)
-    total = _product_part(
-        x, weight, low_a, low_b, behind, m, n, split, rows, first_mask_row,
+    scales = (weight + N * K).to(tl.pointer_type(tl.float32))  # of weights in 8 bits: as `float8.packed` has them
+    total = product_part(
+        x, weight, scales, low_a, low_b, behind, m, n, split, rows, first_mask_row,
         N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     whole = True

@@ -32,7 +32,7 @@ from tidar_core.kernels.triton_gemm import (
     product,
 )
 from tidar_core.kernels.triton_launch import read_ahead
-from tidar_core.kernels.triton_rows import add_norm, rotate_and_store
+from tidar_core.kernels.triton_rows import activate, add_norm, rotate_and_store
 from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm, own_attention
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
 
@@ -62,12 +62,13 @@ def _biased(total, seen, bias, n, eps, N: tl.constexpr, K: tl.constexpr, PARTS: 
 
 
 @triton.jit
-def _gate(total, out, rows, m, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Writes silu(gate) * up of a tile whose even columns are gates; out [rows, N / 2]."""
+def store_gated(
+    total, out, rows, m, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
+    """Writes activation(gate) * up of a tile whose even columns are gates; out [rows, N / 2]."""
     dtype: tl.constexpr = out.dtype.element_ty
     gate, up = _pairs(total, dtype, BLOCK_M, BLOCK_N)
-    gate = gate.to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    activated = activate(gate.to(tl.float32), GELU).to(dtype).to(tl.float32)
     to = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = out + m.to(tl.int64)[:, None] * (N // 2) + to[None, :]
     tl.store(at, (activated * up.to(tl.float32)).to(dtype), mask=(m < rows)[:, None] & (to < N // 2)[None, :])
@@ -94,7 +95,7 @@ def _gated_linear(
     )  # fmt: skip
     if whole:
         total = _biased(total, seen, bias, n, eps, N, K, PARTS, HAS_BIAS)
-        _gate(total, out, rows, m, N, BLOCK_M, BLOCK_N)
+        store_gated(total, out, rows, m, N, BLOCK_M, BLOCK_N, False)
 
 
 @triton.jit

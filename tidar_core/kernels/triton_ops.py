@@ -11,6 +11,7 @@ from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
+from tidar_core.kernels.triton_experts import mix_experts, route
 from tidar_core.kernels.triton_gemm import (
     BYTES_BEHIND,
     GemmTiles,
@@ -95,8 +96,8 @@ def triton_ops(
         attend=attend,
         gate=partial(gate, overlap=overlap),
         head=head if exact else REFERENCE_OPS.head,
-        route=REFERENCE_OPS.route,
-        mix_experts=REFERENCE_OPS.mix_experts,
+        route=partial(route, head, overlap),
+        mix_experts=partial(mix_experts, overlap=overlap),
         float8_pages=in_8_bits,
         bind_layers=partial(bind_layers, config, plan, attend, overlap) if exact else None,
         pick=pick_tokens,

@@ -163,11 +163,18 @@ def rotate_and_store(
 
 
 @triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """SiLU, or GELU as approximated by tanh."""
+    # (1 + tanh u) / 2 = 1 / (1 + exp(-2u))
+    steep = gate * (1.5957691216 + 0.0713548163 * gate * gate) if GELU else gate
+    return gate / (1.0 + tl.exp(-steep))
+
+
+@triton.jit
 def _gate_rows(
     gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """out [rows, WIDTH] = activation(gate) * up; gate_up is [rows, 2 * WIDTH]. The activation is SiLU, or GELU as
-    approximated by tanh."""
+    """out [rows, WIDTH] = activation(gate) * up; gate_up is [rows, 2 * WIDTH]."""
     let_next_begin(OVERLAP)
     wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -175,9 +182,7 @@ def _gate_rows(
     inside = i < WIDTH
     gate = tl.load(gate_up + row * (2 * WIDTH) + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    # (1 + tanh u) / 2 = 1 / (1 + exp(-2u))
-    steep = gate * (1.5957691216 + 0.0713548163 * gate * gate) if GELU else gate
-    activated = (gate / (1.0 + tl.exp(-steep))).to(out.dtype.element_ty).to(tl.float32)
+    activated = activate(gate, GELU).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + i, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 

@@ -33,7 +33,8 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """The 8-bit values [out, in] of a matrix; its fp32 scales [out] lie behind them in the same memory."""
+    """The 8-bit values [..., out, in] of a matrix or of experts; their fp32 scales [..., out] lie behind all of them in
+    the same memory."""
     values, scales = to_float8(weight)
-    memory = torch.cat((values.view(torch.uint8).flatten(), scales.view(torch.uint8)))
+    memory = torch.cat((values.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()))
     return memory[: values.numel()].view(FLOAT8).view(values.shape)
