@@ -35,7 +35,8 @@ TRAINED = [
 """Heads, K/V heads and head size of models whose drafters are trained, slots of a block, causal within it or not."""
 QWEN3_30B_A3B = Experts(128, 8, 768, ())
 QWEN15_MOE = Experts(60, 4, 1408, (), renormalised=False, shared_inner=5632, shared_gated=True)
-GLM45_AIR = Experts(128, 8, 1408, (), "sigmoid", biased=True, scale=1.0, shared_inner=1408)
+GLM45_AIR = Experts(128, 8, 1408, (), "sigmoid", biased=True, shared_inner=1408)
+"""The experts of Qwen3-30B-A3B, Qwen1.5-MoE-A2.7B and GLM-4.5-Air."""
 ATTENTION = ("_attend_splits", "_merge", "_rotate_and_store", "_plan")
 
 
@@ -50,7 +51,8 @@ def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
 def variants_in_use() -> list[Variant]:
     """Steps of every measured shape with an H100's tiles, with and without mask rows; with mask rows, which take more
     registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, with the widest adapter, in fp32, and
-    one operation at a time; other attention sizes; the token rule; the bench's reading kernel."""
+    one operation at a time; other attention sizes; the experts of mixtures, each with every kind of launch and of
+    weights once; the token rule; the bench's reading kernel."""
     launches, tiles = [], measured_tiles(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132), BF16)
     for config in SHAPES.values():
         for mask in (0, 56):
@@ -83,21 +85,24 @@ def variants_in_use() -> list[Variant]:
     launches += noted_launches(lambda: read_all(torch.empty(1 << 20, dtype=torch.int32, device="meta")))
     for heads, kv_heads, head_dim, slots, causal in TRAINED:
         launches += noted_launches(partial(train, BlockAttentionSizes(heads, kv_heads, head_dim, slots, causal)))
-    for experts, hidden in ((QWEN3_30B_A3B, 2048), (QWEN15_MOE, 2048)):
-        for dtype, float8, rows in ((BF16, False, 8), (BF16, True, 8), (BF16, True, 600)):
-            launches += noted_launches(partial(mix, experts, hidden, dtype, float8, rows))
-    launches += noted_launches(partial(mix, QWEN3_30B_A3B, 2048, BF16, False, 600))
-    launches += noted_launches(partial(mix, QWEN3_30B_A3B, 2048, FP32, False, 8))
-    launches += noted_launches(partial(mix, GLM45_AIR, 4096, BF16, False, 8))
+    for experts, dtype, rows, float8 in (
+        (QWEN3_30B_A3B, BF16, 8, False),
+        (QWEN3_30B_A3B, BF16, 600, True),
+        (QWEN3_30B_A3B, FP32, 8, False),
+        (QWEN15_MOE, BF16, 600, False),
+        (QWEN15_MOE, BF16, 8, True),
+    ):
+        launches += noted_launches(partial(mix, experts, dtype, rows, float8))
+    steps = noted_launches(partial(mix, GLM45_AIR, BF16, 8, False))
+    launches += [launch for launch in steps if launch.variant.kernel.__name__ == "_choose"]
     return list(dict.fromkeys(launch.variant for launch in launches))
 
 
-def mix(experts: Experts, hidden: int, dtype: torch.dtype, float8: bool, rows: int) -> None:
-    """One layer's mixture of experts."""
-    device = torch.device("meta")
+def mix(experts: Experts, dtype: torch.dtype, rows: int, float8: bool) -> None:
+    """The experts of one layer."""
+    device, hidden = torch.device("meta"), 2048
     ops = triton_ops(QWEN3_8B, dtype, device, measured={}, float8=float8)
-    x = torch.empty(rows, hidden, dtype=dtype, device=device)
-    router = torch.empty(router_rows(experts), hidden, dtype=dtype, device=device)
+    x, router = (torch.empty(count, hidden, dtype=dtype, device=device) for count in (rows, router_rows(experts)))
     bias = torch.empty(experts.count, device=device) if experts.biased else None
     gate_up, down = (
         ops.pack(torch.empty(experts.count, *size, dtype=dtype, device=device))

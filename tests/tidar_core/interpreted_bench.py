@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tidar_core.bench import kernel_checks
 from tidar_core.bench.checking import Check, Sizes
+from tidar_core.bench.expert_checks import check_experts
 from tidar_core.bench.kernel_checks import check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
 from tidar_core.bench.measures import Ceilings, Extent, Subject, measure_all, measure_ceilings
@@ -28,7 +29,7 @@ TOY = replace(
     QWEN3_8B, vocab_size=600, hidden_size=64, intermediate_size=96, layers=1, heads=6, kv_heads=2, head_dim=32,
     max_positions=300,
 )  # fmt: skip
-SIZES = Sizes(contexts=(1, 16, 130), rows=(1, 3, 17), rank=8, block=3)
+SIZES = Sizes(contexts=(1, 16, 130), rows=(1, 3, 17), rank=8, block=3, experts=6)
 EXTENT = Extent(
     rows=(1, 9), contexts=(20, 400), read_bytes=1 << 18, cold_bytes=1,
     matrix=64, calls=1,
@@ -47,11 +48,13 @@ KERNELS = {
     "head",
     "pick",
     "pick_listed",
+    "route",
+    "mix_experts",
     "succession",
     "second view",
 }
 IN_LAYERS = {"rotated", "added o", "gated", "added down"}
-IN_16_BITS = {"linear, 8 bits", "attend_blocks"}
+IN_16_BITS = {"linear, 8 bits", "mix_experts, 8 bits", "attend_blocks"}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,19 @@ def test_a_wrong_kernel_is_found():
     assert {check.kernel for check in checks} == {"add_norm", "gate"}
     assert [check.kernel for check in checks if check.allowed and not check.passed] == ["gate"] * 2
     assert not Check("linear", "NaN", "float32", float("nan"), 1.0).passed
+
+
+def test_wrong_bits_and_shares_of_experts_are_found(dots_row_by_row):
+    right = triton_ops(TOY, torch.float32, CPU)
+    wrong = replace(
+        right,
+        route=lambda x, router, bias, experts: right.route(x, router, None, experts),
+        mix_experts=lambda x, *given: right.mix_experts(x, *given) * (1 + 1e-6 * (len(x) == 1)),
+    )
+    checks = list(check_experts(wrong, TOY, torch.float32, CPU, SIZES))
+    assert [(check.kernel, check.case) for check in checks if not check.passed] == [
+        ("route", "sigmoid, 7 rows"), ("mix_experts", "bits at (1, 3, 17) rows"),
+    ]  # fmt: skip
 
 
 def test_a_second_view_is_right_one_operation_after_the_other(dots_row_by_row):

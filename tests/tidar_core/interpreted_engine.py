@@ -10,6 +10,7 @@ import torch
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.second_views import second_view_checkpoint
+from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine, start
@@ -88,3 +89,22 @@ def test_a_second_view_drafts_as_on_the_reference(tmp_path, monkeypatch):
         said.append([(answer.tokens, [step.drafted for step in answer.steps]) for answer in answers])
     assert said[0] == said[1]
     assert any(drafted for _, steps in said[0] for drafted in steps)
+
+
+@pytest.mark.parametrize(("architecture", "float8"), [("qwen3_moe", False), ("qwen2_moe", True)])
+def test_a_mixture_of_experts_says_what_it_does_on_the_reference(architecture, float8, tmp_path, monkeypatch):
+    """With drafts and without; the second has an MLP for all rows as well, and weights in 8 bits."""
+    torch.set_num_threads(1)
+    model = tiny_checkpoint(tmp_path / "model", architecture, layers=1)
+    adapter = tiny_adapter(tmp_path / "adapter", model, rank=4)
+    config = EngineConfig(model=str(model), adapter=str(adapter), dtype="float32", device="cpu")
+    drafting = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, drafts="full", block=3)
+    params = [drafting, replace(drafting, max_tokens=2, drafts="off")]
+    prompts, said = [(7, 40, 11), tuple(range(40, 45))], []
+    reference = replace(REFERENCE_OPS, pack=rounded) if float8 else REFERENCE_OPS
+    for make_ops in (lambda *given: reference, partial(triton_ops, float8=float8)):
+        run_on(monkeypatch, make_ops)
+        answers = answer_all(load_engine(config), prompts, params)
+        said.append([(answer.tokens, [(step.drafted, step.accepted) for step in answer.steps]) for answer in answers])
+    assert said[0] == said[1]
+    assert any(drafted for drafted, _ in said[0][0][1])

@@ -19,6 +19,8 @@ RESERVED = 1024  # bytes of shared memory that each program takes besides its ow
 REGISTERS = 1 << 16  # of a multiprocessor; each thread has a multiple of eight
 TRAINING = ("attend_blocks", "attend_blocks_back")
 PRODUCTS = ("linear", "rotated_linear", "added_linear", "gated_linear")
+HEAVY = {*PRODUCTS, "expert_linear", "attend_splits"}
+EXPERTS = {"choose", "list_rows", "expert_linear", "add_shares"}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,8 @@ def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys
 def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
     """16-byte asynchronous copies of weights, keys and values; 16-bit products by the matrix unit, and by its
     warpgroup instruction unless a head is so large that 64 rows of it would not fit the registers."""
-    heavy = [one for one in compiled if one["name"].split()[0] in {*PRODUCTS, "attend_splits"}]
-    assert {one["name"].split()[0] for one in heavy} == {*PRODUCTS, "attend_splits"}
+    heavy = [one for one in compiled if one["name"].split()[0] in HEAVY]
+    assert {one["name"].split()[0] for one in heavy} == HEAVY
     assert [one["name"] for one in heavy if one["wide_copies"] == 0] == []
     bf16 = [one for one in heavy if " bf16 " in one["name"]]
     assert [one["name"] for one in bf16 if one["matrix_instructions"] == 0] == []
@@ -58,7 +60,7 @@ def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):
 def test_what_comes_next_is_on_its_way_while_a_tile_is_computed_with(compiled):
     """Two groups of copies at least (keys and values, or rows and weights) may be under way behind those that are
     waited for, wherever numbers are of 16 bits or fewer: else each tile would pay memory's latency anew."""
-    heavy = [one for one in compiled if one["name"].split()[0] in {*PRODUCTS, "attend_splits"}]
+    heavy = [one for one in compiled if one["name"].split()[0] in HEAVY]
     assert [one["name"] for one in heavy if " fp32 " not in one["name"] and one["copies_ahead"] < 2] == []
 
 
@@ -84,7 +86,8 @@ def test_the_trainers_attention_copies_ahead_and_multiplies_by_warpgroups(compil
 def test_a_kernel_that_begins_early_waits_before_it_touches_memory(compiled):
     early = [one for one in compiled if one["before_wait"] is not None]
     kinds = {one["name"].split()[0] for one in early}
-    assert kinds == {*PRODUCTS, "add_norm", "rotate_and_store", "plan", "attend_splits", "merge", "gate_rows"}
+    others = {"add_norm", "rotate_and_store", "plan", "merge", "gate_rows"}
+    assert kinds == HEAVY | EXPERTS | others
     assert [one["name"] for one in early if one["before_wait"] != 0] == []
     assert any(one["before_wait"] is None for one in compiled), "steps of many rows stand in line"
 

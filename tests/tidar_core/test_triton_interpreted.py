@@ -18,7 +18,10 @@ pytestmark = [
     pytest.mark.timeout(3600),  # of what tests of servers leave idle
 ]
 HERE = Path(__file__).parent
-PARTS = (("engine", "bench"), ("kernels", "picks", "blocks"))  # as long as each other; a process is seconds of imports
+PARTS = (
+    ("engine", "bench"),
+    ("kernels", "picks", "blocks", "experts"),
+)  # as long as each other; a process is seconds of imports
 # The library's own threads cost more than they bring on matrices this small.
 SETTINGS = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

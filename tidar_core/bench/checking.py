@@ -58,13 +58,15 @@ def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is checked: contexts of sequences, row counts of products, rank of the adapter, block length."""
+    """What is checked: contexts of sequences, row counts of products, rank of the adapter, block length, the number of
+    experts where the model has none."""
 
     contexts: tuple[int, ...] = (1, 16, 129, 511, 1030, 4000)
     rows: tuple[int, ...] = (1, 3, 64, 65, 300)
     rank: int = 32
     block: int = 8
     page_size: int = 16
+    experts: int = 60
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

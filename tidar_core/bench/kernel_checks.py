@@ -24,6 +24,7 @@ from tidar_core.bench.checking import (
     some_rows,
     step_rows,
 )
+from tidar_core.bench.expert_checks import check_experts
 from tidar_core.bench.shapes import projections, random_weights
 from tidar_core.config import Activation, ModelConfig
 from tidar_core.convert.fused import block_error
@@ -58,6 +59,7 @@ def check_kernels(
         "rows": _check_rows(ops, config, dtype, device),
         "attention": _check_attention(ops, config, dtype, device, chosen),
         "products": _check_products(ops, config, dtype, device, chosen),
+        "experts": check_experts(ops, config, dtype, device, chosen),
         "second view": _check_second_view(ops, config, dtype, device, chosen),
         "picks": _check_picks(config, device),
         "succession": _check_succession(ops, config, device, chosen),

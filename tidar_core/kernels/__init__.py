@@ -12,11 +12,12 @@ that pick.
 The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention
 over a list of work that the device makes itself, row-wise operations, and products with one tile shape and one order
 of sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the products
-done within them. Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel
-begin while the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it
-(`succession.py`). `triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are
-tested interpreted and compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`), but for
-`triton_layers.py`, `triton_succession.py`, `triton_blocks.py`, picks among what top-k, top-p and min-p keep, and 8
+done within them; `triton_experts.py` is the experts of a mixture (`experts.py`), whose rows the host never counts.
+Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel begin while the one
+before it still runs, `triton_succession.py` is what a step leaves to the one behind it (`succession.py`).
+`triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are tested interpreted and
+compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`), but for `triton_layers.py`,
+`triton_experts.py`, `triton_succession.py`, `triton_blocks.py`, picks among what top-k, top-p and min-p keep, and 8
 bits, which have not run on a GPU yet, nor has attention since its keys come ahead.
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,

@@ -163,7 +163,7 @@ def _expert_linear(
 def _add_shares(
     results, shares, out, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """out [rows, WIDTH]: a row's results [rows, CHOSEN, WIDTH] times its shares, fp32 [rows, CHOSEN], added in order."""
+    """out [rows, WIDTH]: a row's results, [rows, CHOSEN, WIDTH], times its shares, fp32 [rows, CHOSEN], in order."""
     let_next_begin(OVERLAP)
     wait_for_kernel_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -207,12 +207,12 @@ def mix_experts(
         return out
 
     _list_rows[(count,)](
-        routed.experts, listed, counts, rows, CHOSEN=chosen, BLOCK=LISTED_TOGETHER, num_warps=4,
+        routed.experts.contiguous(), listed, counts, rows, CHOSEN=chosen, BLOCK=LISTED_TOGETHER, num_warps=4,
         enable_fp_fusion=True, **options,
     )  # fmt: skip
     results = product(product(x, gate_up, gated=True), down, gated=False)
     _add_shares[(rows, triton.cdiv(width, ADDED_TOGETHER))](
-        results, routed.shares, out, WIDTH=width, CHOSEN=chosen, BLOCK=ADDED_TOGETHER, num_warps=4,
+        results, routed.shares.contiguous(), out, WIDTH=width, CHOSEN=chosen, BLOCK=ADDED_TOGETHER, num_warps=4,
         enable_fp_fusion=True, **options,
     )  # fmt: skip
     return out
