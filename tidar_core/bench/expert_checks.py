@@ -63,7 +63,8 @@ def _check_mixing(
         ways.append(("mix_experts, 8 bits", (packed(gate_up), packed(down)), (rounded(gate_up), rounded(down))))
     for kernel, (first, second), meant in ways:
         whole = ops.mix_experts(x, routed, first, second, "silu")
-        expected = reference.REFERENCE_OPS.mix_experts(x.double(), routed, *(some.double() for some in meant), "silu")
+        wide_first, wide_second = (some.double() for some in meant)
+        expected = reference.REFERENCE_OPS.mix_experts(x.double(), routed, wide_first, wide_second, "silu")
         yield Check(kernel, f"{count} rows", name, relative_error(whole, expected), ALLOWED[dtype])
         same = True
         for rows in sizes.rows:

@@ -137,11 +137,11 @@ def _expert_linear(
     wait_for_kernel_before(OVERLAP)
     expert, count = _expert_here(counts, EXPERTS, BLOCK_EXPERTS)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    entries = rows * CHOSEN
     if GATED:
         n, x_rows = tl.where(column < N, column // 2 + column % 2 * (N // 2), N), rows
     else:
-        n, x_rows = column, rows * CHOSEN
-    entries = rows * CHOSEN
+        n, x_rows = column, entries
     own = weight + expert.to(tl.int64) * (N * K)
     scales = (weight + EXPERTS * N * K).to(tl.pointer_type(tl.float32)) + expert * N
     for first in range(0, count, BLOCK_M):

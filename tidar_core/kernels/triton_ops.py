@@ -70,9 +70,10 @@ def triton_ops(
     """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
-    may be faster. measured: tiles for weights [outs, ins], by default those in the package for this kind of GPU;
-    bytes_behind: see `product_planner`. float8: the layers' matrices are packed into 8 bits where the device has those
-    (exact products only). overlap: whether launches may (`triton_launch`).
+    may be faster (not those of experts: torch would have to ask the host). measured: tiles for weights [outs, ins], by
+    default those in the package for this kind of GPU; bytes_behind: see `product_planner`. float8: the layers' matrices
+    are packed into 8 bits where the device has those (exact products only). overlap: whether launches may
+    (`triton_launch`).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
     plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind, overlap=overlap)
