@@ -13,6 +13,7 @@ controls and charts are the page's own too: those of Gradio would keep a session
                                                    elements
     trace.js, stats.js, recording.js, prometheus.js    pure: tokens and numbers of a step, of an answer, of a file,
                                                        of a metrics page
+    thoughts.js                                        pure: what an answer is in the conversation that goes on from it
 
 Every answer is kept as a recording (recording.js): what came, and when. A replay plays one and says that it does; an
 export writes it to a file; a file that is opened is read field by field, since it may come from anyone.

@@ -83,8 +83,8 @@ export function submitOnEnter(field, form) {
   });
 }
 
-// Whether a key goes to an input method: Safari calls the Enter that ends a composition 229, and says it is over.
-function composes(event) {
+/** Whether a key goes to an input method: Safari calls the Enter that ends a composition 229, and says it is over. */
+export function composes(event) {
   return event.isComposing || event.keyCode === 229;
 }
 

@@ -1,6 +1,6 @@
 // The chat: asks the server, and hands what comes back to the drawing parts.
 
-import { fitHeight, Follower, submitOnEnter } from "./browser.js";
+import { composes, fitHeight, Follower, submitOnEnter } from "./browser.js";
 import { focusButton, swap } from "./dom.js";
 import { Inspector } from "./inspector.js";
 import { Meters, Ribbon } from "./meters.js";
@@ -17,15 +17,18 @@ export class Chat {
   #follower = new Follower();
   #meters;
   #ribbon;
-  #turns = []; // { asked, answered } of the turns that the model is told about
+  #inspector;
+  #turns = []; // all that stand on the page
   #running = null; // AbortController of the answer under way
+  #replaced = { turns: [], edited: false }; // what it took the place of, and whether with another question
+  #editing = null; // { turn, draft }: whose question is in the composer, and what was there before
 
   constructor(page) {
     this.#page = page;
     this.#root = page.root;
     this.#meters = new Meters(this.#find(".live"));
     this.#ribbon = new Ribbon(this.#find("[data-ribbon]"));
-    new Inspector(this.#find("#t-turns"), this.#find("#t-hint"));
+    this.#inspector = new Inspector(this.#find("#t-turns"), this.#find("#t-hint"));
     this.#listen();
   }
 
@@ -48,8 +51,12 @@ export class Chat {
     submitOnEnter(prompt, form);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.#ask(prompt.value);
+      this.#ask(prompt.value, this.#editing?.turn);
     });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.#editing && !composes(event)) this.#cancel();
+    });
+    this.#find("#t-cancel").addEventListener("click", () => this.#cancel());
     this.#find("#t-stop").addEventListener("click", () => this.#stop());
     this.#find("#t-clear").addEventListener("click", () => this.#clear());
     this.#find(".examples").addEventListener("click", (event) => {
@@ -82,24 +89,32 @@ export class Chat {
 
   // ---- a turn ----
 
-  async #ask(text) {
+  // What is asked takes the place of `turn`, if there is one, and of all behind it.
+  async #ask(text, turn = null) {
     const { server, settings } = this.#page;
     const asked = text.trim();
     if (!asked || this.#running || !settings.hold()) return;
     const running = new AbortController();
     if (!this.#page.engage(running)) return;
     this.#begin(running);
+    const edited = Boolean(this.#editing);
+    if (edited) this.#endEdit();
     const ready = await server.ready();
     if (this.#running !== running) return;
     if (!ready) {
       this.#status("");
+      if (edited) this.#edit(turn, asked);
       return this.#end();
     }
-    this.#setPrompt("");
+    if (!turn) this.#setPrompt("");
+    this.#replaced = { turns: this.#cut(turn ? this.#turns.indexOf(turn) : this.#turns.length), edited };
     const chosen = settings.read();
-    const body = chatBody(server.model.id, this.#messages(asked), chosen);
+    const before = this.#turns.flatMap((one) => one.messages);
+    const body = chatBody(server.model.id, [...before, { role: "user", content: asked }], chosen);
     const recording = newRecording({ title: "Chat", asked, model: server.model, settings: chosen });
-    await new Turn(this.#parts(chosen, running), recording).run((signal) => server.chat(body, signal), running.signal);
+    const next = new Turn(this.#parts(chosen, running), recording, this.#turns.length + 1);
+    this.#turns.push(next);
+    await next.run((signal) => server.chat(body, signal), running.signal);
   }
 
   #parts(settings, running) {
@@ -114,18 +129,18 @@ export class Chat {
       useSeed: (seed) => this.#page.settings.useSeed(seed),
       lookInside: (recording) => this.#page.lookInside(recording),
       raceIt: (asked) => this.#page.raceIt(asked),
-      failed: (error, turn) => this.#failed(error, turn),
+      again: (turn) => {
+        this.#ask(turn.recording.asked, turn);
+        focusButton(this.#find("#t-stop")); // the answer's button is gone, if it was asked
+      },
+      edit: (turn) => {
+        this.#edit(turn, turn.recording.asked);
+        this.#find("#t-prompt").focus();
+      },
+      failed: (error) => this.#failed(error),
       done: (turn) => this.#done(turn),
       current: () => this.#running === running,
     };
-  }
-
-  #messages(asked) {
-    const before = this.#turns.flatMap((turn) => [
-      { role: "user", content: turn.asked },
-      { role: "assistant", content: turn.answered },
-    ]);
-    return [...before, { role: "user", content: asked }];
   }
 
   #begin(running) {
@@ -135,27 +150,76 @@ export class Chat {
     this.#page.problem("");
     this.#status("Waiting for the first token…");
     swap(this.#find("#t-send"), this.#find("#t-stop"));
+    this.#lock();
   }
 
   #end() {
     this.#page.release(this.#running);
     this.#running = null;
     swap(this.#find("#t-stop"), this.#find("#t-send"));
-    if (!this.#find("#t-turns").childElementCount) this.#root.dataset.empty = "";
+    if (!this.#turns.length) this.#root.dataset.empty = "";
+    this.#lock();
   }
 
   #done(turn) {
     this.#page.shelf.put(turn.recording);
-    if (turn.text) this.#turns.push({ asked: turn.recording.asked, answered: turn.text });
+    if (!turn.text && (turn.failed || (turn.stopped && this.#replaced.turns.length))) this.#takeBack();
     this.#end();
   }
 
-  #failed(error, turn) {
+  #failed(error) {
     this.#status("");
     this.#page.failed(error);
-    if (turn.text) return;
-    turn.remove();
-    if (!this.#find("#t-prompt").value) this.#setPrompt(turn.recording.asked);
+  }
+
+  // ---- a turn that is asked anew ----
+
+  #lock() {
+    for (const turn of this.#turns) turn.lock(Boolean(this.#running || this.#editing));
+  }
+
+  // Take the turns from number `first` on off the page, and the hint at a token of theirs.
+  #cut(first) {
+    this.#inspector.hide();
+    const gone = this.#turns.splice(first);
+    for (const turn of gone) turn.remove();
+    return gone;
+  }
+
+  // Nothing came of the last turn: conversation and composer are as they were before it was asked.
+  #takeBack() {
+    const [{ recording: { asked } }] = this.#cut(-1);
+    const { turns, edited } = this.#replaced;
+    for (const old of turns) old.show();
+    this.#turns.push(...turns);
+    if (edited) this.#edit(turns[0], asked);
+    else if (!turns.length && !this.#find("#t-prompt").value) this.#setPrompt(asked);
+  }
+
+  // Write `text` in the place of what `turn` asked.
+  #edit(turn, text) {
+    this.#editing = { turn, draft: this.#find("#t-prompt").value };
+    turn.markEdited(true);
+    this.#setPrompt(text);
+    this.#find("#t-cancel").hidden = false;
+    this.#status(`Editing question ${turn.place}. Sending it replaces all that follows.`);
+    this.#lock();
+  }
+
+  #endEdit() {
+    const { turn, draft } = this.#editing;
+    this.#editing = null;
+    turn.markEdited(false);
+    this.#setPrompt(draft);
+    this.#find("#t-cancel").hidden = true;
+    this.#lock();
+  }
+
+  #cancel() {
+    const { turn } = this.#editing;
+    this.#endEdit();
+    this.#status("");
+    turn.focusEdit();
   }
 
   #stop() {
@@ -165,10 +229,9 @@ export class Chat {
 
   #clear() {
     this.#running?.abort();
+    if (this.#editing) this.#endEdit();
+    this.#cut(0);
     this.#end();
-    this.#turns = [];
-    this.#find("#t-turns").replaceChildren();
-    this.#root.dataset.empty = "";
     this.#page.problem("");
     this.#status("");
     this.#ribbon.clear();

@@ -1,41 +1,92 @@
 // One question and its answer on the page.
 
 import { answerText } from "./answer.js";
-import { button, element } from "./dom.js";
+import { button, element, focusButton } from "./dom.js";
 import { formatRates } from "./meters.js";
 import { Run } from "./run.js";
 import { replicas } from "./stats.js";
+import { answerMessage } from "./thoughts.js";
+import { quoted } from "./trace.js";
 
 const ENDINGS = { stop: "finished", length: "cut at max tokens", abort: "ended by the server", error: "ended by an error" };
 
-/** Asks one question: reads the stream, draws it, and says at the end what it took. `parts` is what the chat lends. */
+/**
+ * Asks one question: reads the stream, draws it, and says at the end what it took. `parts` is what the chat lends,
+ * `place` counts the questions of the conversation. What asks anew is locked until the chat unlocks it.
+ */
 export class Turn {
   recording;
+  place;
   #parts;
   #question;
   #article;
   #answerText;
+  #edit;
+  #again;
   #run = null;
 
-  constructor(parts, recording) {
+  constructor(parts, recording, place) {
     this.recording = recording;
+    this.place = place;
     this.#parts = parts;
-    this.#question = element("div", "asked", recording.asked);
-    this.#question.dir = "auto";
+    this.#edit = this.#asksAnew("Edit", () => parts.edit(this));
+    this.#again = this.#asksAnew("Again", () => parts.again(this));
+    this.#again.title = "Ask this again, with the settings as they are now";
+    this.lock(true);
+    const asked = element("div", "asked", recording.asked);
+    asked.dir = "auto";
+    this.#question = element("div", "question", asked, this.#edit);
     this.#article = element("article", "answered");
     this.#article.setAttribute("aria-label", "Answer");
     this.#answerText = answerText("Text of the answer");
     this.#article.append(this.#answerText);
-    parts.list.append(this.#question, this.#article);
+    this.show();
+  }
+
+  #asksAnew(text, onClick) {
+    const made = button("quiet", text, onClick);
+    made.setAttribute("aria-label", `${text}, question ${this.place}: ${quoted(this.recording.asked.replace(/\s+/g, " "))}`);
+    return made;
   }
 
   get text() {
     return this.#run?.text ?? "";
   }
 
+  get failed() {
+    return Boolean(this.#run?.failure);
+  }
+
+  get stopped() {
+    return Boolean(this.#run?.stopped);
+  }
+
+  /** What the model is told of it: nothing where it said nothing. */
+  get messages() {
+    return this.text ? [{ role: "user", content: this.recording.asked }, answerMessage(this.text)] : [];
+  }
+
+  /** Stand at the end of the conversation. */
+  show() {
+    this.#parts.list.append(this.#question, this.#article);
+  }
+
   remove() {
     this.#question.remove();
     this.#article.remove();
+  }
+
+  lock(locked) {
+    this.#edit.disabled = this.#again.disabled = locked;
+  }
+
+  /** Whether the question stands in the composer. */
+  markEdited(edited) {
+    this.#question.toggleAttribute("data-edited", edited);
+  }
+
+  focusEdit() {
+    focusButton(this.#edit);
   }
 
   /** Read the stream that `open(signal)` starts. */
@@ -70,7 +121,7 @@ export class Turn {
     this.#parts.ribbon.draw();
     this.#parts.badge.textContent = metrics ? "counted by the server" : "as far as it came";
     const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish] ?? "broken off";
-    if (failure) this.#parts.failed(failure, this);
+    if (failure) this.#parts.failed(failure);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
     if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
     this.#parts.done(this);
@@ -104,7 +155,7 @@ export class Turn {
     inside.hidden = !steps.some((step) => step.trace);
     const copy = button("quiet", "Copy", () => this.#copy(copy));
     copy.hidden = !this.text;
-    buttons.append(inside, copy);
+    buttons.append(this.#again, inside, copy);
     facts.append(buttons);
     return facts;
   }

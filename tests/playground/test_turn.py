@@ -1,0 +1,107 @@
+"""Turns of a conversation: asked again, edited, and what the model is told of them."""
+
+from playwright.sync_api import Locator, Page, expect
+
+from tests.playground.asking import TEXT, TOKENS, ask, texts
+from tests.playground.conftest import Visit
+from tests.playground.recorded import RecordedServer, Recording, Step, event, plain_steps, recording
+
+BROKEN = Recording([event({"error": {"message": "The engine stopped."}})])
+
+
+def anew(page: Page, what: str) -> Locator:
+    """The button of a question, by the beginning of its name."""
+    return page.get_by_role("button", name=what)
+
+
+def test_an_answer_is_asked_for_again_in_its_place(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    for question in ("One?", "Two\nlines?", "Three?"):
+        ask(page, question)
+        opened.settle()
+    page.fill("#t-prompt", "A draft")
+    recorded.play(BROKEN)
+    anew(page, "Again, question 1").press("Enter")
+    expect(page.locator("#t-problem")).to_have_text("The engine stopped.")
+    assert texts(page.locator(".asked")) == ["One?", "Two\nlines?", "Three?"], "nothing came, nothing is lost"
+    page.locator("label:has(> [name=t-drafts][value=off])").click()
+    recorded.play(Recording([event({"choices": []}), ""], 60), recording(plain_steps(TOKENS), pause=0.1))
+    anew(page, "Again, question 2").press("Enter")
+    expect(page.locator(".facts")).to_have_count(1)
+    page.locator("#t-stop").press("Enter")
+    expect(page.locator(".facts")).to_have_count(3)
+    page.hover(".answer-text >> nth=2 >> .piece >> nth=0")
+    expect(page.locator("#t-hint")).to_be_visible()
+    anew(page, "Again, question 2: “Two lines?”").press("Enter")
+    expect(page.locator("#t-stop")).to_be_focused()
+    expect(page.locator("#t-hint")).to_be_hidden()
+    page.wait_for_selector(".answered:last-child .piece")
+    expect(anew(page, "Again, question 1")).to_be_disabled()
+    expect(anew(page, "Edit, question 2")).to_be_disabled()
+    opened.settle()
+    asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": TEXT}]
+    assert [body["messages"] for body in recorded.bodies] == [[*asked, {"role": "user", "content": "Two\nlines?"}]] * 2
+    assert recorded.bodies[1]["tidar"] == {"trace": True, "drafts": "off"}
+    assert texts(page.locator(".asked")) == ["One?", "Two\nlines?"]
+    expect(page.locator("#t-send")).to_be_focused()
+    expect(page.locator("#t-prompt")).to_have_value("A draft")
+    expect(anew(page, "Again, question 2")).to_be_enabled()
+
+
+def test_a_question_is_edited_in_its_place(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    prompt, asked = page.locator("#t-prompt"), page.locator(".asked")
+    for question in ("One?", "Two?", "Three?"):
+        ask(page, question)
+        opened.settle()
+    prompt.fill("A draft")
+    for leave in ("Escape", "Enter"):
+        anew(page, "Edit, question 2").press("Enter")
+        expect(prompt).to_be_focused()
+        expect(prompt).to_have_value("Two?")
+        expect(page.locator("#t-status")).to_have_text("Editing question 2. Sending it replaces all that follows.")
+        expect(anew(page, "Again, question 1")).to_be_disabled()
+        page.keyboard.type(" Or not?")
+        (prompt if leave == "Escape" else page.locator("#t-cancel")).press(leave)
+        expect(prompt).to_have_value("A draft")
+        expect(anew(page, "Edit, question 2")).to_be_focused()
+        expect(page.locator("#t-cancel")).to_be_hidden()
+    assert texts(asked) == ["One?", "Two?", "Three?"]
+    anew(page, "Edit, question 2").click()
+    prompt.fill("Four?")
+    recorded.play(BROKEN)
+    prompt.press("Enter")
+    expect(page.locator("#t-problem")).to_have_text("The engine stopped.")
+    expect(prompt).to_have_value("Four?")
+    assert texts(asked) == ["One?", "Two?", "Three?"]
+    recorded.play(recording(plain_steps(TOKENS)))
+    prompt.press("Enter")
+    expect(page.locator("#t-status")).to_contain_text("Done")
+    assert texts(asked) == ["One?", "Four?"]
+    expect(prompt).to_have_value("A draft")
+    prompt.press("Enter")
+    expect(page.locator(".facts")).to_have_count(3)
+    sent = [message["content"] for message in recorded.bodies[-1]["messages"]]
+    assert sent == ["One?", TEXT, "Four?", TEXT, "A draft"]
+    anew(page, "Edit, question 1").click()
+    page.click("#t-clear")
+    expect(page.locator(".welcome")).to_be_visible()
+    expect(prompt).to_have_value("")
+    expect(page.locator("#t-cancel")).to_be_hidden()
+
+
+def test_what_was_thought_goes_back_as_thoughts(opened: Visit, recorded: RecordedServer) -> None:
+    """That was cut, too: an open tag in the text would have the model think on."""
+    said = ["<think>\nWhy? <b>\n</think>\n\nYes.\n", "<think>\nHm", "<think>\n\n</think>\n\nNo.", "A </think>"]
+    recorded.play(*[recording([Step((), 0, text, text)]) for text in [*said, "End"]])
+    for question in range(len(said) + 1):
+        ask(opened.page, str(question))
+        opened.settle()
+    assert recorded.bodies[-1]["messages"][1::2] == [
+        {"role": "assistant", "content": "Yes.\n", "reasoning_content": "Why? <b>"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm"},
+        {"role": "assistant", "content": "No."},
+        {"role": "assistant", "content": "A </think>"},
+    ]
