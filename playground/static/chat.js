@@ -17,7 +17,6 @@ export class Chat {
   #follower = new Follower();
   #meters;
   #ribbon;
-  #inspector;
   #turns = []; // all that stand on the page
   #running = null; // AbortController of the answer under way
   #replaced = { turns: [], edited: false }; // what it took the place of, and whether with another question
@@ -28,7 +27,7 @@ export class Chat {
     this.#root = page.root;
     this.#meters = new Meters(this.#find(".live"));
     this.#ribbon = new Ribbon(this.#find("[data-ribbon]"));
-    this.#inspector = new Inspector(this.#find("#t-turns"), this.#find("#t-hint"));
+    new Inspector(this.#find("#t-turns"), this.#find("#t-hint"));
     this.#listen();
   }
 
@@ -178,9 +177,8 @@ export class Chat {
     for (const turn of this.#turns) turn.lock(Boolean(this.#running || this.#editing));
   }
 
-  // Take the turns from number `first` on off the page, and the hint at a token of theirs.
+  // Take the turns from number `first` on off the page.
   #cut(first) {
-    this.#inspector.hide();
     const gone = this.#turns.splice(first);
     for (const turn of gone) turn.remove();
     return gone;
