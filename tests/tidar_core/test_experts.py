@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from tests.tidar_core.engines import prompts, tiny_engine
 from tests.tidar_core.loaded import load
@@ -176,3 +177,24 @@ def test_layers_may_all_have_one_mlp(tmp_path: Path) -> None:
     config, weights = load(path)
     assert config.experts is None
     assert weights.layers[0].router is None
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_lie_in_one_tensor_are_read_one_by_one(tmp_path: Path, transposed: bool) -> None:
+    path = tiny_checkpoint(tmp_path, "qwen3_moe", tied=False)
+    expected = load(path)[1]
+    plain = load_file(path / "model.safetensors")
+    together = {name: tensor for name, tensor in plain.items() if ".experts." not in name}
+    for index, layer in enumerate(expected.layers):
+        for name, matrices in (("gate_up", layer.gate_up), ("down", layer.down)):
+            stored = matrices.transpose(1, 2) if transposed else matrices
+            together[f"model.layers.{index}.mlp.experts.{name}_proj"] = stored.contiguous()
+    save_file(together, path / "model.safetensors", {"format": "pt"})
+    found = load(path)[1]
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        assert torch.equal(ours.gate_up, theirs.gate_up)
+        assert torch.equal(ours.down, theirs.down)
+    del together["model.layers.1.mlp.experts.down_proj"]
+    save_file(together, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks the tensor model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight"):
+        load(path)

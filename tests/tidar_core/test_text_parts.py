@@ -32,6 +32,16 @@ WHOLES: dict[str, tuple[Architecture, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {**THREE_COORDINATES, "mrope_interleaved": True}},
         {**QWENS, "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": (
+        "qwen3_moe",
+        {
+            "rope_parameters": {**THREE_COORDINATES, "mrope_interleaved": True},
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+        {**QWENS, "deepstack_visual_indexes": [0]},
+    ),
     "mistral3": ("mistral", {"model_type": "mistral"}, {**SEEN, "model_type": "pixtral"}),
     "llava": ("llama", {"model_type": "llama"}, {**SEEN, "model_type": "clip_vision_model", "image_size": 28}),
     "idefics3": ("llama", {"model_type": "llama"}, {**SEEN, "image_size": 28, "patch_size": 14}),
@@ -109,6 +119,6 @@ def test_an_architecture_that_is_none_is_refused(tmp_path: Path, stated: str) ->
 
 def test_a_larger_model_whose_text_part_cannot_be_run_is_refused(tmp_path: Path) -> None:
     path = tiny_checkpoint(tmp_path)
-    edit_json(path / "config.json", model_type="qwen3_vl_moe", text_config={"model_type": "qwen3_vl_moe_text"})
-    with pytest.raises(ConfigError, match="'qwen3_vl_moe' is not supported"):
+    edit_json(path / "config.json", model_type="qwen3_5_moe", text_config={"model_type": "qwen3_5_moe_text"})
+    with pytest.raises(ConfigError, match="'qwen3_5_moe' is not supported"):
         load_config(find_model(str(path)))

@@ -23,6 +23,7 @@ from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.stacked import InStack, in_stack
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _BARE = "model."
@@ -168,22 +169,31 @@ class _SafetensorsCheckpoint:
         """Shape of the tensor `name`, None where there is none. Raises ConfigError for what it is quantized to."""
         stored = self._stored(name)
         if stored is None:
-            return None
+            stacked = self._stacked(name)
+            return None if stacked is None else stacked.shape
         matrix = self._quantized(stored)
         return tuple(self.files[stored].get_slice(stored).get_shape()) if matrix is None else matrix.shape
 
     def copy_into(self, name: str, out: Tensor) -> None:
         """Copy the tensor `name` into `out` (its shape, any float dtype and device). Raises ConfigError."""
         stored = self._stored(name)
-        assert stored is not None
+        if stored is None:
+            stacked = self._stacked(name)
+            assert stacked is not None
+            self._check_plain(name, stacked.stack)
+            out.copy_(stacked.read())
+            return
         matrix = self._quantized(stored)
         if matrix is not None:
             matrix.copy_into(out)
             return
-        dtype = self.files[stored].get_slice(stored).get_dtype()
+        self._check_plain(name, self.files[stored].get_slice(stored))
+        out.copy_(self.files[stored].get_tensor(stored))
+
+    def _check_plain(self, name: str, lazy: Any) -> None:
+        dtype = lazy.get_dtype()
         if dtype not in ("F64", "F32", "F16", "BF16"):
             raise ConfigError(f"{self.name}: tensor {name} is stored as {dtype}: only F64, F32, F16 and BF16 are read")
-        out.copy_(self.files[stored].get_tensor(stored))
 
     def _quantized(self, stored: str) -> QuantizedMatrix | None:
         layer, _, kind = stored.rpartition(".")
@@ -197,12 +207,20 @@ class _SafetensorsCheckpoint:
 
     def _stored(self, name: str) -> str | None:
         """The name that the file has for a tensor, or would have if it were not quantized."""
+        return next((each for each in self._names(name) if each in self.files or self._packed(each)), None)
+
+    def _stacked(self, name: str) -> InStack | None:
+        """Where a matrix of an expert lies in one of all experts."""
+        found = (in_stack(self.files, each) for each in self._names(name))
+        return next((each for each in found if each is not None), None)
+
+    def _names(self, name: str) -> list[str]:
         names = [name, name.removeprefix(_BARE), *(stem + name for stem in self.wholes)]
         if name.startswith(_BARE):
             names += [stem + name.removeprefix(_BARE) for stem in self.parts]
         if self.tied and name == _EMBEDDING:
             names.append(_HEAD)
-        return next((each for each in names if each in self.files or self._packed(each)), None)
+        return names
 
     def _packed(self, name: str) -> bool:
         layer, _, kind = name.rpartition(".")

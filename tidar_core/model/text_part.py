@@ -20,6 +20,7 @@ _TEXT_PARTS: dict[str, Architecture] = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 
 
@@ -61,7 +62,10 @@ def _part_of(directory: Path, named: Any) -> dict[str, Any]:
     if text is whole:
         return {}
     part = text.to_dict()
-    part["tie_word_embeddings"] = any(getattr(each, "tie_word_embeddings", False) for each in (text, whole))
+    stating = [text, whole]
+    if text.model_type == "qwen3_vl_moe_text":  # which states neither for itself
+        stating, part["norm_topk_prob"] = [whole], True
+    part["tie_word_embeddings"] = any(getattr(each, "tie_word_embeddings", False) for each in stating)
     if (ends := read_json(directory / "config.json").get("eos_token_id")) is not None:
         part["eos_token_id"] = ends
     rope = part.get("rope_parameters") or {}
