@@ -154,10 +154,12 @@ export class Hood {
   }
 }
 
-function label({ title, asked, settings, opened }) {
+function label({ title, asked, settings, opened, made }) {
   const question = Array.from(asked.replace(/\s+/g, " "));
   const short = question.length > 48 ? `${question.slice(0, 47).join("")}…` : question.join("");
-  return `${opened ? "File: " : ""}${title} (${settings.drafts}): ${short}`;
+  const at = new Date(made);
+  const time = Number.isNaN(at.getTime()) ? "" : ` · ${at.toLocaleTimeString()}`; // what was asked again is told apart
+  return `${opened ? "File: " : ""}${title} (${settings.drafts}): ${short}${time}`;
 }
 
 function origin({ opened, made, model }) {
