@@ -74,6 +74,7 @@ export class Chat {
 
   #fitPrompt() {
     fitHeight(this.#find("#t-prompt"));
+    this.#root.style.setProperty("--composer", `${this.#find(".composer").offsetHeight}px`);
   }
 
   #setPrompt(text) {
@@ -103,7 +104,7 @@ export class Chat {
     if (!ready) {
       this.#status("");
       if (edited) this.#edit(turn, asked);
-      return this.#end();
+      return this.#end(turn);
     }
     if (!turn) this.#setPrompt("");
     this.#replaced = { turns: this.#cut(turn ? this.#turns.indexOf(turn) : this.#turns.length), edited };
@@ -152,18 +153,23 @@ export class Chat {
     this.#lock();
   }
 
-  #end() {
+  // Who waited for an answer in the place of `turn`, which stands there still, is led back to it.
+  #end(turn = null) {
+    const waited = document.activeElement === this.#find("#t-stop");
     this.#page.release(this.#running);
     this.#running = null;
     swap(this.#find("#t-stop"), this.#find("#t-send"));
     if (!this.#turns.length) this.#root.dataset.empty = "";
     this.#lock();
+    if (waited) turn?.focusAgain();
   }
 
   #done(turn) {
     this.#page.shelf.put(turn.recording);
-    if (!turn.text && (turn.failed || (turn.stopped && this.#replaced.turns.length))) this.#takeBack();
-    this.#end();
+    const replaced = this.#replaced.turns;
+    const nothing = !turn.text && (turn.failed || (turn.stopped && replaced.length));
+    if (nothing) this.#takeBack();
+    this.#end(nothing ? replaced[0] : null);
   }
 
   #failed(error) {
@@ -199,7 +205,7 @@ export class Chat {
     this.#editing = { turn, draft: this.#find("#t-prompt").value };
     turn.markEdited(true);
     this.#setPrompt(text);
-    this.#find("#t-cancel").hidden = false;
+    swap(this.#find("#t-clear"), this.#find("#t-cancel"));
     this.#status(`Editing question ${turn.place}. Sending it replaces all that follows.`);
     this.#lock();
   }
@@ -209,7 +215,7 @@ export class Chat {
     this.#editing = null;
     turn.markEdited(false);
     this.#setPrompt(draft);
-    this.#find("#t-cancel").hidden = true;
+    swap(this.#find("#t-cancel"), this.#find("#t-clear"));
     this.#lock();
   }
 
@@ -227,7 +233,6 @@ export class Chat {
 
   #clear() {
     this.#running?.abort();
-    if (this.#editing) this.#endEdit();
     this.#cut(0);
     this.#end();
     this.#page.problem("");

@@ -31,7 +31,7 @@ export class Turn {
     this.#parts = parts;
     this.#edit = this.#asksAnew("Edit", () => parts.edit(this));
     this.#again = this.#asksAnew("Again", () => parts.again(this));
-    this.#again.title = "Ask this again, with the settings as they are now";
+    this.#again.title = "Ask this again, with the settings as they are now. It replaces this answer and all that follows.";
     this.lock(true);
     const asked = element("div", "asked", recording.asked);
     asked.dir = "auto";
@@ -89,6 +89,10 @@ export class Turn {
     focusButton(this.#edit);
   }
 
+  focusAgain() {
+    focusButton(this.#again);
+  }
+
   /** Read the stream that `open(signal)` starts. */
   async run(open, signal) {
     const parts = this.#parts;
@@ -124,8 +128,8 @@ export class Turn {
     if (failure) this.#parts.failed(failure);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
     if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
-    this.#parts.done(this);
     this.#parts.follow();
+    this.#parts.done(this);
   }
 
   #facts(final, metrics, why) {

@@ -25,6 +25,7 @@ def test_an_answer_is_asked_for_again_in_its_place(opened: Visit, recorded: Reco
     anew(page, "Again, question 1").press("Enter")
     expect(page.locator("#t-problem")).to_have_text("The engine stopped.")
     assert texts(page.locator(".asked")) == ["One?", "Two\nlines?", "Three?"], "nothing came, nothing is lost"
+    expect(anew(page, "Again, question 1")).to_be_focused()
     page.locator("label:has(> [name=t-drafts][value=off])").click()
     recorded.play(Recording([event({"choices": []}), ""], 60), recording(plain_steps(TOKENS), pause=0.1))
     anew(page, "Again, question 2").press("Enter")
@@ -60,6 +61,7 @@ def test_a_question_is_edited_in_its_place(opened: Visit, recorded: RecordedServ
         expect(prompt).to_have_value("Two?")
         expect(page.locator("#t-status")).to_have_text("Editing question 2. Sending it replaces all that follows.")
         expect(anew(page, "Again, question 1")).to_be_disabled()
+        expect(page.locator("#t-clear")).to_be_hidden()  # not where the hand looks for Cancel
         page.keyboard.type(" Or not?")
         (prompt if leave == "Escape" else page.locator("#t-cancel")).press(leave)
         expect(prompt).to_have_value("A draft")
@@ -82,11 +84,12 @@ def test_a_question_is_edited_in_its_place(opened: Visit, recorded: RecordedServ
     expect(page.locator(".facts")).to_have_count(3)
     sent = [message["content"] for message in recorded.bodies[-1]["messages"]]
     assert sent == ["One?", TEXT, "Four?", TEXT, "A draft"]
-    anew(page, "Edit, question 1").click()
+    prompt.fill("line\n" * 60)
+    prompt.press("Shift+Tab")
+    covered = "one => one.getBoundingClientRect().bottom - document.querySelector('.ask').getBoundingClientRect().top"
+    assert page.locator(":focus").evaluate(covered) <= 0, "a high composer hides nothing that has the focus"
     page.click("#t-clear")
     expect(page.locator(".welcome")).to_be_visible()
-    expect(prompt).to_have_value("")
-    expect(page.locator("#t-cancel")).to_be_hidden()
 
 
 def test_what_was_thought_goes_back_as_thoughts(opened: Visit, recorded: RecordedServer) -> None:
