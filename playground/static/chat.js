@@ -9,6 +9,7 @@ import { chatBody } from "./stream.js";
 import { newTally, rates } from "./trace.js";
 import { Turn } from "./turn.js";
 
+const NOTHING = { turns: [], edited: false };
 const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style sheets
 
 export class Chat {
@@ -19,7 +20,7 @@ export class Chat {
   #ribbon;
   #turns = []; // all that stand on the page
   #running = null; // AbortController of the answer under way
-  #replaced = { turns: [], edited: false }; // what it took the place of, and whether with another question
+  #replaced = NOTHING; // what the last answer took the place of, and whether with another question
   #editing = null; // { turn, draft }: whose question is in the composer, and what was there before
 
   constructor(page) {
@@ -114,6 +115,7 @@ export class Chat {
     const recording = newRecording({ title: "Chat", asked, model: server.model, settings: chosen });
     const next = new Turn(this.#parts(chosen, running), recording, this.#turns.length + 1);
     this.#turns.push(next);
+    this.#lock();
     await next.run((signal) => server.chat(body, signal), running.signal);
   }
 
@@ -133,6 +135,7 @@ export class Chat {
         this.#ask(turn.recording.asked, turn);
         focusButton(this.#find("#t-stop")); // the answer's button is gone, if it was asked
       },
+      undo: () => this.#undo(),
       edit: (turn) => {
         this.#edit(turn, turn.recording.asked);
         this.#find("#t-prompt").focus();
@@ -181,6 +184,7 @@ export class Chat {
 
   #lock() {
     for (const turn of this.#turns) turn.lock(Boolean(this.#running || this.#editing));
+    for (const turn of this.#turns) turn.offerUndo(turn === this.#turns.at(-1) && this.#replaced.turns.length > 0);
   }
 
   // Take the turns from number `first` on off the page.
@@ -192,12 +196,28 @@ export class Chat {
 
   // Nothing came of the last turn: conversation and composer are as they were before it was asked.
   #takeBack() {
-    const [{ recording: { asked } }] = this.#cut(-1);
     const { turns, edited } = this.#replaced;
-    for (const old of turns) old.show();
-    this.#turns.push(...turns);
+    const asked = this.#bringBack();
     if (edited) this.#edit(turns[0], asked);
     else if (!turns.length && !this.#find("#t-prompt").value) this.#setPrompt(asked);
+  }
+
+  // What the last turn took the place of stands there again; gives what that one asked.
+  #bringBack() {
+    const [{ recording: { asked } }] = this.#cut(-1);
+    const { turns } = this.#replaced;
+    this.#replaced = NOTHING;
+    for (const old of turns) old.show();
+    this.#turns.push(...turns);
+    return asked;
+  }
+
+  #undo() {
+    const [first] = this.#replaced.turns;
+    this.#bringBack();
+    this.#lock();
+    this.#status("The conversation is as it was before.");
+    first.focusAgain();
   }
 
   // Write `text` in the place of what `turn` asked.
@@ -234,6 +254,7 @@ export class Chat {
   #clear() {
     this.#running?.abort();
     this.#cut(0);
+    this.#replaced = NOTHING;
     this.#end();
     this.#page.problem("");
     this.#status("");

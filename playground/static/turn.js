@@ -23,6 +23,7 @@ export class Turn {
   #answerText;
   #edit;
   #again;
+  #undo;
   #run = null;
 
   constructor(parts, recording, place) {
@@ -31,6 +32,10 @@ export class Turn {
     this.#parts = parts;
     this.#edit = this.#asksAnew("Edit", () => parts.edit(this));
     this.#again = this.#asksAnew("Again", () => parts.again(this));
+    this.#undo = button("quiet", "Undo", () => parts.undo());
+    this.#undo.setAttribute("aria-label", "Undo: bring back what this answer took the place of");
+    this.#undo.title = "Bring back what this answer took the place of";
+    this.offerUndo(false);
     this.#again.title = "Ask this again, with the settings as they are now. It replaces this answer and all that follows.";
     this.lock(true);
     const asked = element("div", "asked", recording.asked);
@@ -77,7 +82,11 @@ export class Turn {
   }
 
   lock(locked) {
-    this.#edit.disabled = this.#again.disabled = locked;
+    this.#edit.disabled = this.#again.disabled = this.#undo.disabled = locked;
+  }
+
+  offerUndo(offered) {
+    this.#undo.hidden = !offered;
   }
 
   /** Whether the question stands in the composer. */
@@ -159,7 +168,7 @@ export class Turn {
     inside.hidden = !steps.some((step) => step.trace);
     const copy = button("quiet", "Copy", () => this.#copy(copy));
     copy.hidden = !this.text;
-    buttons.append(this.#again, inside, copy);
+    buttons.append(this.#undo, this.#again, inside, copy);
     facts.append(buttons);
     return facts;
   }

@@ -222,7 +222,7 @@ def test_a_stop_before_the_first_token_has_nothing_to_tell(opened: Visit, record
     page = opened.page
     ask(page, "Go")
     page.click("#t-stop")
-    expect(page.locator(".facts")).to_have_text("stopped by youAgainLook insideCopy")
+    expect(page.locator(".facts")).to_have_text("stopped by youUndoAgainLook insideCopy")
     expect(page.locator(".facts button:visible")).to_have_text(["Again"])
 
 

@@ -45,6 +45,20 @@ def test_an_answer_is_asked_for_again_in_its_place(opened: Visit, recorded: Reco
     expect(page.locator("#t-send")).to_be_focused()
     expect(page.locator("#t-prompt")).to_have_value("A draft")
     expect(anew(page, "Again, question 2")).to_be_enabled()
+    undo = page.get_by_role("button", name="Undo: bring back what this answer took the place of")
+    undo.press("Enter")
+    assert texts(page.locator(".asked")) == ["One?", "Two\nlines?", "Three?"]
+    expect(anew(page, "Again, question 2")).to_be_focused()
+    expect(undo).to_have_count(0)
+    anew(page, "Again, question 3").click()
+    opened.settle()
+    expect(undo).to_have_count(1)
+    ask(page, "Four?")
+    opened.settle()
+    expect(undo).to_have_count(0)  # what was asked since builds on it
+    assert [message["content"] for message in recorded.bodies[-1]["messages"][::2]] == [
+        "One?", "Two\nlines?", "Three?", "Four?"
+    ]  # fmt: skip
 
 
 def test_a_question_is_edited_in_its_place(opened: Visit, recorded: RecordedServer) -> None:
