@@ -87,7 +87,9 @@ def variants_in_use() -> list[Variant]:
         launches += noted_launches(partial(train, BlockAttentionSizes(heads, kv_heads, head_dim, slots, causal)))
     for experts, dtype, rows, float8 in (
         (QWEN3_30B_A3B, BF16, 8, False),
+        (QWEN3_30B_A3B, BF16, 9, False),
         (QWEN3_30B_A3B, BF16, 600, True),
+        (QWEN3_30B_A3B, FP32, 2, False),
         (QWEN3_30B_A3B, FP32, 8, False),
         (QWEN15_MOE, BF16, 600, False),
         (QWEN15_MOE, BF16, 8, True),

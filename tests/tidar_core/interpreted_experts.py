@@ -89,7 +89,9 @@ def routed(rows: int, kind: Experts, among: int) -> Routed:
 
 CASES = {
     "one row": (1, Experts(60, 2, INNER, ()), 60, "silu"),
-    "few rows at each": (5, Experts(7, 3, INNER, ()), 7, "gelu_tanh"),
+    "few rows at each, no list": (5, Experts(7, 3, INNER, ()), 7, "gelu_tanh"),
+    "as many entries as a tile of fp32 holds, at fewer experts": (8, Experts(3, 2, INNER, ()), 3, "silu"),
+    "few rows at each": (23, Experts(7, 3, INNER, ()), 7, "gelu_tanh"),
     "all rows to the last": (70, Experts(3, 1, INNER, ()), 1, "silu"),
     "more rows than a tile, some experts without": (24, Experts(5, 2, INNER, ()), 2, "silu"),
 }

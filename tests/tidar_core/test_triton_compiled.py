@@ -64,16 +64,17 @@ def test_what_comes_next_is_on_its_way_while_a_tile_is_computed_with(compiled):
     assert [one["name"] for one in heavy if " fp32 " not in one["name"] and one["copies_ahead"] < 2] == []
 
 
-def test_two_programs_of_the_attention_share_a_multiprocessor(compiled):
+@pytest.mark.parametrize("kernel", ["attend_splits", "expert_linear"])
+def test_two_programs_share_a_multiprocessor(compiled, kernel):
     from tidar_core.bench.tuning import SHARED_MEMORY
     from tidar_core.kernels.triton_ops import PROGRAMS_A_PROCESSOR
 
-    attention = [one for one in compiled if one["name"].startswith("attend_splits")]
+    programs = [one for one in compiled if one["name"].startswith(kernel)]
     room = (SHARED_MEMORY + RESERVED) // PROGRAMS_A_PROCESSOR - RESERVED
-    threads = {one["name"]: 32 * int(re.search(r"warps=(\d+)", one["name"])[1]) for one in attention}
+    threads = {one["name"]: 32 * int(re.search(r"warps=(\d+)", one["name"])[1]) for one in programs}
     most = REGISTERS // PROGRAMS_A_PROCESSOR
-    assert [one["name"] for one in attention if one["shared"] > room] == []
-    assert [one["name"] for one in attention if -(-one["registers"] // 8) * 8 * threads[one["name"]] > most] == []
+    assert [one["name"] for one in programs if one["shared"] > room] == []
+    assert [one["name"] for one in programs if -(-one["registers"] // 8) * 8 * threads[one["name"]] > most] == []
 
 
 def test_the_trainers_attention_copies_ahead_and_multiplies_by_warpgroups(compiled):
@@ -119,6 +120,20 @@ def test_how_many_launches_a_layer_is(shape, one_by_one, launches, mask):
     names = [[launch.variant.kernel.__name__ for launch in step] for step in steps]
     assert len(names[1]) - len(names[0]) == 2 * launches
     assert names[1].count("_plan") == names[0].count("_plan") == 1
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(1, 12), (8, 12), (9, 13), (64, 13)])
+def test_how_many_launches_a_layer_of_experts_is(rows, launches):
+    """Their entries are listed where one tile does not hold them all, and only there."""
+    import torch
+
+    from tests.tidar_core.launches import step_launches
+    from tidar_core.bench.shapes import QWEN3_30B_A3B
+
+    steps = (step_launches(QWEN3_30B_A3B, torch.bfloat16, 16, rows, 0, layers=layers) for layers in (1, 3))
+    one, three = ([launch.variant.kernel.__name__ for launch in step] for step in steps)
+    assert len(three) - len(one) == 2 * launches
+    assert three.count("_list_rows") == (3 if rows > 8 else 0)
 
 
 @pytest.mark.parametrize(("shape", "one_by_one"), [(0, False), (2, False), (0, True)])

@@ -4,6 +4,8 @@ The host never knows how many rows an expert has, so a step can be captured as a
 an entry, numbered row by row. Each expert's entries are listed in order; then programs go through the experts that have
 some, each over one tile of outputs, and read its weights once for BLOCK_M of its entries. There are as many places for
 experts as there could be experts with entries: a step of one row launches no programs for those it does not choose.
+So few entries that one tile holds them all are not listed, which spares a launch and a wait for what it wrote: each has
+programs of its own, and the first of an expert's entries takes the others along.
 A row's results are added in the order of its experts, best first. Tiles and order of sums are a weight's own, as in
 `triton_gemm.py`, so that a row's bits do not depend on who else chose its experts.
 """
@@ -12,6 +14,7 @@ A row's results are added in the order of its experts, best first. Tiles and ord
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +30,7 @@ from tidar_core.kernels.triton_layers import store_gated
 LISTED_TOGETHER = 1024  # entries that a program looks at together for those of its expert
 ADDED_TOGETHER = 1024  # numbers of a row
 WIDEST_TILE = 64  # outputs: the few experts of one row must fill the GPU
+STAGES = 6  # of 16-bit weights: an H100 prefers that for products of as many bytes, and two programs still fit it
 SMALLEST_SUM = tl.constexpr(LEAST_SUM)
 LOWEST = tl.constexpr(-3.4e38)  # of a score: what is below is chosen already
 
@@ -122,20 +126,33 @@ def _expert_here(counts, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr):
     return tl.sum(tl.where(here, e, 0), 0), tl.sum(tl.where(here, count, 0), 0)
 
 
+@triton.jit
+def _entry_here(experts, BLOCK: tl.constexpr):
+    """The expert of this program's entry, one of BLOCK at most; and 1 if it is the first of that expert's, else 0."""
+    here, i = tl.program_id(0), tl.arange(0, BLOCK)
+    expert = tl.load(experts + here)
+    before = tl.load(experts + i, mask=i < here, other=-1) == expert
+    return expert, 1 - tl.max(before.to(tl.int32), 0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _expert_linear(
-    x, weight, listed, counts, out, rows,
+    x, weight, experts, listed, counts, out, rows,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, OVERLAP: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the outputs of one expert's product, for all of its entries; grid (experts, output tiles).
+    """One tile of the outputs of one expert's product, for all of its entries; grid (experts, output tiles), or where
+    these are not LISTED (entries, output tiles), of at most BLOCK_M entries.
 
     weight [EXPERTS, N, K], out a row an entry. GATED: x is a row a row, and weight [gate; up], of which
     activation(gate) * up is written; else x is a row an entry.
     """
     wait_for_kernel_before(OVERLAP)
-    expert, count = _expert_here(counts, EXPERTS, BLOCK_EXPERTS)
+    if LISTED:
+        expert, count = _expert_here(counts, EXPERTS, BLOCK_EXPERTS)
+    else:
+        expert, count = _entry_here(experts, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     entries = rows * CHOSEN
     if GATED:
@@ -146,7 +163,10 @@ def _expert_linear(
     scales = (weight + EXPERTS * N * K).to(tl.pointer_type(tl.float32)) + expert * N
     for first in range(0, count, BLOCK_M):
         i = first + tl.arange(0, BLOCK_M)
-        entry = tl.load(listed + expert.to(tl.int64) * rows + i, mask=i < count, other=entries)
+        if LISTED:
+            entry = tl.load(listed + expert.to(tl.int64) * rows + i, mask=i < count, other=entries)
+        else:
+            entry = tl.where(tl.load(experts + i, mask=i < entries, other=-1) == expert, i, entries)
         m = entry // CHOSEN if GATED else entry
         total = product_part(
             x, own, scales, own, own, own, m, n, 0, x_rows, x_rows,
@@ -179,7 +199,8 @@ def _add_shares(
 def expert_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
     """The tiles for experts [experts, outs, ins], whole along K: it is their number that fills the GPU."""
     tiles = gemm_tiles(outs, ins, dtype)
-    return replace(tiles, outs=min(tiles.outs, WIDEST_TILE), splits=1, warps=4)
+    stages = STAGES if dtype.itemsize == 2 else tiles.stages
+    return replace(tiles, outs=min(tiles.outs, WIDEST_TILE), splits=1, warps=4, stages=stages)
 
 
 def mix_experts(
@@ -190,29 +211,37 @@ def mix_experts(
     out = torch.empty_like(x)
     if rows == 0:
         return out
-    listed = torch.empty(count, rows, dtype=torch.int32, device=x.device)
-    counts = torch.empty(count, dtype=torch.int32, device=x.device)
-    options = launch_options(x.device, rows, overlap)
+    experts, entries, options = routed.experts.contiguous(), rows * chosen, launch_options(x.device, rows, overlap)
+    few = entries <= min(expert_tiles(*weight.shape[1:], weight.dtype).rows for weight in (gate_up, down))
+    listed, counts = (experts, experts) if few else _listed(experts, count, options)
 
     def product(x: Tensor, weight: Tensor, *, gated: bool) -> Tensor:
         _, outs, ins = weight.shape
         tiles = expert_tiles(outs, ins, weight.dtype)
-        out = x.new_empty(rows * chosen, outs // 2 if gated else outs)
-        _expert_linear[(min(count, rows * chosen), triton.cdiv(outs, tiles.outs))](
-            x, weight, listed, counts, out, rows,
+        out = x.new_empty(entries, outs // 2 if gated else outs)
+        _expert_linear[(entries if few else min(count, entries), triton.cdiv(outs, tiles.outs))](
+            x, weight, experts, listed, counts, out, rows,
             N=outs, K=ins, EXPERTS=count, BLOCK_EXPERTS=triton.next_power_of_2(count), CHOSEN=chosen,
             BLOCK_M=tiles.rows, BLOCK_N=tiles.outs, BLOCK_K=tiles.ins, GATED=gated, GELU=activation == "gelu_tanh",
-            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **options,
+            LISTED=not few, num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **options,
         )  # fmt: skip
         return out
 
-    _list_rows[(count,)](
-        routed.experts.contiguous(), listed, counts, rows, CHOSEN=chosen, BLOCK=LISTED_TOGETHER, num_warps=4,
-        enable_fp_fusion=True, **options,
-    )  # fmt: skip
     results = product(product(x, gate_up, gated=True), down, gated=False)
     _add_shares[(rows, triton.cdiv(width, ADDED_TOGETHER))](
         results, routed.shares.contiguous(), out, WIDTH=width, CHOSEN=chosen, BLOCK=ADDED_TOGETHER, num_warps=4,
         enable_fp_fusion=True, **options,
     )  # fmt: skip
     return out
+
+
+def _listed(experts: Tensor, count: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The entries of each of `count` experts, and how many they are, as `_list_rows` has them."""
+    rows, chosen = experts.shape
+    listed = torch.empty(count, rows, dtype=torch.int32, device=experts.device)
+    counts = torch.empty(count, dtype=torch.int32, device=experts.device)
+    _list_rows[(count,)](
+        experts, listed, counts, rows, CHOSEN=chosen, BLOCK=LISTED_TOGETHER, num_warps=4, enable_fp_fusion=True,
+        **options,
+    )  # fmt: skip
+    return listed, counts
