@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.tidar_core.engines import prompts, tiny_engine
 from tests.tidar_core.loaded import load
@@ -18,7 +19,7 @@ from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
 from tidar_core.config import Architecture, ConfigError, Experts
 from tidar_core.kernels.cpu import cpu_ops
 from tidar_core.kernels.experts import LEAST_SUM, Routed, choose
-from tidar_core.kernels.reference import REFERENCE_OPS
+from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import BASE_ALONE, mlp
 from tidar_core.model.fingerprint import fingerprint
@@ -104,6 +105,16 @@ def test_what_becomes_of_a_row_does_not_depend_on_the_others(shared: Path, dtype
         expected = mlp(REFERENCE_OPS, config, plain, BASE_ALONE, x.float(), len(x))
         error = (together.float() - expected).norm() / expected.norm()
         assert error < (1e-5 if dtype is torch.float32 else 0.05)
+
+
+def test_packing_leaves_no_expert_behind_as_it_was(shared: Path) -> None:
+    _, weights = load(shared)
+    named = [(layer, name) for layer in weights.layers for name in ("qkv", "router", "gate_up", "down", "shared_down")]
+    before = [StorageWeakRef(getattr(layer, name).untyped_storage()) for layer, name in named]
+    packed = pack_model(weights, torch.clone, as_it_is, torch.clone)
+    assert all(memory.expired() for memory in before)
+    assert [getattr(layer, name).numel() for layer, name in named] == [0] * len(named)
+    assert all(layer.gate_up.dim() == 3 and layer.gate_up.numel() > 0 for layer in packed.layers)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])

@@ -225,5 +225,7 @@ def pack_adapter(
 def _taken(matrix: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
     packed = pack(matrix)
     if packed is not matrix:
-        matrix.data = matrix.new_empty(0)
+        for held in (matrix, matrix._base):  # what a view is one of has the memory as well
+            if held is not None:
+                held.data = held.new_empty(0)
     return packed
