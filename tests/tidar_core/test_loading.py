@@ -18,9 +18,9 @@ from tests.tidar_core.loaded import VARIANTS, assert_same_weights, load, referen
 from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
-from tidar_core.model import loading, sources
+from tidar_core.model import sources
 from tidar_core.model.configuration import load_config
-from tidar_core.model.fingerprint import fingerprint
+from tidar_core.model.fingerprint import _named_tensors, fingerprint
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
@@ -195,7 +195,7 @@ def test_fingerprint_reads_tensors_in_the_order_that_adapters_were_made_with(tmp
     """Else every adapter is told to be another base's, and no stream goes on at a replica of another version."""
     weights = load(tiny_checkpoint(tmp_path, "qwen3", layers=1, tied=False, bias=True))[1]
     layer = ["input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias", "post_norm", "gate_up", "down"]
-    read = [name for name, _ in loading._named_tensors(weights)]
+    read = [name for name, _ in _named_tensors(weights)]
     assert read == ["embedding", *(f"layers.0.{name}" for name in layer), "final_norm", "head"]
 
 
