@@ -203,6 +203,11 @@ def expert_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
     return replace(tiles, outs=min(tiles.outs, WIDEST_TILE), splits=1, warps=4, stages=stages)
 
 
+def _tiles_of(weight: Tensor) -> GemmTiles:
+    _, outs, ins = weight.shape
+    return expert_tiles(outs, ins, weight.dtype)
+
+
 def mix_experts(
     x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, activation: Activation, *, overlap: bool = True
 ) -> Tensor:
@@ -212,12 +217,11 @@ def mix_experts(
     if rows == 0:
         return out
     experts, entries, options = routed.experts.contiguous(), rows * chosen, launch_options(x.device, rows, overlap)
-    few = entries <= min(expert_tiles(*weight.shape[1:], weight.dtype).rows for weight in (gate_up, down))
+    few = entries <= min(_tiles_of(weight).rows for weight in (gate_up, down))
     listed, counts = (experts, experts) if few else _listed(experts, count, options)
 
     def product(x: Tensor, weight: Tensor, *, gated: bool) -> Tensor:
-        _, outs, ins = weight.shape
-        tiles = expert_tiles(outs, ins, weight.dtype)
+        (_, outs, ins), tiles = weight.shape, _tiles_of(weight)
         out = x.new_empty(entries, outs // 2 if gated else outs)
         _expert_linear[(entries if few else min(count, entries), triton.cdiv(outs, tiles.outs))](
             x, weight, experts, listed, counts, out, rows,
