@@ -29,7 +29,7 @@ class Routed:
 def choose(logits: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
     """The experts of each row, of equal ones the first. logits: fp32 [rows, experts and more], as the router's rows."""
     own = logits[:, : experts.count]
-    scores = own.sigmoid() if experts.scores == "sigmoid" else own.softmax(dim=-1)
+    scores = _sigmoid(own) if experts.scores == "sigmoid" else own.softmax(dim=-1)
     ranked = (scores if bias is None else scores + bias).sort(dim=-1, descending=True, stable=True).indices
     best = ranked[:, : experts.chosen]
     shares = scores.gather(1, best)
@@ -37,7 +37,13 @@ def choose(logits: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
         shares = shares / shares.sum(dim=-1, keepdim=True).clamp_min(LEAST_SUM)
     if experts.scale != 1:
         shares = shares * experts.scale
-    return Routed(best, shares, logits[:, experts.count, None].sigmoid() if experts.shared_gated else None)
+    return Routed(best, shares, _sigmoid(logits[:, experts.count, None]) if experts.shared_gated else None)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """By a softmax of two: torch's own sigmoid computes what is left over at the end of a thread's part in another way,
+    and so gives a number other bits among other rows."""
+    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(dim=-1)[..., 0]
 
 
 def mix_by_turns(
