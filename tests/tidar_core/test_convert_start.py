@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.tidar_core.documents import HEADER, document
-from tests.tidar_core.trained import SIMPLE, run_command
+from tests.tidar_core.trained import SIMPLE, run_command, tiny_base
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.convert import run
 from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.drafter import new_drafter, rank_of
 from tidar_core.convert.shards import Corpus, Document, open_store
 from tidar_core.model import adapter
 from tidar_core.model.adapter import shape_of
@@ -31,6 +32,13 @@ def stored_words(directory: Path, model: Path, *documents: Document) -> Path:
     header = HEADER.model_copy(update={"model": identity.name, "tokenizer": identity.tokenizer})
     open_store(directory, header).append(documents, [0], 1.0)
     return directory
+
+
+def test_an_expert_alone_has_the_rank_that_was_asked_for(tmp_path):
+    tiny = tiny_base(tmp_path, "qwen3_moe")
+    for projections in (("expert",), ("qkv", "expert")):
+        made = new_drafter(tiny.identity, tiny.base.weights.embedding, 4, projections, block_length=4, seed=0)
+        assert rank_of(made) == 4
 
 
 @pytest.mark.parametrize("mistake", ["seed", "tokenizer"])

@@ -149,8 +149,9 @@ def test_an_expert_of_the_drafters_own_may_be_of_any_rank(tmp_path: Path) -> Non
     assert all(comparison.different == 0 for comparison in compare_ways(ways))
 
 
-def test_the_drafters_expert_is_heard_by_mask_rows_alone(tmp_path: Path) -> None:
-    runner = tiny_engine(tmp_path, "qwen3_moe")._runner
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])  # the second's first layer has no experts
+def test_the_drafters_expert_is_heard_by_mask_rows_alone(tmp_path: Path, architecture: Architecture) -> None:
+    runner = tiny_engine(tmp_path, architecture)._runner
     assert runner.adapter is not None
     layer, extra = runner.weights.layers[0], runner.adapter.layers[0]
     x = torch.randn(9, runner.config.hidden_size)
@@ -177,6 +178,8 @@ def test_a_fingerprint_tells_experts_apart(shared: Path) -> None:
         ("olmoe", {"clip_qkv": 8.0}, "queries, keys and values that are clipped"),
         ("glm4_moe", {"n_group": 2}, "experts that are chosen by groups"),
         ("ernie4_5_moe", {"use_bias": True}, "experts with biases"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "says nothing valid of its experts"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "says nothing valid of its experts"),
     ],
 )
 def test_a_mixture_that_cannot_be_run_is_one_line(
@@ -187,6 +190,14 @@ def test_a_mixture_that_cannot_be_run_is_one_line(
     with pytest.raises(ConfigError, match=message) as error:
         load_config(find_model(str(path)))
     assert "\n" not in str(error.value)
+
+
+def test_layers_that_are_not_there_have_no_experts(tmp_path: Path) -> None:
+    path = tiny_checkpoint(tmp_path, "ernie4_5_moe", stated={"moe_layer_end_index": 1})
+    edit_json(path / "config.json", moe_layer_end_index=10**9)
+    experts = load_config(find_model(str(path))).experts
+    assert experts is not None
+    assert experts.layers == (1,)
 
 
 def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:

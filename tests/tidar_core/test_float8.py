@@ -17,6 +17,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import load_engine, start
+from tidar_core.model import float8
 from tidar_core.model.float8 import FLOAT8, packed, rounded, to_float8
 
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -47,6 +48,24 @@ def test_a_number_keeps_four_bits_of_itself(size, dtype, seed):
     assert torch.equal(memory.float(), values.float())
     behind = memory.view(torch.uint8).as_strided((4 * len(memory),), (1,), memory.numel())
     assert torch.equal(behind.view(torch.float32), scales)
+
+
+def test_experts_are_packed_as_matrices_are_and_one_by_one(monkeypatch):
+    weight = torch.randn(5, 8, 48, generator=torch.Generator().manual_seed(0))
+    memory, sizes = packed(weight), []
+
+    def noted(rows):
+        sizes.append(rows.numel())
+        return to_float8(rows)
+
+    monkeypatch.setattr(float8, "to_float8", noted)
+    again = packed(weight)
+    assert max(sizes) == 8 * 48
+    values, scales = to_float8(weight)
+    for found in (memory, again):
+        assert torch.equal(found.float(), values.float())
+        behind = found.view(torch.uint8).as_strided((4 * 5 * 8,), (1,), found.numel())
+        assert torch.equal(behind.view(torch.float32), scales.flatten())
 
 
 def test_an_engine_serves_the_rounded_model(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.drafter import rank_of
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
 from tidar_core.convert.trainer import TrainConfig
@@ -94,11 +95,10 @@ def write_folder(
     Raises ConfigError on a full disk.
     """
     names = [name for name, _ in named_tensors(weights)]
-    first = next(tensor for name, tensor in named_tensors(weights) if name.endswith(".B"))
     adapted = tuple(sorted({int(name.split(".")[1]) for name in names if name.endswith(".A")}))
     config = AdapterConfig(
         base=made.base,
-        rank=first.shape[1],
+        rank=rank_of(weights),
         projections=tuple(p for p in PROJECTIONS if any(f".{p}." in name for name in names)),
         layers=None if len(adapted) == made.base.layers else adapted,
         slot_head=0 if weights.slot_head is None else weights.slot_head.out.shape[1],

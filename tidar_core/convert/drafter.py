@@ -104,6 +104,10 @@ def fingerprint_of(weights: AdapterWeights) -> str:
     return digest.hexdigest()[:16]
 
 
+def rank_of(weights: AdapterWeights) -> int:
+    return next(tensor.shape[1] for name, tensor in named_tensors(weights) if name.endswith(".B"))
+
+
 def trainable(weights: AdapterWeights) -> AdapterWeights:
     """Leaves of their own, in fp32, that gather gradients."""
     return map_tensors(weights, lambda tensor: tensor.detach().float().clone().requires_grad_(True))

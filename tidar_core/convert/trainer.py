@@ -22,7 +22,7 @@ from tidar_core.convert.blocks import (
 )
 from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
-from tidar_core.convert.drafter import trainable
+from tidar_core.convert.drafter import rank_of, trainable
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
@@ -219,7 +219,7 @@ class _Training:
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
-        self.settings = asdict(origin) | {"rank": _rank(self.adapter)} | config.fixed()
+        self.settings = asdict(origin) | {"rank": rank_of(self.adapter)} | config.fixed()
         device = base.device.type
         self.rows_a_step = config.rows_a_step or ROWS_A_STEP.get(device, 1024)
         self.rows_a_pass = config.rows_a_pass or ROWS_A_PASS.get(device, 1024)
@@ -326,7 +326,3 @@ def learning_rate(config: TrainConfig, step: int, used: float) -> float:
 
 def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in names}
-
-
-def _rank(adapter: AdapterWeights) -> int:
-    return next(tensor.shape[0] for name, tensor in named_tensors(adapter) if name.endswith(".A"))

@@ -29,7 +29,7 @@ from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
-from tidar_core.model.float8 import FLOAT8, packed, rounded
+from tidar_core.model.float8 import FLOAT8, matrices, packed, rounded
 from tidar_core.model.loading import load_weights
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
@@ -180,7 +180,14 @@ def _in_8_bits(
 
 
 def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda weight: pack(rounded(weight))
+    """Rounds in place: what is packed is taken (`pack_model`)."""
+
+    def rounded_and_packed(weight: Tensor) -> Tensor:
+        for matrix in matrices(weight):
+            matrix.copy_(rounded(matrix))
+        return pack(weight)
+
+    return rounded_and_packed
 
 
 def _rounded(config: EngineConfig) -> RoundedDType | None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidar_core.config import ModelConfig
+from tidar_core.config import Experts, ModelConfig
 from tidar_core.kernels.ops import KVCache, Layers, Ops, QKNorm, Rotary, StepRows
 from tidar_core.kernels.reference import gate
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, OwnAttention
@@ -47,17 +47,24 @@ def run_layers(
 def mlp(
     ops: Ops, config: ModelConfig, layer: LayerWeights, extra: LayerAdapter, x: Tensor, first_mask_row: int
 ) -> Tensor:
-    """A layer's MLP, or its experts: x [rows, hidden] -> [rows, hidden]."""
+    """A layer's MLP, or its experts, and what the drafter has beside them: x [rows, hidden] -> [rows, hidden]."""
     if layer.router is None or config.experts is None:
         gate_up = ops.linear(x, layer.gate_up, layer.gate_up_bias, extra.gate_up, first_mask_row)
-        return ops.linear(ops.gate(gate_up, config.activation), layer.down, layer.down_bias, extra.down, first_mask_row)
-    routed = ops.route(x, layer.router, layer.expert_bias, config.experts)
+        gated = ops.gate(gate_up, config.activation)
+        made = ops.linear(gated, layer.down, layer.down_bias, extra.down, first_mask_row)
+    else:
+        made = _mixture(ops, config, config.experts, layer, layer.router, x)
+    if extra.expert is None or first_mask_row == len(x):
+        return made
+    # Of any rank, which not every device's `gate` takes.
+    own = gate(F.linear(x[first_mask_row:], extra.expert.a), config.activation)
+    drafted = made[first_mask_row:] + F.linear(own, extra.expert.b)
+    return torch.cat((made[:first_mask_row], drafted)) if first_mask_row else drafted
+
+
+def _mixture(ops: Ops, config: ModelConfig, experts: Experts, layer: LayerWeights, router: Tensor, x: Tensor) -> Tensor:
+    routed = ops.route(x, router, layer.expert_bias, experts)
     mixed = ops.mix_experts(x, routed, layer.gate_up, layer.down, config.activation)
-    if extra.expert is not None and first_mask_row < len(x):
-        # Of any rank, which not every device's `gate` takes.
-        own = gate(F.linear(x[first_mask_row:], extra.expert.a), config.activation)
-        drafted = mixed[first_mask_row:] + F.linear(own, extra.expert.b)
-        mixed = torch.cat((mixed[:first_mask_row], drafted)) if first_mask_row else drafted
     if layer.shared_gate_up is None or layer.shared_down is None:
         return mixed
     gate_up = ops.linear(x, layer.shared_gate_up, None, None, len(x))

@@ -4,6 +4,7 @@ Scales are powers of two, so that a rounded number is one that bfloat16 has as w
 a CPU keeps in 16 are the same numbers.
 """
 
+from collections.abc import Iterable
 from math import inf
 
 import torch
@@ -32,9 +33,22 @@ def rounded(rows: Tensor) -> Tensor:
     return (values.float() * scales[..., None]).to(rows.dtype)
 
 
+def matrices(weight: Tensor) -> Iterable[Tensor]:
+    """A matrix, or those of experts one by one: of all at once the numbers between would take several times their
+    memory."""
+    return (weight,) if weight.dim() == 2 else weight
+
+
 def packed(weight: Tensor) -> Tensor:
     """The 8-bit values [..., out, in] of a matrix or of experts; their fp32 scales [..., out] lie behind all of them in
     the same memory."""
-    values, scales = to_float8(weight)
-    memory = torch.cat((values.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()))
-    return memory[: values.numel()].view(FLOAT8).view(values.shape)
+    size, scale_bytes = weight.numel(), 4 * weight.shape[:-1].numel()
+    memory = torch.empty(size + scale_bytes, dtype=torch.uint8, device=weight.device)
+    kept, behind = memory[:size].view(FLOAT8).view(weight.shape), memory[size:].view(*weight.shape[:-2], -1)
+    for matrix, to, scales_to in zip(
+        matrices(weight), matrices(kept), behind.view(-1, 4 * weight.shape[-2]), strict=True
+    ):
+        values, scales = to_float8(matrix)
+        to.copy_(values)
+        scales_to.copy_(scales.view(torch.uint8))
+    return kept

@@ -91,6 +91,8 @@ def read_experts(config: PreTrainedConfig, architecture: Architecture, name: str
         experts = read(config)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise ConfigError(f"{name}: its config.json says nothing valid of its experts: download it again") from None
     check_experts(experts, name)
     return experts if experts.layers else None
 
@@ -141,8 +143,8 @@ def _glm(config: Any) -> Experts:
 def _ernie(config: Any) -> Experts:
     if config.use_bias:
         raise ConfigError("experts with biases (use_bias) are not supported")
-    first, last = config.moe_layer_start_index, config.moe_layer_end_index
-    layers = (layer for layer in range(first, last + 1) if (layer + 1) % config.moe_layer_interval == 0)
+    first, end = config.moe_layer_start_index, min(config.moe_layer_end_index + 1, config.num_hidden_layers)
+    layers = (layer for layer in range(first, end) if (layer + 1) % config.moe_layer_interval == 0)
     return Experts(
         config.moe_num_experts, config.moe_k, config.moe_intermediate_size, tuple(layers), biased=True,
         shared_inner=config.moe_intermediate_size * config.moe_num_shared_experts,

@@ -90,8 +90,8 @@ class LowRank:
 class LayerAdapter:
     """What the drafter adds to one layer on mask rows; None where it adds nothing to a projection.
 
-    expert: an MLP of the drafter's own beside a layer's experts, of which a is gate and up ([2 * rank, hidden]), b is
-    down ([hidden, rank]).
+    expert: an MLP of the drafter's own beside a layer's experts, or its MLP where it has none: a is gate and up
+    ([2 * rank, hidden]), b is down ([hidden, rank]).
     """
 
     qkv: LowRank | None = None
