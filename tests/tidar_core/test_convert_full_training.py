@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
+from tests.tidar_core.loaded import load
 from tests.tidar_core.trained import Killed, corpus_of, random_documents
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
@@ -73,6 +74,16 @@ def test_a_head_that_is_the_embedding_is_written_once(tiny):
     assert written == {name for name, _ in model.named_parameters()}
     assert "lm_head.weight" not in written
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("architecture", ["glm4_moe", "ernie4_5_moe"])
+def test_what_experts_are_chosen_by_is_written_as_it_was(tmp_path, architecture):
+    source = find_model(str(tiny_checkpoint(tmp_path / "model", architecture, vocab=511)))
+    tiny = Tiny(source, load_tokenizer(source), tmp_path)
+    tiny.train(1, learning_rate=1e-3)
+    before, after = (load(path)[1].layers[1].expert_bias for path in (source.directory, tiny.out))
+    assert before is not None
+    assert torch.equal(before, after)
 
 
 def test_starts_alone_do_not_end_a_training(tiny):

@@ -175,6 +175,9 @@ def write_model(
         # Not its state: that names a tied head beside the embedding, and in another dtype these are two tensors.
         named = zip(training.names, training.tensors, strict=True)
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
+        # By these experts are chosen: no gradient reaches them, and in some models they are no parameters.
+        state = training.model.state_dict().items()
+        weights |= {name: tensor for name, tensor in state if name.endswith("e_score_correction_bias")}
         training.model.save_pretrained(part, state_dict=weights)
         state_dtype(part / "config.json", "bfloat16")
         tokenizer.save_pretrained(part)
