@@ -23,7 +23,6 @@ from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
-from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.weights import named_tensors
 
 SIZE = 3
@@ -84,7 +83,7 @@ def train(
         run.drafters.append([tensor.clone() for _, tensor in named_tensors(adapter)])
         run.bests.append(best)
 
-    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
+    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, tiny.identity.projections, config.block, 0)
     learnt, held = corpus.split()
     longest = tiny.base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)

@@ -16,7 +16,6 @@ from tidar_core.convert.own_words import Gathered, Goal
 from tidar_core.convert.screen import Rate, TerminalScreen, time_left
 from tidar_core.convert.speed import measure_peak, work_per_row
 from tidar_core.convert.trainer import StepReport
-from tidar_core.model.adapter_config import PROJECTIONS
 
 
 def test_a_rate_forgets_what_is_long_ago(monkeypatch):
@@ -86,7 +85,7 @@ def test_all_stages_are_shown(terminal):
 
 def test_work_is_counted_from_the_shapes(tmp_path):
     tiny = tiny_base(tmp_path)
-    drafter = new_drafter(tiny.identity, tiny.base.weights.embedding, 4, PROJECTIONS, 4, 0)
+    drafter = new_drafter(tiny.identity, tiny.base.weights.embedding, 4, tiny.identity.projections, 4, 0)
     work = work_per_row(tiny.base, drafter, 512)
     trunk = 2 * (96 * (96 + 64) + 96 * 96 + 96 * 320 + 160 * 96)
     assert work.clean == 2 * trunk

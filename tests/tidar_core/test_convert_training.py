@@ -22,7 +22,6 @@ from tidar_core.convert.losses import LossConfig
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
-from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.weights import named_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -205,7 +204,7 @@ def test_training_ends_where_nothing_is_gained(tiny, corpus, tmp_path):
 
 def test_a_rank_that_does_not_fit_is_one_line(tiny):
     with pytest.raises(ConfigError, match=r"rank 49 does not fit .* choose 1 to 48"):
-        new_drafter(tiny.identity, tiny.base.weights.embedding, 49, PROJECTIONS, 4, 0)
+        new_drafter(tiny.identity, tiny.base.weights.embedding, 49, tiny.identity.projections, 4, 0)
 
 
 def test_a_new_drafter_adapts_what_was_asked_for_and_changes_nothing_yet(tiny):

@@ -23,7 +23,7 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.layout import WithinBlock
 from tidar_core.model.adapter import identify_base, load_adapter
-from tidar_core.model.adapter_config import PROJECTIONS, BaseIdentity
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
@@ -115,7 +115,7 @@ def train(
     **watch,
 ) -> tuple[list[StepReport], Progress]:
     """Trains a new drafter of the tiny base, or goes on with one in `directory`; what each step reported, the end."""
-    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, PROJECTIONS, config.block, 0)
+    start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, tiny.identity.projections, config.block, 0)
     start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
     learnt, held = corpus.split()
     longest = tiny.base.config.max_positions

@@ -29,7 +29,6 @@ from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, t
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.model.adapter import identify_base
-from tidar_core.model.adapter_config import PROJECTIONS
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import run_layers
 from tidar_core.model.loading import load_weights
@@ -111,7 +110,7 @@ def main() -> None:
     weights = load_weights(source, config, torch.bfloat16, "cpu")
     base = frozen_base(config, weights)
     identity = identify_base(source.name, config, weights, load_tokenizer(source))
-    start = new_drafter(identity, weights.embedding, 32, PROJECTIONS, BLOCK, 0)
+    start = new_drafter(identity, weights.embedding, 32, identity.projections, BLOCK, 0)
     anchors = anchor_counts(corpus, range(len(corpus)), BLOCK, config.max_positions)
     sampler = Sampler(corpus.document, anchors, config.max_positions, 0)
     plain = PlainLoop(base, start, corpus, sampler)
