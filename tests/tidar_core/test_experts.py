@@ -73,6 +73,7 @@ def test_a_row_is_routed_alike_whatever_the_threads_are_given() -> None:
     """521 rows of 128 scores are no whole number of vectors for each of three threads."""
     experts = Experts(128, 128, 16, (0,), scores="sigmoid", renormalised=False)
     logits = 2 * torch.randn(521, 128, generator=torch.Generator().manual_seed(0))
+    logits[0, :2] = torch.tensor([torch.inf, -torch.inf])
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -81,6 +82,8 @@ def test_a_row_is_routed_alike_whatever_the_threads_are_given() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together.shares, torch.cat([routed.shares for routed in alone]))
+    assert together.shares[0, 0] == 1
+    assert together.shares[0, -1] == 0
 
 
 def defined_mix(x: torch.Tensor, routed: Routed, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

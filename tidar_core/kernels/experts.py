@@ -14,6 +14,7 @@ from torch import Tensor
 from tidar_core.config import Activation, Experts
 
 LEAST_SUM = 1e-20  # of scores that shares are divided by
+SURE = 100.0  # whose sigmoid is 1, as that of all above it
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ def choose(logits: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
 def _sigmoid(logits: Tensor) -> Tensor:
     """By a softmax of two: torch's own sigmoid computes what is left over at the end of a thread's part in another way,
     and so gives a number other bits among other rows."""
-    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(dim=-1)[..., 0]
+    finite = logits.clamp_max(SURE)
+    return torch.stack((finite, torch.zeros_like(finite)), dim=-1).softmax(dim=-1)[..., 0]
 
 
 def mix_by_turns(
