@@ -24,7 +24,7 @@ from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import identify_base
-from tidar_core.model.adapter_config import PROJECTIONS, BaseIdentity
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
@@ -76,7 +76,7 @@ def measure_training(
     """Trains a new drafter for so many steps, and a few more to look where the time goes."""
     corpus, limit = random_corpus(base.config.vocab_size), base.config.max_positions
     embedding = base.weights.embedding
-    start = new_drafter(identity, embedding, rank, PROJECTIONS, config.block, 0)
+    start = new_drafter(identity, embedding, rank, identity.projections, config.block, 0)
     start = with_slot_head(start, embedding, config.slot_head, 0)
     some, held = corpus.split()
     sampler = Sampler(corpus.document, anchor_counts(corpus, some.tolist(), config.block, limit), limit, 0)
