@@ -134,8 +134,10 @@ def test_packing_leaves_no_expert_behind_as_it_was(shared: Path) -> None:
     assert all(layer.gate_up.dim() == 3 and layer.gate_up.numel() > 0 for layer in packed.layers)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "glm4_moe"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "float8"])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("qwen3_moe", "bfloat16"), ("glm4_moe", "int8"), ("qwen3_moe", "int4"), ("glm4_moe", "float8")],
+)
 def test_drafts_change_no_token_whatever_experts_are_kept_in(
     tmp_path: Path, architecture: Architecture, dtype: str
 ) -> None:
