@@ -14,11 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.tidar_core.engines import prompts, tiny_engine
 from tests.tidar_core.loaded import load
 from tests.tidar_core.ways import decode_ways
-from tests.tiny import edit_json, tiny_checkpoint
+from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint
 from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
-from tidar_core.config import Architecture, ConfigError, Experts
+from tidar_core.config import Architecture, ConfigError, EngineConfig, Experts
+from tidar_core.engine import load_engine
 from tidar_core.kernels.cpu import cpu_ops
 from tidar_core.kernels.experts import LEAST_SUM, Routed, choose
+from tidar_core.kernels.ops import rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import BASE_ALONE, mlp
@@ -163,6 +165,18 @@ def test_the_drafters_expert_is_heard_by_mask_rows_alone(tmp_path: Path, archite
     with_it, without = (mlp(runner.ops, runner.config, layer, each, x, 6) for each in (extra, BASE_ALONE))
     assert torch.equal(with_it[:6], without[:6])
     assert not torch.isclose(with_it[6:], without[6:]).all(dim=1).any()
+
+
+def test_the_drafters_expert_is_heard_where_no_layer_has_experts(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "qwen3_moe", stated={"mlp_only_layers": [0, 1]})
+    adapter = tiny_adapter(tmp_path / "adapter", model, rank=16)
+    runner = load_engine(EngineConfig(str(model), str(adapter), "float32", "cpu"))._runner
+    assert runner.config.experts is None
+    assert runner.adapter is not None
+    assert runner.ops.bind_layers is not None
+    rotary = rotary_tables(runner.config, runner.device)
+    assert runner.ops.bind_layers(runner.weights, runner.adapter, rotary) is None
+    assert runner.ops.bind_layers(runner.weights, None, rotary) is not None
 
 
 def test_a_fingerprint_tells_experts_apart(shared: Path) -> None:

@@ -9,7 +9,15 @@ from torch import Tensor
 from tidar_core.config import Activation, ModelConfig
 from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows, layer_windows
 from tidar_core.model.decoder import BASE_ALONE
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
+from tidar_core.model.weights import (
+    AdapterWeights,
+    LayerAdapter,
+    LayerWeights,
+    LowRank,
+    ModelWeights,
+    has_experts,
+    norms_before,
+)
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int32
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as `cpu_kernels.cpp` counts them
@@ -49,7 +57,12 @@ def bind_layers(
     run.argtypes, run.restype = [ctypes.POINTER(_Pass), pointer], None
     extras = (BASE_ALONE,) * config.layers if adapter is None else adapter.layers
     own_attention = adapter is not None and adapter.attention is not None
-    if config.experts or own_attention or norms_before(weights) is None or not all(_packed(extra) for extra in extras):
+    if (
+        has_experts(weights, extras)
+        or own_attention
+        or norms_before(weights) is None
+        or not all(_packed(extra) for extra in extras)
+    ):
         return None
     pairs = zip(weights.layers, extras, strict=True)
     windows = layer_windows(config) or (0,) * config.layers

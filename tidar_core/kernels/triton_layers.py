@@ -34,7 +34,15 @@ from tidar_core.kernels.triton_gemm import (
 from tidar_core.kernels.triton_launch import read_ahead
 from tidar_core.kernels.triton_rows import activate, add_norm, rotate_and_store
 from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm, own_attention
-from tidar_core.model.weights import AdapterWeights, LayerAdapter, LayerWeights, LowRank, ModelWeights, norms_before
+from tidar_core.model.weights import (
+    AdapterWeights,
+    LayerAdapter,
+    LayerWeights,
+    LowRank,
+    ModelWeights,
+    has_experts,
+    norms_before,
+)
 
 
 @triton.jit
@@ -300,7 +308,7 @@ def bind_layers(
     extras = (BASE_ALONE,) * len(weights.layers) if adapter is None else adapter.layers
     pairs = [pair for extra in extras for pair in (extra.qkv, extra.o, extra.gate_up, extra.down) if pair is not None]
     norms, wide = norms_before(weights), any(pair.a.shape[0] > WIDEST_RANK for pair in pairs)
-    if norms is None or wide or config.experts is not None or config.activation != "silu":
+    if norms is None or wide or has_experts(weights, extras) or config.activation != "silu":
         return None
     eps = config.norm_eps
     next_norms = (*(before for before, _ in norms[1:]), weights.final_norm)

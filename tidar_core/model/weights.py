@@ -1,6 +1,6 @@
 """Weights as the decoder reads them: projections fused, one tensor a matrix product."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -170,6 +170,11 @@ def _map_layers(adapter: AdapterWeights, change: Callable[[Tensor], Tensor]) -> 
     return tuple(
         LayerAdapter(*(changed(getattr(layer, field.name)) for field in fields(layer))) for layer in adapter.layers
     )
+
+
+def has_experts(weights: ModelWeights, extras: Iterable[LayerAdapter]) -> bool:
+    """Whether a layer has experts, or the drafter one of its own, which a mixture's may where no layer has any."""
+    return any(layer.router is not None for layer in weights.layers) or any(extra.expert for extra in extras)
 
 
 def widened(weights: ModelWeights, dtype: torch.dtype = torch.float32) -> ModelWeights:
