@@ -111,7 +111,7 @@ class ServeOptions(BaseModel):
     threads: Count = 0
     max_model_len: Count = 0
     generation_config: GenerationConfig = "auto"
-    max_ongoing: Annotated[int, Field(ge=1)] = 256
+    max_ongoing: Annotated[int, Field(ge=1)] = 1024
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
     ingresses: Annotated[int, Field(ge=1)] = 1
     chunk_rate: Count = 0

@@ -25,6 +25,7 @@ class Timing:
     """When things happened to one request: seconds on one monotonic clock."""
 
     started: float
+    prompt: int = 0  # tokens
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0
@@ -53,6 +54,10 @@ class ReplicaMetrics:
         self._cache = gauge("vllm:kv_cache_usage_perc", "K/V pages in use; 1 is all of them.")
         self._pages = gauge("tidar:kv_pages", "K/V pages in all.")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens received.").labels(*labels)
+        self._looked_up = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens of requests that began to run, each once."
+        ).labels(*labels)
+        self._found = counter("vllm:prefix_cache_hits", "Those of them whose K/V were cached.").labels(*labels)
         self._generated = counter("vllm:generation_tokens", "Tokens emitted.").labels(*labels)
         self._drafts = counter("vllm:spec_decode_num_drafts", "Steps that verified drafts.").labels(*labels)
         self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Drafts verified.").labels(*labels)
@@ -81,9 +86,9 @@ class ReplicaMetrics:
         )
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS)
 
-    def arrived(self, prompt_tokens: int, timing: Timing) -> None:
+    def arrived(self, timing: Timing) -> None:
         if not timing.again:
-            self._prompt.inc(prompt_tokens)
+            self._prompt.inc(timing.prompt)
 
     def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:
         """Count what one step brought one request; the answer's end is `ended`'s."""
@@ -103,6 +108,9 @@ class ReplicaMetrics:
         self._verify_rows.inc(trace.verify_rows)
         self._mask_rows.inc(trace.mask_rows)
         if trace.step == 0:
+            if not timing.again:
+                self._looked_up.inc(timing.prompt)
+                self._found.inc(trace.cached)
             return
         self._steps.inc()
         self._stepped.inc(len(output.tokens))

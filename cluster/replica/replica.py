@@ -173,10 +173,10 @@ class EngineReplica:
             return
         self._silences[address.ingress] = 0
         box = self._mailboxes.setdefault(address, Mailbox())
-        timing = Timing(time.monotonic(), again=way.counted, resumed=bool(request.emitted))
+        timing = Timing(time.monotonic(), len(request.prompt), again=way.counted, resumed=bool(request.emitted))
         subscriber = Subscriber(timing, box)
         self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
-        self._metrics.arrived(len(request.prompt), timing)
+        self._metrics.arrived(timing)
         self._thread.submit(request)
         try:
             yield Accepted(self._replica, self._kind)

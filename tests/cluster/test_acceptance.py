@@ -7,7 +7,7 @@ from cluster.wire.acceptance import Acceptance, answer_metrics
 from tidar_core.request import StepOutput, StepTrace
 
 
-def step(number: int, drafted: int, accepted: int) -> StepOutput:
+def step(number: int, drafted: int, accepted: int, cached: int = 0) -> StepOutput:
     """A step that verified `drafted` drafts, of which `accepted` held; the model added one token."""
     trace = StepTrace(
         step=number,
@@ -20,6 +20,7 @@ def step(number: int, drafted: int, accepted: int) -> StepOutput:
         used=None,
         verify_rows=drafted + 1,
         mask_rows=4,
+        cached=cached,
     )
     return StepOutput("r", tuple(range(accepted + 1)), trace)
 

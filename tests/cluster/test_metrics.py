@@ -17,10 +17,10 @@ from tidar_core.request import FinishReason
 
 def counted(replica: str) -> ReplicaMetrics:
     metrics = ReplicaMetrics("tiny", replica, block_length=4)
-    timing = Timing(started=10.0)
-    metrics.arrived(5, timing)
+    timing = Timing(started=10.0, prompt=5)
+    metrics.arrived(timing)
     for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
-        output = step(number, drafted, accepted)
+        output = step(number, drafted, accepted, cached=4 if number == 0 else 0)
         metrics.passed([output])
         metrics.stepped(output, timing, now=10.5 + number)
     metrics.ended(FinishReason.LENGTH, timing, now=14.0)
@@ -44,6 +44,8 @@ def test_names_and_values_are_vllms() -> None:
         ("vllm:num_requests_waiting", ""): 1,
         ("vllm:kv_cache_usage_perc", ""): 0.25,
         ("vllm:prompt_tokens_total", ""): 5,
+        ("vllm:prefix_cache_queries_total", ""): 5,
+        ("vllm:prefix_cache_hits_total", ""): 4,
         ("vllm:generation_tokens_total", ""): 7,
         ("vllm:spec_decode_num_drafts_total", ""): 3,
         ("vllm:spec_decode_num_draft_tokens_total", ""): 7,
@@ -131,12 +133,14 @@ def test_a_page_of_nobody_is_empty() -> None:
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_second_first_token(resumed: bool) -> None:
     metrics = ReplicaMetrics("tiny", "r1", block_length=4)
-    timing = Timing(started=10.0, again=True, resumed=resumed)
-    metrics.arrived(5, timing)
-    metrics.stepped(step(0, 0, 0), timing, now=10.5)
+    timing = Timing(started=10.0, prompt=5, again=True, resumed=resumed)
+    metrics.arrived(timing)
+    metrics.stepped(step(0, 0, 0, cached=4), timing, now=10.5)
     metrics.stepped(step(1, 0, 0), timing, now=11.0)
     page = render([metrics.collect(EngineStats(0, 0, 0, 12))]).decode()
     assert 'vllm:prompt_tokens_total{engine="r1",model_name="tiny"} 0.0' in page
+    assert 'vllm:prefix_cache_queries_total{engine="r1",model_name="tiny"} 0.0' in page
+    assert 'vllm:prefix_cache_hits_total{engine="r1",model_name="tiny"} 0.0' in page
     told = 0.0 if resumed else 1.0
     assert f'vllm:time_to_first_token_seconds_count{{engine="r1",model_name="tiny"}} {told}' in page
     assert 'vllm:inter_token_latency_seconds_count{engine="r1",model_name="tiny"} 1.0' in page

@@ -192,7 +192,13 @@ def test_prompts_of_a_list_are_choices_of_their_own(client: openai.OpenAI) -> No
     assert texts == expected
 
 
-def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI) -> None:
+def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI, server: Server) -> None:
+    def counted(name: str) -> float:
+        page = httpx.get(f"{server.url}/metrics").text
+        return sum(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}_total{{"))
+
+    names = ("prefix_cache_queries", "prefix_cache_hits")
+    before = [counted(name) for name in names]
     prompt = list(range(100, 180))
 
     def cached(salt: str) -> int:
@@ -203,6 +209,7 @@ def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI) ->
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
     assert [cached(salt) for salt in ("one", "one", "two", "two")] == [0, 64, 0, 64]
+    assert [counted(name) - old for name, old in zip(names, before, strict=True)] == [4 * 80, 2 * 64]
 
 
 def test_choices_have_noise_of_their_own_and_the_first_is_the_single_answer(client: openai.OpenAI) -> None:
