@@ -48,10 +48,12 @@ def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
     assert kept == [["no GPU"], ["no GPU", "too slow"], ["no GPU", "too slow", "works"]]
 
 
-def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_where(tmp_path):
-    model = str(tiny_checkpoint(tmp_path / "tiny", max_positions=4096))
-    (phase,) = (phase for phase in phases(model) if "--peer" in phase.command)
-    little = ("--rounds", "1", "--prompts", "1", "--max-tokens", "8", str(tmp_path / "no environments"))
+def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_where(tmp_path, monkeypatch):
+    """By paths from where it is called, though the engines are started elsewhere."""
+    tiny_checkpoint(tmp_path / "tiny", max_positions=4096)
+    monkeypatch.chdir(tmp_path)
+    (phase,) = (phase for phase in phases("tiny") if "--peer" in phase.command)
+    little = ("--rounds", "1", "--prompts", "1", "--max-tokens", "8", "no environments")
     chosen = replace(phase, command=(*phase.command, *little))
     record = run_gpu_bench([chosen], 10.0, lambda line: None, lambda found: None)["phases"][phase.name]
     assert "error" not in record, record
