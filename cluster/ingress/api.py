@@ -158,8 +158,9 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
                 if body.tools:
                     tool_format(card.tokenizer)
                 text = render_chat(
-                    card, body.messages, body.add_generation_prompt, body.tools or (), body.chat_template_kwargs
-                )
+                    card, body.messages, body.add_generation_prompt, body.tools or (), body.chat_template_kwargs,
+                    goes_on=body.continue_final_message,
+                )  # fmt: skip
                 special = False
             assert text is not None  # the body has one of the two
             if body.add_special_tokens is not None:

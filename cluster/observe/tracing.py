@@ -19,7 +19,7 @@ from opentelemetry.trace import NoOpTracerProvider, StatusCode, Tracer, TracerPr
 from tidar_core.config import ConfigError
 
 FLUSH_SECONDS = 2.0
-UNTRACED = "health,metrics"  # asked for every few seconds
+UNTRACED = r"^[^/]*//[^/]*/(health|metrics)(\?|$)"  # asked for every few seconds
 
 
 def check_traces(collector: str | None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ SHORT_WAYS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+# A line a request and a call, in files that nobody cuts.
+QUIET = {"enable_access_log": False}
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
@@ -121,11 +124,14 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         board = put_up_board()
         proxies = start_serve(options.host, options.port, interrupts)
         api = app.application(options.serve, page=options.playground)
-        targets = [serve.RunTarget(api, name=API, route_prefix="/")]
+        targets = [serve.RunTarget(api, name=API, route_prefix="/", logging_config=QUIET)]
         if options.playground:
             from playground.app import build as build_playground
 
-            targets.append(serve.RunTarget(build_playground({}), name=PAGE_APPLICATION, route_prefix="/playground"))
+            page = build_playground({})
+            targets.append(
+                serve.RunTarget(page, name=PAGE_APPLICATION, route_prefix="/playground", logging_config=QUIET)
+            )
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
         proxies.result()
         base = f"http://{reachable(options.host)}:{options.port}"
@@ -167,9 +173,9 @@ def start_proxies(host: str, port: int) -> None:
         serve.start(proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=host, port=port))
     except (RayError, RuntimeError, TimeoutError) as error:
         check_port(host, port)  # somebody may have been quicker
-        raise ConfigError(
-            f"Ray Serve's proxy does not start ({last_line(str(error))}): try again, with less going on beside it"
-        ) from error
+        late = isinstance(error, TimeoutError) or re.search("time(d |-)?out", str(error), re.IGNORECASE)
+        mend = ": try again, with less going on beside it" if late else ""
+        raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error
 
 
 def check_resources(options: ServeOptions) -> None:

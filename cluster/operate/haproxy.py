@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,6 +28,10 @@ LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 # Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
 # many between the choice here and HAProxy's start.
 PORTS = range(20000, 30000)
+# Connections that Serve allows HAProxy, which wants two files for each, for every fourth a pipe's two as well, and some
+# more.
+MOST_CONNECTIONS, FEWEST_CONNECTIONS = 4096, 128
+FILES_A_CONNECTION, FURTHER_FILES = 2.5, 200
 # HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
 LONGEST_DIRECTORY = 12
 # Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template. A plain
@@ -59,22 +63,28 @@ AWAY = ApiError(503, "The server is starting or stopping. Try again.", code="not
 @contextmanager
 def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
     """What Serve's processes read of their environment for HAProxy on `host`, with files and ports of its own, so that
-    several may run on one machine; nothing where none runs on this system or for this host, or where `ASKED` is 0.
-    Raises ConfigError where it is 1 and none runs."""
+    several may run on one machine; nothing where none runs on this system or for this host, where its sockets find no
+    place, or where `ASKED` is 0. Raises ConfigError where it is 1 and none runs, and where too few files may be
+    open."""
     asked = os.environ.get(ASKED)
-    if asked not in (None, "1"):
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="tidar-", dir=where_sockets_fit()) as directory:
+    with ExitStack() as stack:
+        directory = start = None
+        if asked in (None, "1") and host in LOCAL_HOSTS:
+            with suppress(OSError):  # nothing may be written there
+                made = tempfile.TemporaryDirectory(prefix="tidar-", dir=where_sockets_fit())
+                directory = stack.enter_context(made)
         metrics, stats, fallback, fallback_grpc = free_ports(4)
-        start = write_start(directory, metrics, stats)
-        if start is None or host not in LOCAL_HOSTS:
-            if asked:
-                raise ConfigError(f"{ASKED}=1 needs Linux and the host {' or '.join(LOCAL_HOSTS)}: unset it")
+        if directory is not None:
+            start = write_start(directory, metrics, stats)
+        if directory is None or start is None:
+            if asked == "1":
+                needs = f"Linux, the host {' or '.join(LOCAL_HOSTS)} and a place for files in {where_sockets_fit()}"
+                raise ConfigError(f"{ASKED}=1 needs {needs}: unset it")
             yield {}
             return
         settings = {
             ASKED: "1",
+            "RAY_SERVE_HAPROXY_MAXCONN": str(connections()),
             "RAY_SERVE_HAPROXY_BINARY_PATH": start,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
@@ -108,6 +118,19 @@ def end_what_is_left(directory: str) -> None:
         with suppress(psutil.Error):
             if any(word.startswith(f"{directory}/") for word in process.cmdline()):
                 process.kill()
+
+
+def connections() -> int:
+    """How many HAProxy may have open at once by the hard limit on files. Raises ConfigError where they are too few."""
+    import resource  # not on every system, but wherever HAProxy runs
+
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    fit = min(MOST_CONNECTIONS, int((files - FURTHER_FILES) / FILES_A_CONNECTION))
+    if fit < FEWEST_CONNECTIONS:
+        raise ConfigError(f"only {files} files may be open at once: raise `ulimit -Hn` (LimitNOFILE) to 1024 or more")
+    return fit
 
 
 def where_sockets_fit() -> str:

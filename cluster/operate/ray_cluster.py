@@ -20,6 +20,10 @@ from tidar_core.config import ConfigError
 
 # Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
 OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
+OWN_PROCESSES = {
+    "grpc_proxy": "",  # what is said between processes would go through an http_proxy that stands in the environment
+    "PYTHONUTF8": "1",  # Serve writes HAProxy's settings in the locale's encoding, with letters that not all have
+}
 
 Say = Callable[[str], None]
 
@@ -51,7 +55,7 @@ def ray_cluster(
     address: str | None, say: Say, interrupts: Interrupts, settings: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[None]:
     """Ray, joined at `address` or started here; one that was started here ends with this, and its processes read
-    `settings` where the environment does not say otherwise."""
+    `OWN_PROCESSES` and `settings` where the environment does not say otherwise."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     # Its errors here are of this process' handles alone, whose event loop is over once all is ready: what happens to
     # the applications is asked for and told in our own words.
@@ -65,16 +69,17 @@ def ray_cluster(
         try:
             if address is None:
                 keep_strangers_out()
-                for name, value in settings.items():
+                for name, value in (OWN_PROCESSES | dict(settings)).items():
                     os.environ.setdefault(name, value)
                 # A node whose start is broken off may leave its agents behind, for up to a minute.
                 with spare_ray(), interrupts.put_off():
                     ray.init(address="local", **common, **OWN_RAY)
             else:
                 ray.init(address=address, **common)
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except Exception as error:  # of a node that is late Ray says so by no narrower class
             where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
-            raise ConfigError(f"{where}: {first_line(error)}") from error
+            shorter = "; set RAY_TMPDIR to a shorter path" if "AF_UNIX" in str(error) else ""
+            raise ConfigError(f"{where}: {first_line(error)}{shorter}") from error
         interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
         interrupts.check()
         yield

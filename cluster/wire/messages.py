@@ -82,7 +82,7 @@ class Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(check_content, json_schema_input_type=Content)] = None
     refusal: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")

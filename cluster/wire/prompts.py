@@ -70,9 +70,11 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Tool] = (),
     arguments: Mapping[str, JsonValue] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> str:
-    """The messages in the model's own chat template, which may take further arguments. Raises ApiError (400) where
-    there is none or it refuses."""
+    """The messages in the model's own chat template, which may take further arguments. goes_on: the last message is
+    left open. Raises ApiError (400) where there is none or it refuses."""
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
     if any(message.is_of_tools for message in messages):
@@ -87,7 +89,8 @@ def render_chat(
             [message.for_template() for message in messages],
             tools=[tool.for_template() for tool in tools] or None,
             tokenize=False,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=add_generation_prompt and not goes_on,
+            continue_final_message=goes_on,
             **further,
         )
     except RecursionError as error:
@@ -112,7 +115,10 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
     """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
-    text = render_chat(card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs)
+    text = render_chat(
+        card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs,
+        goes_on=body.continue_final_message,
+    )  # fmt: skip
     prompt = encode(backend, text, body.add_special_tokens)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")

@@ -28,7 +28,7 @@ from tidar_core.request import MAX_LOGPROBS, DraftMode
 MAX_STOP = 16
 MAX_PROMPTS = 256
 MAX_STOP_IDS = 128
-MAX_CHOICES = 16
+MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TEMPLATE_ARGUMENTS = 32
 MAX_KEYS = 16  # of an object whose keys are all known
@@ -282,6 +282,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateArguments | None = None
     logprobs: bool | None = None
@@ -292,6 +293,11 @@ class ChatBody(Body):
     def top_needs_logprobs(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs is only allowed where logprobs is true", "top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def can_go_on(self) -> "ChatBody":
+        check_continuation(self)
         return self
 
     @model_validator(mode="after")
@@ -334,6 +340,7 @@ class TokenizeBody(BaseModel):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool = False
 
@@ -341,7 +348,19 @@ class TokenizeBody(BaseModel):
     def one_of(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either `prompt` or `messages`")
+        check_continuation(self)
         return self
+
+
+def check_continuation(body: ChatBody | TokenizeBody) -> None:
+    """Raise FieldError where the last message shall be gone on with and cannot be."""
+    if not body.continue_final_message:
+        return
+    name, last = "continue_final_message", body.messages[-1] if body.messages else None
+    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        raise FieldError(f"{name} goes on with the last message: set add_generation_prompt to false", name)
+    if last is None or last.role != "assistant" or not last.content or last.tool_calls:
+        raise FieldError(f"{name} needs a last message of the assistant, with text and without tool_calls", name)
 
 
 class DetokenizeBody(BaseModel):

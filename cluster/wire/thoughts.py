@@ -40,8 +40,9 @@ class Thinking:
         return ThoughtParser(self)
 
 
-def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> Thinking | None:
-    """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already."""
+def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None = None) -> Thinking | None:
+    """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already. said:
+    what of the answer stands in the prompt, where it goes on from there."""
     template = tokenizer.chat_template
     for begin, end in _TAGS:
         if not isinstance(template, str) or end not in template:
@@ -49,8 +50,10 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> Thinking | No
         added = {token.content: (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
         if any(tag in added and added[tag][1].special for tag in (begin, end)):
             continue  # special tokens are no text, in which they could be found
-        said = prompt.rstrip()
-        return None if said.endswith(end) else Thinking(begin, end, added.get(end, (None,))[0], said.endswith(begin))
+        before, end_id = prompt.rstrip(), added.get(end, (None,))[0]
+        if said is not None:
+            return Thinking(begin, end, end_id, begun=True) if said.rfind(begin) > said.rfind(end) else None
+        return None if before.endswith(end) else Thinking(begin, end, end_id, before.endswith(begin))
     return None
 
 

@@ -1,6 +1,7 @@
 """HAProxy before Serve and two ingresses: what Serve is told of it, what it opens, what comes of it where they die."""
 
 import json
+import resource
 import signal
 import subprocess
 import threading
@@ -80,6 +81,27 @@ def test_none_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
     with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1"):
+        pass
+
+
+def test_none_where_its_sockets_find_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.operate.haproxy.where_sockets_fit", lambda: str(tmp_path / "gone"))
+    with haproxy_settings("127.0.0.1") as settings:
+        assert settings == {}
+    monkeypatch.setenv(ASKED, "1")
+    with pytest.raises(ConfigError, match=f"a place for files in {tmp_path}"), haproxy_settings("127.0.0.1"):
+        pass
+
+
+@pytest.mark.parametrize(("files", "connections"), [(1024, 329), (4096, 1558), (65536, 4096), (-1, 4096)])
+def test_it_is_allowed_what_fits_the_limit_on_files(
+    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files))
+    with haproxy_settings("127.0.0.1") as settings:
+        assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
+    with pytest.raises(ConfigError, match="only 256 files may be open"), haproxy_settings("127.0.0.1"):
         pass
 
 

@@ -12,8 +12,8 @@ from cluster.card import ModelCard, prepare
 from cluster.errors import ApiError
 from cluster.wire.prompts import chat_prompt, decode, encode, parse_json, read_body, render_chat
 from cluster.wire.responses_asked import ResponsesBody
-from cluster.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, refuse_unsupported
-from tests.cluster.test_schemas import card_for
+from cluster.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, refuse_unsupported
+from tests.cluster.test_schemas import card_for, chat, refused
 from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
 
 MANY = 100_000
@@ -137,3 +137,34 @@ def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said:
     assert (refused.value.status, refused.value.param) == (400, param)
     assert said in refused.value.message
     assert "\n" not in refused.value.message
+
+
+def test_a_message_of_the_assistant_is_gone_on_with() -> None:
+    card = card_for(tiny_tokenizer())
+    backend = prepare(card)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The quick"}]
+    asked, text = chat_prompt(chat(messages=messages, continue_final_message=True), card, backend)
+    assert text == card.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert text == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nThe quick"
+    assert backend.decode(list(asked), skip_special_tokens=False) == text
+    as_clients = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
+    assert chat_prompt(as_clients, card, backend) == (asked, text)
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    for wrong in (
+        {"messages": messages, "add_generation_prompt": True},
+        {"messages": messages[:1]},
+        {"messages": [messages[0], {"role": "assistant", "content": ""}]},
+        {"messages": [messages[0], {**messages[1], "tool_calls": calls}]},
+    ):
+        body = {"messages": messages, "model": "tiny", "continue_final_message": True, **wrong}
+        assert refused(read_body, body, ChatBody).param == "continue_final_message"
+        assert refused(read_body, body, TokenizeBody).param == "continue_final_message"
+
+
+def test_no_tool_calls_are_none_at_all() -> None:
+    card = card_for(tiny_tokenizer())
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    empty = [{**turn, "tool_calls": []} for turn in turns]
+    assert chat_prompt(chat(messages=empty), card, prepare(card)) == chat_prompt(
+        chat(messages=turns), card, prepare(card)
+    )

@@ -227,6 +227,18 @@ def test_choices_have_noise_of_their_own_and_the_first_is_the_single_answer(clie
     assert several.usage.completion_tokens == 90
 
 
+def test_there_may_be_128_choices_each_the_same_beside_fewer(client: openai.OpenAI) -> None:
+    body: Any = {"model": "tiny", "prompt": "The lazy", "max_tokens": 2, "seed": 5, "temperature": 1.0}
+    body["extra_body"] = {"ignore_eos": True}
+    few, many = (client.completions.create(n=n, **body) for n in (16, 128))
+    assert [choice.index for choice in many.choices] == list(range(128))
+    assert [choice.text for choice in many.choices[:16]] == [choice.text for choice in few.choices]
+    assert many.usage is not None
+    assert many.usage.completion_tokens == 256
+    with pytest.raises(openai.BadRequestError, match="128"):
+        client.completions.create(n=129, **body)
+
+
 def test_bias_and_penalties_reach_the_token_rule(client: openai.OpenAI) -> None:
     body: Any = {"model": "tiny", "prompt": "The quick", "max_tokens": 30}
     plain = client.completions.create(**body, **GREEDY)

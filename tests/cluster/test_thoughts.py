@@ -104,6 +104,9 @@ def test_a_template_tells_who_thinks_aloud() -> None:
     none = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert thinking(tokenizer, str(none)) is None, "it has thought already"
     assert thinking(tool_tokenizer(), prompt) is None
+    begun = Thinking("<think>", "</think>", end, begun=True)
+    for said, how in (("Well", None), ("<think>a", begun), ("<think>a</think>b", None), ("a</think>b<think>", begun)):
+        assert thinking(tokenizer, prompt + said, said) == how, "an answer that is gone on with"
 
 
 def special() -> PreTrainedTokenizerFast:

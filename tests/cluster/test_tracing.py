@@ -60,10 +60,12 @@ def test_every_attempt_that_is_given_up_has_ended_with_its_cause() -> None:
     assert all(span.events == () for span in spans)
 
 
-def ask(guarded: Guarded, stream: bool, chat: bool = False, **more: Any) -> str:
+def ask(guarded: Guarded, stream: bool, chat: bool = False, host: str | None = None, **more: Any) -> str:
     """The id of the trace that the client began."""
     trace_id = secrets.token_hex(16)
     headers = {**guarded.headers, "traceparent": f"00-{trace_id}-{'1' * 16}-01"}
+    if host is not None:
+        headers["Host"] = host
     body = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": stream, "model": "tiny", **more}
     body |= {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a b c"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -107,7 +109,8 @@ def test_several_choices_are_several_attempts_and_a_refusal_is_none(guarded: Gua
 def test_being_looked_at_leaves_no_span(guarded: Guarded, collector: Collector) -> None:
     httpx.get(f"{guarded.url}/health")
     httpx.get(f"{guarded.url}/metrics", headers=guarded.headers)
-    collector.of_trace(ask(guarded, True), lambda spans: len(spans) == 2)
+    spans = collector.of_trace(ask(guarded, True, host="metrics.example.org"), lambda spans: len(spans) == 2)
+    assert {span.name for span in spans} == {"POST /v1/completions", "attempt"}, "a host's name is no route"
     assert not [span.name for span in collector.spans if "health" in span.name or "metrics" in span.name]
 
 

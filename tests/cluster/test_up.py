@@ -27,7 +27,7 @@ from cluster.operate import deploy
 from cluster.operate.deploy import start_proxies, unhealthy
 from cluster.operate.haproxy import ASKED
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import running_cluster, spare_ray
+from cluster.operate.ray_cluster import ray_cluster, running_cluster, spare_ray
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute
 from tests.servers import (
@@ -123,10 +123,30 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(serve, "start", fail)
     port = free_port()
-    with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)"):
+    with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)$"):
         start_proxies("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
         start_proxies("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "exceed 107 bytes; set RAY_TMPDIR to a shorter path"),
+        (Exception("The current node timed out during startup.\nLook at its logs."), "timed out during startup."),
+    ],
+)
+def test_a_ray_that_does_not_start(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with (
+        Interrupts() as interrupts,
+        pytest.raises(ConfigError, match=f"^Ray could not be started: .*{line}$"),
+        ray_cluster(None, print, interrupts),
+    ):
+        pass
 
 
 def test_a_host_that_is_not_ours() -> None:
