@@ -159,7 +159,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
                     tool_format(card.tokenizer)
                 text = render_chat(
                     card, body.messages, body.add_generation_prompt, body.tools or (), body.chat_template_kwargs,
-                    goes_on=body.continue_final_message,
+                    goes_on=bool(body.continue_final_message),
                 )  # fmt: skip
                 special = False
             assert text is not None  # the body has one of the two

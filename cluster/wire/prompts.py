@@ -117,7 +117,7 @@ def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tu
     """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
     text = render_chat(
         card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs,
-        goes_on=body.continue_final_message,
+        goes_on=bool(body.continue_final_message),
     )  # fmt: skip
     prompt = encode(backend, text, body.add_special_tokens)
     if not prompt:

@@ -282,7 +282,7 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     add_special_tokens: bool = False
     chat_template_kwargs: TemplateArguments | None = None
     logprobs: bool | None = None
@@ -340,7 +340,7 @@ class TokenizeBody(BaseModel):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool = False
 

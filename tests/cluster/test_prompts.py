@@ -149,6 +149,8 @@ def test_a_message_of_the_assistant_is_gone_on_with() -> None:
     assert backend.decode(list(asked), skip_special_tokens=False) == text
     as_clients = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
     assert chat_prompt(as_clients, card, backend) == (asked, text)
+    closed = chat_prompt(chat(messages=messages), card, backend)
+    assert chat_prompt(chat(messages=messages, continue_final_message=None), card, backend) == closed
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for wrong in (
         {"messages": messages, "add_generation_prompt": True},
