@@ -85,7 +85,6 @@ def made(arguments: str) -> Any:
             {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "["}}]},
             "JSON object",
         ),
-        ({"role": "assistant", "tool_calls": []}, "tool_calls"),
     ],
 )
 def test_messages_of_tools_that_cannot_be_read(message: dict[str, Any], said: str) -> None:
