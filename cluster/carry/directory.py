@@ -170,11 +170,16 @@ class Directory:
     async def metrics(self) -> list[list[Metric]]:
         """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
         the model only sleeps."""
-        answers = await self._all_tell()
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        told = await self._told()
+        if not told and self.replicas:  # a busy machine, or a router that lost sight of the only one for a moment
+            await asyncio.sleep(POLL_SECONDS)
+            told = await self._told()
         if not told and (self.replicas or not self.serves):
             raise not_ready()
         return told
+
+    async def _told(self) -> list[list[Metric]]:
+        return [answer for answer in await self._all_tell() if not isinstance(answer, BaseException)]
 
     async def _all_tell(self) -> list[Any]:
         """What the replicas that run answer to `metrics`, or fail of."""

@@ -149,8 +149,7 @@ def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard
         directory = Directory(handle)  # type: ignore[arg-type]
         await directory.start()
         handle.there, handle.cancels = {"r1"}, ("alive", "metrics")
-        with pytest.raises(ApiError):
-            await directory.metrics()
+        assert await directory.metrics(), "those that run are asked once more"
         async with asyncio.timeout(10):
             while directory.replicas != ("r1",):
                 await asyncio.sleep(0.02)
