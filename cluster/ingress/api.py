@@ -32,7 +32,6 @@ from cluster.wire.prompts import check_ids, decode, encode, read_body, render_ch
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 from cluster.wire.schemas import ChatBody, DetokenizeBody, TokenizeBody
-from cluster.wire.tools import tool_format
 
 PAGE_PATH = "/playground/"
 WITHOUT_PAGE = "TiDAR Cluster: OpenAI's API is at /v1, the document of all that there is at /openapi.json\n"
@@ -124,7 +123,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         made = Answer(
             card,
             requests_for(head.id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
-            body.tidar.trace,
+            bool(body.tidar.trace),
             plan.echoes,
             tells_prompt=body.prompt_logprobs is not None,
             tells_end=not chat,
@@ -153,18 +152,8 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
     async def tokenize(request: Request) -> JSONResponse:
         def work(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> dict[str, Any]:
             body = read_body(value, TokenizeBody)
-            text, special = body.prompt, True
-            if body.messages is not None:
-                if body.tools:
-                    tool_format(card.tokenizer)
-                text = render_chat(
-                    card, body.messages, body.add_generation_prompt, body.tools or (), body.chat_template_kwargs,
-                    goes_on=bool(body.continue_final_message),
-                )  # fmt: skip
-                special = False
-            assert text is not None  # the body has one of the two
-            if body.add_special_tokens is not None:
-                special = body.add_special_tokens
+            text = render_chat(card, body) if body.prompt is None else body.prompt
+            special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
             ids = encode(backend, text, special)
             found: dict[str, Any] = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids}
             found["token_strs"] = [backend.id_to_token(token) for token in ids] if body.return_token_strs else None

@@ -76,8 +76,7 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
     prompt, text = chat_prompt(body, card, backend)
-    said = (body.messages[-1].content or "") if body.continue_final_message else None
-    thoughts = thinking(card.tokenizer, text, said) if reasoning else None
+    thoughts = thinking(card.tokenizer, text, body.said) if reasoning else None
     if thoughts is not None and grammar is not None:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text

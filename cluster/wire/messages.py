@@ -4,7 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
+
+from cluster.errors import FieldError
+from cluster.wire.limits import few
+from cluster.wire.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
+
+MAX_TEMPLATE_ARGUMENTS = 32
 
 
 class TextPart(BaseModel):
@@ -132,3 +138,61 @@ class Message(BaseModel):
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
         return turn
+
+
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+TemplateArguments = Annotated[
+    dict[str, JsonValue],
+    Field(description="What the model's chat template takes besides, as Qwen3's `enable_thinking`."),
+    few(MAX_TEMPLATE_ARGUMENTS),
+]
+
+
+class Templated(BaseModel):
+    """What of a body becomes a prompt by the model's chat template. Null means the same as leaving a field out."""
+
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="Left out: true, but where the last message is gone on with.")
+    ] = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    @model_validator(mode="after")
+    def can_go_on(self) -> "Templated":
+        name, said = "continue_final_message", self.said
+        if said is None:
+            return self
+        if self.add_generation_prompt:
+            raise FieldError(f"{name} goes on with the last message: set add_generation_prompt to false", name)
+        last = self.messages[-1] if self.messages else None
+        if last is None or last.role != "assistant" or last.tool_calls or not said.strip():
+            raise FieldError(f"{name} needs a last message of the assistant, with text and without tool_calls", name)
+        return self
+
+    @model_validator(mode="after")
+    def choice_is_among_tools(self) -> "Templated":
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise FieldError("tools: two functions have the same name", "tools")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            name = self.tool_choice.function.name
+            raise FieldError(f"tool_choice names `{name}`, which is not among the tools", "tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise FieldError("tool_choice required needs tools to choose from", "tool_choice")
+        return self
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model hears of: none where it may not call them."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def said(self) -> str | None:
+        """The last message's text where the answer goes on with it; None where it is a turn of its own."""
+        if not self.continue_final_message:
+            return None
+        return (self.messages[-1].content if self.messages else None) or ""

@@ -6,16 +6,18 @@ from inspect import signature
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
-from cluster.errors import bad_request, from_validation
-from cluster.wire.messages import Message
+from cluster.errors import ApiError, bad_request, from_validation
+from cluster.wire.messages import Templated
 from cluster.wire.schemas import ChatBody, CompletionBody
-from cluster.wire.tools import Tool, tool_format
+from cluster.wire.tools import tool_format
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
+CONTINUATION = "continue_final_message"
+MAX_WHY = 300  # characters of what a template says of the messages that it refuses
 
 
 def parse_json(raw: bytes) -> dict[str, Any]:
@@ -64,22 +66,17 @@ def decode(backend: Tokenizer, ids: Sequence[int]) -> str:
     return str(text)
 
 
-def render_chat(
-    card: ModelCard,
-    messages: list[Message],
-    add_generation_prompt: bool,
-    tools: Sequence[Tool] = (),
-    arguments: Mapping[str, JsonValue] | None = None,
-    *,
-    goes_on: bool = False,
-) -> str:
-    """The messages in the model's own chat template, which may take further arguments. goes_on: the last message is
-    left open. Raises ApiError (400) where there is none or it refuses."""
+def render_chat(card: ModelCard, body: Templated) -> str:
+    """A body's messages in the model's own chat template. Raises ApiError (400) where there is none, it refuses, or it
+    changes the message that shall be gone on with."""
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
+    messages, tools, said = body.messages or [], body.offered_tools, body.said
+    if tools:
+        tool_format(card.tokenizer)
     if any(message.is_of_tools for message in messages):
         tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
-    further: dict[str, Any] = dict(arguments or {})
+    further: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in further:
         if name == "messages" or name in signature(card.tokenizer.apply_chat_template).parameters:
             what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
@@ -89,21 +86,31 @@ def render_chat(
             [message.for_template() for message in messages],
             tools=[tool.for_template() for tool in tools] or None,
             tokenize=False,
-            add_generation_prompt=add_generation_prompt and not goes_on,
-            continue_final_message=goes_on,
+            add_generation_prompt=body.add_generation_prompt is not False and said is None,
+            continue_final_message=said is not None,
             **further,
         )
     except RecursionError as error:
         raise bad_request("the messages or tools are nested too deeply", "messages") from error
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-        raise bad_request(f"the model's chat template refused the messages: {error}", "messages") from error
+        why = " ".join(str(error).split())
+        if why.startswith(CONTINUATION):  # transformers, with the whole chat behind it
+            raise changed() from error
+        raise bad_request(f"the model's chat template refused the messages: {why[:MAX_WHY]}", "messages") from error
+    if said is not None and not str(text).rstrip().endswith(said.strip()):
+        raise changed()
     return str(text)
+
+
+def changed() -> ApiError:
+    what = f"{CONTINUATION}: this model's chat template changes the last message, so that no answer can go on with it"
+    return bad_request(f"{what}; leave out what it changes, thoughts for instance", CONTINUATION)
 
 
 def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises ApiError (400) for an empty prompt or an id that the model does not know."""
     prompts = [
-        encode(backend, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
+        encode(backend, prompt, body.add_special_tokens is not False) if isinstance(prompt, str) else prompt
         for prompt in body.prompt
     ]
     for prompt in prompts:
@@ -115,11 +122,8 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
     """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
-    text = render_chat(
-        card, body.messages, body.add_generation_prompt, body.offered_tools, body.chat_template_kwargs,
-        goes_on=bool(body.continue_final_message),
-    )  # fmt: skip
-    prompt = encode(backend, text, body.add_special_tokens)
+    text = render_chat(card, body)
+    prompt = encode(backend, text, bool(body.add_special_tokens))
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")
     return prompt, text

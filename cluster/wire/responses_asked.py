@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
+from cluster.wire.limits import few, told
 from cluster.wire.messages import FunctionCall, RefusalPart, check_content
-from cluster.wire.schemas import ChatBody, few, first_in_vain, told
+from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
 from cluster.wire.tools import MAX_TOOLS, Function, FunctionName
 from tidar_core.request import MAX_LOGPROBS, Sampling

@@ -12,16 +12,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
     PlainValidator,
     field_validator,
     model_validator,
 )
 
 from cluster.errors import FieldError, bad_request
-from cluster.wire.messages import Message
+from cluster.wire.limits import few, told
+from cluster.wire.messages import Messages, Templated
 from cluster.wire.structured import ResponseFormat, StructuredOutputs, grammar_of
-from cluster.wire.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 from tidar_core.grammar import Grammar
 from tidar_core.request import MAX_LOGPROBS, DraftMode
 
@@ -30,7 +29,6 @@ MAX_PROMPTS = 256
 MAX_STOP_IDS = 128
 MAX_CHOICES = 128
 MAX_BIASES = 1024
-MAX_TEMPLATE_ARGUMENTS = 32
 MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
@@ -69,6 +67,9 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
+# Those of them that would change the prompt.
+OF_PROMPTS = ("chat_template", "documents", "function_call", "functions", "truncate_prompt_tokens")
+
 # Known fields that cannot change the answer: nothing to say about them in the log.
 HARMLESS = frozenset(
     {
@@ -84,18 +85,6 @@ HARMLESS = frozenset(
 )
 
 
-def few(most: int) -> BeforeValidator:
-    """At most so many keys: each wrong one would be an error of its own."""
-
-    def check(value: object) -> object:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"at most {most} keys are taken")
-        return value
-
-    return BeforeValidator(check)
-
-
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 StopText = Annotated[str, Field(max_length=1000)]
 Stops = Annotated[list[StopText], Field(max_length=MAX_STOP)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -132,20 +121,8 @@ def is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
 
-def told(**limits: float) -> Any:
-    """Limits that the document tells; `SamplingParams` checks them, for whoever makes one."""
-    return Field(json_schema_extra=dict(limits))
-
-
 # For the document, of each field of `Sampling`.
 MAKERS = Field(description="Left out: the model's own default, `tidar.sampling_defaults` in /v1/models.")
-
-
-TemplateArguments = Annotated[
-    dict[str, JsonValue],
-    Field(description="What the model's chat template takes besides, as Qwen3's `enable_thinking`."),
-    few(MAX_TEMPLATE_ARGUMENTS),
-]
 
 
 class TidarOptions(BaseModel):
@@ -156,7 +133,7 @@ class TidarOptions(BaseModel):
     drafts: DraftMode | None = None
     block: Annotated[int, Field(ge=1)] | None = None
     draft_trust: Annotated[float | None, told(minimum=0, maximum=1)] = None
-    trace: bool = False
+    trace: bool | None = None
 
 
 class StreamOptions(BaseModel):
@@ -255,7 +232,7 @@ class CompletionBody(Body):
     """`POST /v1/completions`: each prompt is a choice."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts, json_schema_input_type=Prompt)]
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     echo: bool | None = None
 
@@ -273,18 +250,12 @@ class CompletionBody(Body):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class ChatBody(Body):
+class ChatBody(Templated, Body):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool | None = None
-    add_special_tokens: bool = False
-    chat_template_kwargs: TemplateArguments | None = None
     logprobs: bool | None = None
     echo: Literal[False] | None = None  # of completions alone
     top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
@@ -296,71 +267,34 @@ class ChatBody(Body):
         return self
 
     @model_validator(mode="after")
-    def can_go_on(self) -> "ChatBody":
-        check_continuation(self)
-        return self
-
-    @model_validator(mode="after")
-    def choice_is_among_tools(self) -> "ChatBody":
-        names = [tool.function.name for tool in self.tools or ()]
-        if len(set(names)) < len(names):
-            raise FieldError("tools: two functions have the same name", "tools")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            name = self.tool_choice.function.name
-            raise FieldError(f"tool_choice names `{name}`, which is not among the tools", "tool_choice")
-        if self.tool_choice == "required" and not names:
-            raise FieldError("tool_choice required needs tools to choose from", "tool_choice")
-        return self
-
-    @model_validator(mode="after")
     def one_thing_to_follow(self) -> "ChatBody":
-        if self.structured_outputs is not None and self.tools and self.tool_choice != "none":
+        if self.structured_outputs is not None and self.offered_tools:
             message = "structured_outputs cannot be combined with tools; use response_format"
             raise FieldError(message, "structured_outputs")
         return self
-
-    @property
-    def offered_tools(self) -> list[Tool]:
-        """The tools that the model hears of: none where it may not call them."""
-        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Templated):
     """`POST /tokenize`, as vLLM has it: a prompt, or the messages of a chat."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateArguments | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def one_of(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either `prompt` or `messages`")
-        check_continuation(self)
+        name = first_in_vain(self.model_extra or {}, {name: UNSUPPORTED[name] for name in OF_PROMPTS})
+        if name is not None:
+            raise FieldError(f"`{name}` is not supported by this server yet", name)
         return self
-
-
-def check_continuation(body: ChatBody | TokenizeBody) -> None:
-    """Raise FieldError where the last message shall be gone on with and cannot be."""
-    if not body.continue_final_message:
-        return
-    name, last = "continue_final_message", body.messages[-1] if body.messages else None
-    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
-        raise FieldError(f"{name} goes on with the last message: set add_generation_prompt to false", name)
-    if last is None or last.role != "assistant" or not last.content or last.tool_calls:
-        raise FieldError(f"{name} needs a last message of the assistant, with text and without tool_calls", name)
 
 
 class DetokenizeBody(BaseModel):

@@ -28,12 +28,13 @@ class Thought:
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """How an answer may begin with thoughts: its tags, and the token of the second, where it is one. begun: the prompt
-    ends with the first."""
+    has the first already. amid: words of thoughts too, with which the answer goes on."""
 
     begin: str
     end: str
     end_id: int | None
     begun: bool
+    amid: bool = False
 
     def parser(self) -> "ThoughtParser":
         """For one answer."""
@@ -42,7 +43,8 @@ class Thinking:
 
 def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None = None) -> Thinking | None:
     """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already. said:
-    what of the answer stands in the prompt, where it goes on from there."""
+    what of the answer stands in the prompt, where it goes on from there; as in an answer, tags are such where it begins
+    with them."""
     template = tokenizer.chat_template
     for begin, end in _TAGS:
         if not isinstance(template, str) or end not in template:
@@ -52,7 +54,10 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None
             continue  # special tokens are no text, in which they could be found
         before, end_id = prompt.rstrip(), added.get(end, (None,))[0]
         if said is not None:
-            return Thinking(begin, end, end_id, begun=True) if said.rfind(begin) > said.rfind(end) else None
+            first, tag, thought = said.partition(begin)
+            if first.strip() or not tag or end in thought:
+                return None
+            return Thinking(begin, end, end_id, begun=True, amid=bool(thought.strip()))
         return None if before.endswith(end) else Thinking(begin, end, end_id, before.endswith(begin))
     return None
 
@@ -91,7 +96,7 @@ def _as_format(grammar: Grammar) -> Any:
 
 class ThoughtParser:
     """Splits an answer into thoughts and text. What all `push` calls and `finish` bring together does not depend on how
-    the answer was cut. White space around thoughts is nobody's.
+    the answer was cut. White space around thoughts is nobody's, but for that behind words said before.
 
     tokens: how many of the answer's were thoughts, tags among them, as far as `count` was told of it.
     """
@@ -101,11 +106,11 @@ class ThoughtParser:
         self._thinking = thinking
         self._held = ""  # of which it is not known yet what it is
         self._told: list[str | Thought] = []
-        self._lead = True  # white space before the first thought
+        self._lead = not thinking.amid  # white space before the first thought
         self._thought = False
         self._counted = 0  # tokens until the end of thoughts, which their text tells later
         self._ended = False
-        self._step = self._before
+        self._step = self._in_thought if thinking.amid else self._before
 
     def count(self, tokens: tuple[int, ...]) -> int:
         """Count a step's tokens, behind the `push` of their text; how many of them, the first, are thoughts."""

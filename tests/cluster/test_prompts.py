@@ -83,7 +83,7 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
     raw = json.dumps({"messages": [TURN, {"role": "assistant", "tool_calls": [call]}]}).encode()
     with pytest.raises(ApiError) as refused:
-        encode(prepare(card), render_chat(card, read_body(parse_json(raw), ChatBody).messages, True), False)
+        encode(prepare(card), render_chat(card, read_body(parse_json(raw), ChatBody)), False)
     assert refused.value.status == 400
     assert "\n" not in refused.value.message
 
@@ -150,12 +150,17 @@ def test_a_message_of_the_assistant_is_gone_on_with() -> None:
     as_clients = chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
     assert chat_prompt(as_clients, card, backend) == (asked, text)
     closed = chat_prompt(chat(messages=messages), card, backend)
-    assert chat_prompt(chat(messages=messages, continue_final_message=None), card, backend) == closed
+    nothing = {"continue_final_message": None, "add_generation_prompt": None, "add_special_tokens": None}
+    assert chat_prompt(chat(messages=messages, **nothing), card, backend) == closed
+    null = chat(messages=messages, continue_final_message=True, add_generation_prompt=None)
+    assert chat_prompt(null, card, backend) == (asked, text)
     calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     for wrong in (
         {"messages": messages, "add_generation_prompt": True},
         {"messages": messages[:1]},
         {"messages": [messages[0], {"role": "assistant", "content": ""}]},
+        {"messages": [messages[0], {"role": "assistant", "content": " \n\t\u2003"}]},
+        {"messages": [messages[0], {"role": "assistant", "content": None, "refusal": "No."}]},
         {"messages": [messages[0], {**messages[1], "tool_calls": calls}]},
     ):
         body = {"messages": messages, "model": "tiny", "continue_final_message": True, **wrong}
@@ -170,3 +175,69 @@ def test_no_tool_calls_are_none_at_all() -> None:
     assert chat_prompt(chat(messages=empty), card, prepare(card)) == chat_prompt(
         chat(messages=turns), card, prepare(card)
     )
+
+
+def test_a_message_that_the_template_changes_is_not_gone_on_with() -> None:
+    """As templates do that cut thoughts out of messages. Of the chat the error repeats nothing."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.content.split('</think>')[-1] | trim }}]{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    card = card_for(tokenizer)
+
+    def said(content: str, before: str = "secret\nplan") -> str:
+        messages = [{"role": "user", "content": before}, {"role": "assistant", "content": content}]
+        return render_chat(card, chat(messages=messages, continue_final_message=True))
+
+    assert said(" Well, ") == "[secret\nplan][Well,"
+    for before in ("secret\nplan", "<think>a</think>b", "b"):
+        fault = refused(said, "<think>a</think>b", before)
+        assert fault.param == "continue_final_message"
+        assert "changes the last message" in fault.message
+        assert "secret" not in fault.message
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}"
+    assert "changes the last message" in refused(said, "well").message
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}: {{ m.content | upper }}]{% endfor %}"
+    assert "changes the last message" in refused(said, "well").message
+    tokenizer.chat_template = "{{ raise_exception('no\n' * 100000) }}"
+    assert len(refused(said, "well").message) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": None, "add_special_tokens": None, "tool_choice": None, "tools": None},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"shout": True}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"continue_final_message": True, "add_generation_prompt": True},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * 2},
+        {"tool_choice": "required"},
+        {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True},
+    ],
+)
+def test_a_chat_is_tokenized_as_it_is_answered(fields: dict[str, Any]) -> None:
+    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+    tokenizer.chat_template += "{% if shout %}!{% endif %}"
+    card = card_for(tokenizer)
+
+    def rendered(kind: type[ChatBody] | type[TokenizeBody]) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The"}]
+        try:
+            return render_chat(card, read_body({"messages": messages, **fields}, kind))
+        except ApiError as error:
+            return f"{error.param}: {error.message}"
+
+    assert rendered(ChatBody) == rendered(TokenizeBody)
+
+
+def test_what_a_chats_prompt_cannot_have_is_refused_by_tokenize_too() -> None:
+    for name in ("chat_template", "documents", "functions", "truncate_prompt_tokens"):
+        body = {"messages": [{"role": "user", "content": "a"}], name: ["a"]}
+        assert refused(read_body, body, TokenizeBody).param == name
+        assert refused(refuse_unsupported, read_body(body, ChatBody)).param == name
+        read_body({**body, name: None}, TokenizeBody)

@@ -110,6 +110,10 @@ def test_null_is_the_same_as_leaving_out(card: ModelCard) -> None:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens")
     empty = completion(**dict.fromkeys((*names, "ignore_eos", "stream", "stream_options", "tidar", "model", "n")))
     assert sampling_params(empty, card, 3, 1) == sampling_params(completion(), card, 3, 1)
+    assert not completion(tidar={"trace": None}).tidar.trace
+    backend = prepare(card)
+    special = [completion_prompts(completion(add_special_tokens=given), card, backend) for given in (None, True)]
+    assert special == [completion_prompts(completion(), card, backend)] * 2
 
 
 def test_every_field_arrives(card: ModelCard) -> None:

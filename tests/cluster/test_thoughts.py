@@ -27,6 +27,7 @@ from tidar_core.grammar_guard import compile_grammar
 
 PLAIN = Thinking("<think>", "</think>", 7, begun=False)
 BEGUN = Thinking("<think>", "</think>", 7, begun=True)
+AMID = Thinking("<think>", "</think>", 7, begun=True, amid=True)
 CASES: list[tuple[Thinking, str, tuple[str, str]]] = [
     (PLAIN, "<think>\nWhy?\nSo.\n</think>\n\nYes.\n", ("Why?\nSo.", "Yes.\n")),
     (PLAIN, "\n <think>a</think>b", ("a", "b")),
@@ -42,6 +43,9 @@ CASES: list[tuple[Thinking, str, tuple[str, str]]] = [
     (BEGUN, "</think>\nYes", ("", "Yes")),
     (BEGUN, "cut", ("cut", "")),
     (BEGUN, "", ("", "")),
+    (AMID, " so,\n\nthen. \n</think>\n\nYes", (" so,\n\nthen.", "Yes")),
+    (AMID, "\n<think>", ("\n<think>", "")),
+    (AMID, "\n</think>Yes", ("", "Yes")),
 ]
 
 
@@ -60,9 +64,12 @@ def test_thoughts_are_told_apart_however_the_text_is_cut(case: Any, data: st.Dat
     assert split(how.parser(), pieces) == expected
 
 
-@given(st.lists(st.sampled_from(["<think>", "</think>", "<", "\n", " ", "a", "</thi"]), max_size=10), st.booleans())
-def test_no_text_is_lost_but_tags_and_white_space(pieces: list[str], begun: bool) -> None:
-    thoughts, text = split((BEGUN if begun else PLAIN).parser(), pieces)
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "\n", " ", "a", "</thi"]), max_size=10),
+    st.sampled_from([PLAIN, BEGUN, AMID]),
+)
+def test_no_text_is_lost_but_tags_and_white_space(pieces: list[str], how: Thinking) -> None:
+    thoughts, text = split(how.parser(), pieces)
     bare = "".join(pieces).replace("<think>", "").replace("</think>", "").split()
     assert "".join((thoughts + text).replace("<think>", "").replace("</think>", "").split()) == "".join(bare)
 
@@ -87,6 +94,9 @@ def test_tokens_of_thoughts_are_counted() -> None:
     silent = PLAIN.parser()
     silent.push("no")
     assert (silent.count((1, 2)), silent.tokens) == (0, 0)
+    amid = AMID.parser()
+    amid.push(" so</think>a")
+    assert amid.count((4, 7, 8)) == 2
     held = BEGUN.parser()  # a stop string may hold back text whose tokens are counted
     for text, tokens in (("", (3, 4)), ("ab", (7, 8)), ("</think>cd", (9,))):
         held.push(text)
@@ -104,9 +114,28 @@ def test_a_template_tells_who_thinks_aloud() -> None:
     none = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     assert thinking(tokenizer, str(none)) is None, "it has thought already"
     assert thinking(tool_tokenizer(), prompt) is None
-    begun = Thinking("<think>", "</think>", end, begun=True)
-    for said, how in (("Well", None), ("<think>a", begun), ("<think>a</think>b", None), ("a</think>b<think>", begun)):
-        assert thinking(tokenizer, prompt + said, said) == how, "an answer that is gone on with"
+
+
+@pytest.mark.parametrize(
+    ("said", "begun", "amid"),
+    [
+        ("Well", False, False),
+        ("<think>", True, False),
+        ("\n<think>\n", True, False),
+        ("<think>\nWhy ", True, True),
+        ("<think>a <think>", True, True),
+        ("<think>a</think>b", False, False),
+        ("<think>a</think>b<think>", False, False),
+        ("It begins with <think>, they say", False, False),
+        ("a</think>b<think>c", False, False),
+    ],
+)
+def test_an_answer_goes_on_in_the_midst_of_thoughts_it_began_with(said: str, begun: bool, amid: bool) -> None:
+    tokenizer = thinking_tokenizer()
+    turns = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": said}]
+    prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    assert thinking(tokenizer, prompt, said) == (Thinking("<think>", "</think>", end, True, amid) if begun else None)
 
 
 def special() -> PreTrainedTokenizerFast:

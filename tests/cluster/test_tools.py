@@ -114,13 +114,13 @@ HISTORY = [
 def test_the_history_goes_through_the_models_own_template(template: str, call: str) -> None:
     card = card_for(tool_tokenizer(template))
     body = chat(messages=HISTORY, tools=TOOLS)
-    text = render_chat(card, body.messages, True, body.offered_tools)
+    text = render_chat(card, body)
     assert call in text
     assert "<tool_response>\nrain\n</tool_response>" in text
     assert f'"parameters": {json.dumps(WEATHER, ensure_ascii=False)}' in text
     assert '"name": "now", "description": "nows", "parameters": {"type": "object", "properties": {}}' in text
     silent = chat(messages=HISTORY, tools=TOOLS, tool_choice="none")
-    assert "nows" not in render_chat(card, silent.messages, True, silent.offered_tools)
+    assert "nows" not in render_chat(card, silent)
 
 
 def test_how_a_template_writes_calls_is_found_out() -> None:
@@ -135,7 +135,7 @@ def test_a_model_without_tools_says_so() -> None:
             boxed(tokenizer)
         assert (caught.value.status, caught.value.param) == (400, "tools")
         with pytest.raises(ApiError, match=said):
-            render_chat(card_for(tokenizer), chat(messages=HISTORY).messages, True)
+            render_chat(card_for(tokenizer), chat(messages=HISTORY))
     assert boxed(plain, tool_choice="none") is None
     assert boxed(plain, tools=[]) is None
 
