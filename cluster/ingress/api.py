@@ -127,6 +127,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             plan.echoes,
             tells_prompt=body.prompt_logprobs is not None,
             tells_end=not chat,
+            tells_ids=bool(body.return_token_ids),
             tools=plan.tools,
             follows=plan.follows,
             thinking=plan.thinking,

@@ -18,13 +18,16 @@ Part = str | Thought | CallDelta  # of what an answer says: text, thoughts befor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one choice, in order. `trace` is the wire's `tidar` object, where one was asked for."""
+    """What one step added to one choice, in order. `tokens` are all that the model said, also those that are no part
+    of the text: a stop string's, the one that ended the answer. `trace` is the wire's `tidar` object, where one was
+    asked for."""
 
     choice: int
     told: tuple[Part, ...]
     finish: Finish | None = None
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tokens: tuple[int, ...] = ()
     thought_tokens: int = 0  # of its tokens the first so many are thoughts
 
     @property
@@ -102,7 +105,7 @@ class Choice:
             text, self.echo = self.echo.text + text, None
         told = runs(self._told(text))
         thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
-        return Piece(self.number, told, finish, shown_trace, entries, thought_tokens)
+        return Piece(self.number, told, finish, shown_trace, entries, output.tokens, thought_tokens)
 
     def _told(self, text: str) -> Iterator[Part]:
         """A step's text, and what of it are thoughts or adds to calls."""
@@ -124,7 +127,8 @@ class Answer:
     """All choices of one HTTP request, under one set of sampling parameters a prompt.
 
     tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
-    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it.
+    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. tells_ids: vLLM's
+    `return_token_ids`.
     """
 
     card: ModelCard
@@ -133,6 +137,7 @@ class Answer:
     echoes: Sequence[Echo] = ()
     tells_prompt: bool = False
     tells_end: bool = False
+    tells_ids: bool = False
     tools: Toolbox | None = None
     follows: str = "response_format"  # the field that says what the answer has to follow
     thinking: Thinking | None = None
@@ -183,6 +188,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         told=runs(part for piece in pieces for part in piece.told),
         finish=pieces[-1].finish,
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
         thought_tokens=sum(piece.thought_tokens for piece in pieces),
     )
 

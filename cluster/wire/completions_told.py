@@ -87,6 +87,11 @@ def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
     return prompt_logprobs(choice.prompt_logprobs, partial(token_text, answer.card.tokenizer))
 
 
+def prompt_ids(head: Head, answer: Answer, choice: int) -> tuple[int, ...]:
+    """vLLM's `prompt_token_ids`: in a chat beside the choices, which have one prompt, in a completion in each."""
+    return answer.requests[0 if head.chat else choice].prompt
+
+
 @dataclass(slots=True)
 class Gathered:
     """All pieces of a choice that is not streamed."""
@@ -94,12 +99,14 @@ class Gathered:
     text: str = ""
     thoughts: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
         self.thoughts += piece.thoughts
         self.logprobs += piece.logprobs
+        self.tokens += piece.tokens
         for delta in piece.calls:
             if delta.id is None:
                 self.calls[delta.index]["function"]["arguments"] += delta.arguments
@@ -128,6 +135,7 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     for piece in pieces:
         gathered[piece.choice].add(piece)
     made: list[Json] = []
+    extra: Json = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
     for one, choice in zip(gathered, answer.choices, strict=True):
         assert choice.finish is not None
         told: Json = {
@@ -139,8 +147,10 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
         }
         if answer.tells_prompt and not head.chat:
             told["prompt_logprobs"] = told_of_prompt(answer, choice)
+        if answer.tells_ids:
+            told["token_ids"] = one.tokens
+            (extra if head.chat else told)["prompt_token_ids"] = prompt_ids(head, answer, choice.number)
         made.append(told)
-    extra: Json = {"usage": usage_of(answer.choices), "metrics": answer.metrics()}
     if answer.tells_prompt and head.chat:
         extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
     return as_json(told_object(head, "chat.completion", made, extra))
@@ -153,7 +163,14 @@ def told_object(head: Head, of_chat: str, choices: list[Json], extra: Json) -> J
 
 
 def chunk(
-    head: Head, answer: Answer, piece: Piece, logprobs: Json | None, first: bool, with_usage: bool, counts_on: bool
+    head: Head,
+    answer: Answer,
+    piece: Piece,
+    logprobs: Json | None,
+    first: bool,
+    first_of_all: bool,
+    with_usage: bool,
+    counts_on: bool,
 ) -> bytes:
     """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is. counts_on:
     the usage so far is told with it."""
@@ -170,6 +187,10 @@ def chunk(
         extra["usage"] = usage_of(answer.choices) if counts_on else None
     if piece.trace is not None:
         extra["tidar"] = piece.trace
+    if answer.tells_ids:
+        told["token_ids"] = piece.tokens
+        if first_of_all or (first and not head.chat):
+            (extra if head.chat else told)["prompt_token_ids"] = prompt_ids(head, answer, piece.choice)
     return event(told_object(head, "chat.completion.chunk", [told], extra))
 
 
@@ -225,12 +246,13 @@ async def event_stream(
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
                 is_first = piece.choice not in begun
-                # A step whose text is still held back has nothing to show, except its trace or log-probabilities.
-                shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs
+                # A step whose text is still held back has nothing to show, except its tokens, in one way or another.
+                shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs or answer.tells_ids
                 if shows or (is_first and head.chat):
+                    of_all = not begun
                     begun.add(piece.choice)
                     logprobs = streamed_logprobs(head, answer, piece, offsets)
-                    yield chunk(head, answer, piece, logprobs, is_first, with_usage, counts_on)
+                    yield chunk(head, answer, piece, logprobs, is_first, of_all, with_usage, counts_on)
         if with_usage:
             yield usage_chunk(head, answer)
     except Exception as error:

@@ -30,6 +30,7 @@ UNSUPPORTED_HERE: Mapping[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),
+    "return_token_ids": (False,),
 }
 STORED = frozenset({"previous_response_id", "conversation", "prompt"})  # at OpenAI, and nowhere here
 # What a chat calls these is not passed on as if it had been asked for.

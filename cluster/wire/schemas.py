@@ -55,7 +55,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -123,6 +122,11 @@ def is_ids(value: list[Any]) -> bool:
 
 # For the document, of each field of `Sampling`.
 MAKERS = Field(description="Left out: the model's own default, `tidar.sampling_defaults` in /v1/models.")
+TOKEN_IDS = Field(
+    description="Each choice, and each chunk of it, tells its tokens as `token_ids`, and the prompt's are told as "
+    "`prompt_token_ids`: of a completion in each choice, or its first chunk; of a chat beside the choices, or in the "
+    "first chunk of all."
+)
 
 
 class TidarOptions(BaseModel):
@@ -171,6 +175,7 @@ class Body(BaseModel):
     structured_outputs: Annotated[StructuredOutputs | None, few(MAX_KEYS)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool | None, TOKEN_IDS] = None
     tidar: Annotated[TidarOptions, few(MAX_KEYS)] = TidarOptions()
 
     @field_validator("tidar", mode="before")

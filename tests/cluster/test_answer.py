@@ -110,7 +110,7 @@ def test_each_prompt_is_a_choice_of_its_own() -> None:
     answer.choices[0].add(output([7, 8]), "r1")
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
-    assert answer.choices[0].add(output([9]), "r1") == Piece(0, (TOKENIZER.decode([9]),))
+    assert answer.choices[0].add(output([9]), "r1") == Piece(0, (TOKENIZER.decode([9]),), tokens=(9,))
 
 
 def test_a_stop_string_within_min_tokens_is_text() -> None:
@@ -123,13 +123,14 @@ def test_joined_pieces_lose_nothing() -> None:
     entries = [TokenLogprobs(token, -0.5, 1, ()) for token in range(4)]
     calls = (CallDelta(0, "", "id", "f"), CallDelta(0, "{"), CallDelta(0, "}"), CallDelta(1, "", "id2", "g"))
     parts = [
-        Piece(1, ("a", calls[0]), None, None, (entries[0],)),
-        Piece(1, (calls[1],), None, None, ()),
-        Piece(1, (calls[2], "b", calls[3]), Finish(FinishReason.STOP), None, tuple(entries[1:])),
+        Piece(1, ("a", calls[0]), None, None, (entries[0],), (0,)),
+        Piece(1, (calls[1],), None, None, (), (5,)),
+        Piece(1, (calls[2], "b", calls[3]), Finish(FinishReason.STOP), None, tuple(entries[1:]), (1, 2, 3)),
     ]
     whole_piece = joined(parts)
     assert (whole_piece.choice, whole_piece.text) == (1, "ab")
     assert whole_piece.logprobs == tuple(entries)
+    assert whole_piece.tokens == (0, 5, 1, 2, 3)
     assert whole_piece.finish == Finish(FinishReason.STOP)
     assert whole_piece.told == ("a", CallDelta(0, "{}", "id", "f"), "b", CallDelta(1, "", "id2", "g"))
     assert whole_piece.calls == (CallDelta(0, "{}", "id", "f"), CallDelta(1, "", "id2", "g")) == runs(calls)

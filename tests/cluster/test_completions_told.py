@@ -30,10 +30,13 @@ ENTRY = TokenLogprobs(300, -0.5, ((300, -0.5), (301, -9.5)))
 ENDS = Finish(FinishReason.STOP, "x")
 
 
-def answered(*parts: Piece, logprobs: int | None = None) -> Answer:
-    params = SamplingParams(max_tokens=5, logprobs=logprobs)
-    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
-    answer.choices[0].finish = parts[-1].finish
+def answered(*parts: Piece, logprobs: int | None = None, ids: bool = False) -> Answer:
+    """An answer of as many choices as the parts are of, the prompt of each as long as its number says."""
+    prompts = [(1,) * (number + 1) for number in sorted({part.choice for part in parts})]
+    params = [SamplingParams(max_tokens=5, logprobs=logprobs)] * len(prompts)
+    answer = Answer(CARD, requests_for("answer", prompts, params), trace=False, tells_ids=ids)
+    for part in parts:
+        answer.choices[part.choice].finish = part.finish
     return answer
 
 
@@ -87,6 +90,37 @@ def test_calls_and_thoughts() -> None:
     assert [len(delta.tool_calls or ()) for delta in deltas] == [0, 2, 2]
 
 
+IDS = (
+    Piece(1, (), tokens=(5,)),  # its text is held back
+    Piece(0, (Thought("Hm."), CallDelta(0, "{", "id0", "f")), tokens=(3, 4)),
+    Piece(1, ("a",), ENDS, tokens=(6, 2)),
+    Piece(0, (CallDelta(0, "}"),), ENDS, tokens=(7,)),
+)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_token_ids_are_told_as_vllm_tells_them(chat: bool) -> None:
+    body, events = told(chat, *IDS, ids=True)
+    (ChatCompletion if chat else Completion).model_validate(body)
+    assert [choice["token_ids"] for choice in body["choices"]] == [[3, 4, 7], [5, 6, 2]]
+    chunks = [event["choices"][0] for event in events[:-1]]
+    assert [(told["index"], told["token_ids"]) for told in chunks] == [(part.choice, [*part.tokens]) for part in IDS]
+    if chat:
+        assert body["prompt_token_ids"] == [1]
+        assert ["prompt_token_ids" in event for event in events] == [True, False, False, False, False]
+        assert events[0]["prompt_token_ids"] == [1]
+    assert [told.get("prompt_token_ids") for told in body["choices"]] == ([None] * 2 if chat else [[1], [1, 1]])
+    of_chunks = [told.get("prompt_token_ids") for told in chunks]
+    assert of_chunks == ([None] * 4 if chat else [[1, 1], [1], None, None])
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_token_ids_that_nobody_asked_for_are_not_told(chat: bool) -> None:
+    body, events = told(chat, *IDS)
+    assert "token_ids" not in json.dumps([body, events])
+    assert len(events) == (5 if chat else 4), "a chunk without text has nothing to tell but whose turn it is"
+
+
 def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
     """Even where a step shows less than its tokens, for a stop string may have begun or a character is not whole."""
     tokens = ids("the quick 東京 fo")
@@ -113,7 +147,7 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     finish = Finish(FinishReason.LENGTH)
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
     head = new_head("tiny", chat)
-    streamed = chunk(head, answer, piece, streamed_logprobs(head, answer, piece, {}), True, False, False)
+    streamed = chunk(head, answer, piece, streamed_logprobs(head, answer, piece, {}), True, True, False, False)
     for raw in (whole(head, answer, [piece]), streamed[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:

@@ -112,6 +112,7 @@ def test_what_changes_nothing_is_no_matter() -> None:
         ({"conversation": "conv_1"}, "conversation", "no response is stored"),
         ({"background": True}, "background", "not supported"),
         ({"n": 2}, "n", "not supported"),
+        ({"return_token_ids": True}, "return_token_ids", "not supported"),
         ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
         ({"messages": []}, "messages", "use input"),
         ({"tidar": {"trace": True}}, "tidar.trace", "/v1/chat/completions"),

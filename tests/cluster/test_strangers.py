@@ -72,6 +72,13 @@ def test_the_documents_routes_are_the_applications() -> None:
     app = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
     routes = {getattr(route, "path_format", None) for route in app.routes}
     assert set(app.openapi()["paths"]) == routes - {"/", "/openapi.json", None}
+    schemas = app.openapi()["components"]["schemas"]
+    for body, others in (("ChatBody", "CompletionBody"), ("TokenizeBody", "DetokenizeBody")):
+        assert {"continue_final_message", "chat_template_kwargs", "tool_choice"} <= schemas[body]["properties"].keys()
+        assert "continue_final_message" not in schemas[others]["properties"]
+    assert schemas["ChatBody"]["required"] == ["messages"]
+    for body in ("ChatBody", "CompletionBody"):
+        assert "prompt_token_ids" in schemas[body]["properties"]["return_token_ids"]["description"]
 
 
 def test_two_tenants_share_no_cache(guarded: Guarded) -> None:
