@@ -17,6 +17,7 @@ from cluster.wire.tools import tool_format
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 CONTINUATION = "continue_final_message"
+TAKEN = ("messages", "conversations", "self")  # beside what `apply_chat_template` names
 MAX_WHY = 300  # characters of what a template says of the messages that it refuses
 
 
@@ -78,7 +79,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
         tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
     further: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in further:
-        if name == "messages" or name in signature(card.tokenizer.apply_chat_template).parameters:
+        if name in TAKEN or name in signature(card.tokenizer.apply_chat_template).parameters:
             what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
             raise bad_request(f"{what}, see the fields of the request", "chat_template_kwargs")
     try:

@@ -121,6 +121,8 @@ def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None,
     ("arguments", "param", "said"),
     [
         ({"messages": []}, "chat_template_kwargs", "`messages` is no argument"),
+        ({"conversations": []}, "chat_template_kwargs", "`conversations` is no argument"),
+        ({"self": 1}, "chat_template_kwargs", "`self` is no argument"),
         ({"tokenize": True}, "chat_template_kwargs", "`tokenize` is no argument"),
         ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs", "`chat_template` is no argument"),
         ({"share": 0}, "messages", "refused the messages: division by zero"),
