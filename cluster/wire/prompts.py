@@ -96,14 +96,14 @@ def render_chat(card: ModelCard, body: Templated) -> str:
     except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         why = " ".join(str(error).split())
         if why.startswith(CONTINUATION):  # transformers, with the whole chat behind it
-            raise changed() from error
+            raise not_as_it_was() from error
         raise bad_request(f"the model's chat template refused the messages: {why[:MAX_WHY]}", "messages") from error
     if said is not None and not str(text).rstrip().endswith(said.strip()):
-        raise changed()
+        raise not_as_it_was()
     return str(text)
 
 
-def changed() -> ApiError:
+def not_as_it_was() -> ApiError:
     what = f"{CONTINUATION}: this model's chat template changes the last message, so that no answer can go on with it"
     return bad_request(f"{what}; leave out what it changes, thoughts for instance", CONTINUATION)
 
