@@ -179,7 +179,11 @@ class Directory:
         return told
 
     async def _told(self) -> list[list[Metric]]:
-        return [answer for answer in await self._all_tell() if not isinstance(answer, BaseException)]
+        answers = await self._all_tell()
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not told and self.replicas:
+            log.warning("no replica tells its metrics, though %s answered: %r", ", ".join(self.replicas), answers)
+        return told
 
     async def _all_tell(self) -> list[Any]:
         """What the replicas that run answer to `metrics`, or fail of."""
@@ -194,11 +198,10 @@ class Directory:
             except TimeoutError:  # one that hangs holds up the answers of all
                 pass
             except Exception as error:  # no replica yet, or none any more
-                log.debug("no replica tells: %s", error)
-                return []
+                return [error]
         # On a busy machine the only one may be late, and tell in time all the same.
         there = [name for name in self.replicas if name not in self.silent] or self.replicas
-        return list((await self._ask_each(there, METRICS_SECONDS, "metrics")).values())
+        return list((await self._try_each(there, METRICS_SECONDS, "metrics")).values())
 
     async def _watch(self) -> None:
         while True:
@@ -239,11 +242,6 @@ class Directory:
         elif alive:  # some are gone: to read the same card again would keep streams waiting that they leave behind
             self._described = alive
 
-    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
-        """What each replica answers; those that do not answer in time are left out."""
-        told = await self._try_each(names, seconds, method, *args)
-        return {name: answer for name, answer in told.items() if not isinstance(answer, BaseException)}
-
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers, or fails of."""
         asked = list(names)
@@ -275,5 +273,6 @@ class Directory:
         Where it does not answer, the card that is known stays until the next look.
         """
         name = min(alive - self._described or alive)
-        for card in (await self._ask_each([name], METRICS_SECONDS, "describe")).values():
+        card = (await self._try_each([name], METRICS_SECONDS, "describe"))[name]
+        if not isinstance(card, BaseException):
             self._model, self._described, self._describer = (card, prepare(card)), alive, name

@@ -172,7 +172,9 @@ def start_proxies(host: str, port: int) -> None:
     try:
         serve.start(proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=host, port=port))
     except (RayError, RuntimeError, TimeoutError) as error:
-        check_port(host, port)  # somebody may have been quicker
+        if taken := re.search(r"cannot bind socket \(.*?\) for \[(.*?)\]", str(error)):
+            check_port(host, port)  # somebody was quicker; a port that is ours by then says nothing
+            raise ConfigError(f"{taken[1]} was taken by another program meanwhile: try again") from error
         late = isinstance(error, TimeoutError) or re.search("time(d |-)?out", str(error), re.IGNORECASE)
         mend = ": try again, with less going on beside it" if late else ""
         raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error

@@ -103,6 +103,7 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             # is given to no other ingress, which would run out of them.
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
             "RAY_SERVE_PORT_QUARANTINE_S": "150",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",  # on a busy machine 5 was too short, three times in a row
             "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",  # three in a row, and a HAProxy that died is started anew
         }
         try:

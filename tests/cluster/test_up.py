@@ -118,14 +118,21 @@ def test_a_port_in_use(server: Server) -> None:
 def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where somebody takes the port between the look at it and the proxy's start."""
 
+    said = "HAProxy crashed during startup:\nsome listeners did not start"
+
     def fail(**_: Any) -> None:
-        raise RuntimeError("HAProxy crashed during startup:\nsome listeners did not start")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(serve, "start", fail)
     port = free_port()
-    with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)$"):
-        start_proxies("127.0.0.1", port)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
+    with socket.create_server(("127.0.0.1", port)):  # our own HAProxy's, which came too late
+        with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)$"):
+            start_proxies("127.0.0.1", port)
+        said = f"cannot bind socket (Address already in use) for [127.0.0.1:{port}]\nsome listeners did not start"
+        with pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
+            start_proxies("127.0.0.1", port)
+    said = "cannot bind socket (Address already in use) for [127.0.0.1:20810]\nsome listeners did not start"
+    with pytest.raises(ConfigError, match=r"^127.0.0.1:20810 was taken by another program meanwhile: try again$"):
         start_proxies("127.0.0.1", port)
 
 
