@@ -22,6 +22,7 @@ from tidar_core.config import ConfigError
 OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
 OWN_PROCESSES = {
     "grpc_proxy": "",  # what is said between processes would go through an http_proxy that stands in the environment
+    "RAY_preload_python_modules": "cluster.lean_serve",
     "PYTHONUTF8": "1",  # Serve writes HAProxy's settings in the locale's encoding, with letters that not all have
 }
 
@@ -93,13 +94,13 @@ def ray_cluster(
 
 @contextmanager
 def spare_ray() -> Iterator[None]:
-    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without three processes that nobody
-    here asks anything: the autoscaler's, which has no nodes to start, the one that hands log lines to the driver, and
-    that of the dashboard, which without its dashboard only counts for usage statistics.
+    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without three processes that
+    nobody asks anything: the autoscaler's, which has no nodes to start, the one that hands log lines to the driver, and
+    the dashboard's, which is left with counting for usage statistics.
 
     The agent's own port is one for all: where another Ray has it, the agent tries for 3 s before it does without, and
-    its node waits. Each of the three takes half a second of a core or more at the start and looks around for ever, and
-    for the last `ray.init` waits. It has no words for any of it, as `ray start` has for the port.
+    its node waits. Each of the three takes half a second of a core or more at the start and looks around for ever;
+    `ray.init` waits for the last. It has no words for any of it, as `ray start` has for the port.
     """
     room: Any = parameter
     whole = room.RayParams
