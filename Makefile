@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+# Where Python may not keep what it compiled, each of a server's processes compiles all that it imports anew: that takes
+# more of the processor than the whole start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: up install test check servers computing longest browser promtool clean
 .DELETE_ON_ERROR:

@@ -1,11 +1,13 @@
 """The Gradio page, and the ASGI application that serves it with its scripts."""
 
 import contextlib
+import gc
+import inspect
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
@@ -34,10 +36,30 @@ import(new URL("%s/all.js", document.baseURI))
 """
 
 
+@contextlib.contextmanager
+def quick_import() -> Iterator[None]:
+    """Gradio, imported within this, takes half of its time: it writes no stubs of its components for editors, which it
+    compares with its own files at every import, and Python does not walk through all that is imported again and again.
+    """
+
+    def nowhere(object: Any) -> Never:
+        raise OSError(f"{object} stands in no file")  # what Gradio makes of it: a component without stubs
+
+    where_written = inspect.getfile
+    inspect.getfile = nowhere
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        inspect.getfile = where_written
+
+
 def page(files: PageFiles) -> "gradio.Blocks":
     """The page as Gradio blocks: one HTML component with constant markup, brought to life by `static/page.js`."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
-    import gradio
+    with quick_import():
+        import gradio
 
     with gradio.Blocks(analytics_enabled=False, title=TITLE, fill_width=True) as blocks:
         gradio.HTML(

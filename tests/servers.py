@@ -103,7 +103,8 @@ def start_with(
     """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
     goes into its environment."""
     chosen = UpOptions(serve=options, port=free_port(), playground=playground)
-    code = "import sys; from cluster.operate.deploy import up; from cluster.options import UpOptions as Options; "
+    code = "import sys; import cluster.lean_serve; from cluster.operate.deploy import up; "
+    code += "from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"
     counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}
     return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], {**counted, **more})

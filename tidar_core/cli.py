@@ -101,6 +101,7 @@ def up(
     """
     with user_errors():
         try:
+            import cluster.lean_serve  # noqa: F401  # before anything else imports Serve
             from cluster.operate import deploy
             from cluster.options import ServeOptions, UpOptions
             from tidar_core.settings import read_options

@@ -26,7 +26,7 @@ from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import Say, first_line, last_line, ray_cluster, running_cluster
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
-from cluster.replica.progress import put_up_board
+from cluster.replica.progress import Board, put_up_board
 from tidar_core.config import ConfigError
 from tidar_core.request import Sampling
 
@@ -119,7 +119,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
     """The API, and the page where it is wanted, from ready to deleted, streams under way ended first; on a cluster that
     goes on, Serve ends too, as it began here. A Ray of our own that served nothing yet is not waited for."""
     check_resources(options.serve)
-    ready = False
+    ready, board = False, None
     try:
         board = put_up_board()
         proxies = start_serve(options.host, options.port, interrupts)
@@ -148,6 +148,8 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
                     serve.delete(PAGE_APPLICATION, _blocking=False)
                 serve.delete(API)
             if joined:
+                if board is not None:
+                    board.take_down()
                 with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
                     serve.shutdown()
                     time.sleep(LOOK_SECONDS)
@@ -196,13 +198,12 @@ def check_resources(options: ServeOptions) -> None:
         raise ConfigError(f"{most} engines need as many CPUs, Ray sees {cpus}: {mend}")
 
 
-def wait_until_ready(names: Sequence[str], board: Any, base: str, say: Say, interrupts: Interrupts) -> None:
+def wait_until_ready(names: Sequence[str], board: Board, base: str, say: Say, interrupts: Interrupts) -> None:
     """Until these applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
-    seen, told, since = 0, "", time.monotonic()
+    told, since = "", time.monotonic()
     while True:
         interrupts.check()
-        for line in ray.get(board.since.remote(seen)):
-            seen += 1
+        for line in board.news():
             say(f"  {line.replica}: {line.text}")
             if line.fatal:
                 raise ConfigError(line.text)

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray._common.utils import get_ray_address_file
-from ray._private import auto_init_hook, parameter
+from ray._private import auto_init_hook, node, parameter
 
 from cluster.operate.interrupts import Interrupts
 from tidar_core.config import ConfigError
@@ -22,6 +22,7 @@ from tidar_core.config import ConfigError
 OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
 OWN_PROCESSES = {
     "grpc_proxy": "",  # what is said between processes would go through an http_proxy that stands in the environment
+    "RAY_preload_python_modules": "cluster.lean_serve",
     "PYTHONUTF8": "1",  # Serve writes HAProxy's settings in the locale's encoding, with letters that not all have
 }
 
@@ -93,20 +94,25 @@ def ray_cluster(
 
 @contextmanager
 def spare_ray() -> Iterator[None]:
-    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without two processes that nobody
-    here asks anything: the autoscaler's, which has no nodes to start, and the one that hands log lines to the driver.
+    """A Ray that starts meanwhile takes any free port for its node's agent, and goes without three processes that
+    nobody asks anything: the autoscaler's, which has no nodes to start, the one that hands log lines to the driver, and
+    the dashboard's, which is left with counting for usage statistics.
 
     The agent's own port is one for all: where another Ray has it, the agent tries for 3 s before it does without, and
-    its node waits. Each of the two takes half a second of a core at the start and looks around for ever. `ray.init` has
-    no words for it, as `ray start` has for the port.
+    its node waits. Each of the three takes half a second of a core or more at the start and looks around for ever;
+    `ray.init` waits for the last. It has no words for any of it, as `ray start` has for the port.
     """
     room: Any = parameter
     whole = room.RayParams
     room.RayParams = partial(whole, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
+    head: Any = node.Node
+    start_dashboard = head.start_api_server
+    head.start_api_server = lambda self, **_: None
     try:
         yield
     finally:
         room.RayParams = whole
+        head.start_api_server = start_dashboard
 
 
 def keep_strangers_out() -> None:

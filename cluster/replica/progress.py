@@ -1,13 +1,17 @@
-"""How a starting replica tells the terminal of `tidar up` what it does: lines on a board, a small Ray actor.
+"""How a starting replica tells the terminal of `tidar up` what it does: lines on a board, which is a few keys in the
+store of Ray's head, for an actor would be a process of its own.
 
 Where nobody put up a board (an application deployed by other means), the lines go to the replica's log alone.
 """
 
+import json
 import logging
-from dataclasses import dataclass
-from typing import Any
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
-import ray
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 BOARD = "tidar-progress"
 NAMESPACE = "tidar"
@@ -28,14 +32,17 @@ class Board:
     """Lines in the order in which they came."""
 
     def __init__(self) -> None:
-        self._lines: list[Line] = []
+        self._read: set[bytes] = set()
 
-    def add(self, line: Line) -> None:
-        self._lines.append(line)
+    def news(self) -> list[Line]:
+        """Lines since the last call."""
+        keys = sorted(set(internal_kv._internal_kv_list(f"{BOARD}/", namespace=NAMESPACE)) - self._read)
+        self._read.update(keys)
+        return [Line(**json.loads(internal_kv._internal_kv_get(key, namespace=NAMESPACE))) for key in keys]
 
-    def since(self, count: int) -> list[Line]:
-        """Lines after the first `count`."""
-        return self._lines[count:]
+    def take_down(self) -> None:
+        """Where the cluster goes on without the driver that put it up."""
+        internal_kv._internal_kv_del(BOARD, del_by_prefix=True, namespace=NAMESPACE)
 
 
 class ProgressLine:
@@ -43,23 +50,28 @@ class ProgressLine:
 
     def __init__(self, replica: str):
         self._replica = replica
-        self._board: Any = None
-        try:
-            self._board = ray.get_actor(BOARD, namespace=NAMESPACE)
-        except ValueError:
+        self._board_is_up = internal_kv._internal_kv_exists(BOARD, namespace=NAMESPACE)
+        if not self._board_is_up:
             log.info("no progress board on this cluster; progress goes to this log alone")
 
     def report(self, text: str) -> None:
         log.info(text)
-        if self._board is not None:
-            self._board.add.remote(Line(self._replica, text))
+        self._put(Line(self._replica, text))
 
     def fail(self, text: str) -> None:
         log.error(text)
-        if self._board is not None:
-            self._board.add.remote(Line(self._replica, text, fatal=True))
+        self._put(Line(self._replica, text, fatal=True))
+
+    def _put(self, line: Line) -> None:
+        if self._board_is_up:
+            with suppress(RayError):  # without its head a replica goes on
+                key = f"{BOARD}/{time.time_ns():020}/{self._replica}"
+                internal_kv._internal_kv_put(key, json.dumps(asdict(line)), namespace=NAMESPACE)
 
 
-def put_up_board() -> Any:
-    """The board of this cluster, a new one where there is none; it goes with the driver that put it up."""
-    return ray.remote(num_cpus=0)(Board).options(name=BOARD, namespace=NAMESPACE, get_if_exists=True).remote()
+def put_up_board() -> Board:
+    """An empty board for this cluster; what one was told whose driver was killed is forgotten."""
+    board = Board()
+    board.take_down()
+    internal_kv._internal_kv_put(BOARD, b"", namespace=NAMESPACE)
+    return board

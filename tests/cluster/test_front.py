@@ -36,7 +36,13 @@ def test_options_reach_the_replicas(front: Server) -> None:
 def test_no_process_runs_that_nobody_asks_anything(front: Server) -> None:
     running = [" ".join(words_of(process)) for process in front.processes()]
     assert any("raylet" in words for words in running)
-    assert [words for words in running if "monitor.py" in words] == []
+    assert [words for words in running if "monitor.py" in words or "dashboard.py" in words] == []
+
+
+def test_no_process_of_serve_holds_what_only_the_page_needs(front: Server) -> None:
+    held = {process.pid: {file.path for file in process.memory_maps()} for process in front.processes()}
+    assert any("/ray/_raylet" in path for paths in held.values() for path in paths)
+    assert [pid for pid, paths in held.items() if any("/pandas/" in path for path in paths)] == []
 
 
 def test_a_full_server_says_so_and_stays_in_health(front: Server) -> None:
