@@ -38,7 +38,7 @@ SHORT_WAYS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-# A line a request and a call, in files that nobody cuts.
+# A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
@@ -172,7 +172,8 @@ def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
 def start_proxies(host: str, port: int) -> None:
     """Start Serve and wait for its proxies. Raises ConfigError, one line for the user, where they do not come."""
     try:
-        serve.start(proxy_location=ProxyLocation.EveryNode, http_options=HTTPOptions(host=host, port=port))
+        listens = HTTPOptions(host=host, port=port)
+        serve.start(proxy_location=ProxyLocation.EveryNode, http_options=listens, logging_config=QUIET)
     except (RayError, RuntimeError, TimeoutError) as error:
         if taken := re.search(r"cannot bind socket \(.*?\) for \[(.*?)\]", str(error)):
             check_port(host, port)  # somebody was quicker; a port that is ours by then says nothing

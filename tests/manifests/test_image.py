@@ -6,6 +6,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 from cluster.operate.deploy import SHORT_WAYS
+from cluster.operate.ray_cluster import OWN_PROCESSES
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import REPOSITORY
 from tidar_core.kernels.cpu_build import SOURCES
@@ -87,7 +88,7 @@ def test_its_steps_install_a_whole_server(tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_serve_takes_the_short_ways_that_tidar_up_takes() -> None:
+def test_its_processes_read_what_those_of_tidar_up_read() -> None:
     said = (IMAGE / "Dockerfile").read_text(encoding="utf-8")
-    for name, value in SHORT_WAYS.items():
-        assert f"{name}={value} " in said
+    for name, value in (SHORT_WAYS | OWN_PROCESSES).items():
+        assert f" {name}={value} " in said
