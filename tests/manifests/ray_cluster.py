@@ -19,6 +19,7 @@ import httpx
 import psutil
 import yaml
 
+from cluster.operate.ray_cluster import OWN_PROCESSES
 from tests.manifests.hosts import Host
 from tests.servers import MARK, REPOSITORY, free_port, kill_all, marked_processes
 
@@ -126,6 +127,7 @@ def ray_cluster(
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **OWN_PROCESSES,  # as in the image
         "RAY_TMPDIR": str(directory),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
