@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tidar_core.bench.drive import answer_all
@@ -72,3 +73,20 @@ def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ConfigError, match="no memory is left for keys and values"):
         tiny_engine(tmp_path, cache_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("load_weights", "does not hold the weights of .*: take a smaller model, or a larger GPU"),
+        ("_adapter", "does not hold the drafter beside .*: take a larger GPU, or --adapter none"),
+        ("pack_model", "does not hold .* while it is packed: take a smaller model, or a larger GPU"),
+    ],
+)
+def test_a_gpu_that_is_too_small_is_a_line(tmp_path, monkeypatch, stage, line):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(start, stage, full)
+    with pytest.raises(ConfigError, match=line):
+        tiny_engine(tmp_path)

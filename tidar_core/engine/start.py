@@ -74,8 +74,9 @@ def load_engine(
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
-    drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
+    with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
+        weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
+        drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
