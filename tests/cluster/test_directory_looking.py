@@ -67,7 +67,7 @@ class Undescribed(Directory):
         super().__init__(Living())  # type: ignore[arg-type]
         self.asked = asyncio.Event()
 
-    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+    async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         self.asked.set()
         await asyncio.sleep(60)
         return {}
@@ -98,7 +98,7 @@ class Replaced(Directory):
         self.card = card
         self.asked = asyncio.Event()
 
-    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+    async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         if list(names) == ["one"]:
             return {"one": self.card}
         self.asked.set()
@@ -148,7 +148,7 @@ class Described(Directory):
         super().__init__(handle)  # type: ignore[arg-type]
         self.card = card
 
-    async def _ask_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
+    async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         return dict.fromkeys(names, self.card)
 
 
