@@ -27,6 +27,9 @@ OWN_PROCESSES = {
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
     "RAY_ROTATION_BACKUP_COUNT": "2",
 }
+# Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
+# Ray ends this process on the spot.
+CORE = ("gcs_server", "raylet")
 
 Say = Callable[[str], None]
 
@@ -110,6 +113,12 @@ def spare_ray() -> Iterator[None]:
         yield
     finally:
         room.RayParams = whole
+
+
+def ended_parts() -> list[str]:
+    """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
+    node = ray._private.worker._global_node
+    return [] if node is None else [kind for kind, _ in node.dead_processes() if kind in CORE]
 
 
 def keep_strangers_out() -> None:
