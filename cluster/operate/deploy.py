@@ -23,7 +23,15 @@ from cluster import app
 from cluster.card import ModelCard
 from cluster.operate.haproxy import haproxy_settings
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import Say, ended_parts, first_line, last_line, ray_cluster, running_cluster
+from cluster.operate.ray_cluster import (
+    Say,
+    check_threads,
+    ended_parts,
+    first_line,
+    last_line,
+    ray_cluster,
+    running_cluster,
+)
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.replica.progress import put_up_board
@@ -60,6 +68,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
         try:
             address = running_cluster()
             if address is None:
+                check_threads()
                 check_port(options.host, options.port)
             options = options.model_copy(update={"serve": absolute(options.serve)})
             sources = check_options(options.serve)
