@@ -1,6 +1,7 @@
 """`tidar`: get, serve and watch TiDAR models from the command line."""
 
 import gc
+import os
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -210,8 +211,19 @@ def generate(
         )  # fmt: skip
 
 
+def fill_closed_streams() -> None:
+    """Have nothing behind stdin, stdout and stderr where they are closed: the next files and sockets would get their
+    numbers, and what libraries and other processes print would go into these."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+
+
 def main() -> None:
     """The entry point of the `tidar` command."""
+    fill_closed_streams()
     gc.set_threshold(MANY_OBJECTS)  # all that is imported would be walked through again and again: 0.3 s of a start
     with write_errors():
         app()

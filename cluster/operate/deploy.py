@@ -23,7 +23,15 @@ from cluster import app
 from cluster.card import ModelCard
 from cluster.operate.haproxy import haproxy_settings
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import Say, first_line, last_line, ray_cluster, running_cluster
+from cluster.operate.ray_cluster import (
+    Say,
+    check_threads,
+    ended_parts,
+    first_line,
+    last_line,
+    ray_cluster,
+    running_cluster,
+)
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.replica.progress import Board, put_up_board
@@ -60,6 +68,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
         try:
             address = running_cluster()
             if address is None:
+                check_threads()
                 check_port(options.host, options.port)
             options = options.model_copy(update={"serve": absolute(options.serve)})
             sources = check_options(options.serve)
@@ -144,17 +153,27 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         say("stopping")
         try:
             if ready or joined:
-                if options.playground:
-                    serve.delete(PAGE_APPLICATION, _blocking=False)
-                serve.delete(API)
-            if joined:
-                if board is not None:
-                    board.take_down()
-                with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
-                    serve.shutdown()
-                    time.sleep(LOOK_SECONDS)
+                down = beside(partial(take_down, options.playground, joined, board), "take-down")
+                # A signal to all processes at once, systemd's way, ends Ray beside us.
+                while not (down.done() or ended_parts()):
+                    time.sleep(LOOK_SECONDS / 5)
+                if down.done():
+                    down.result()
         except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller
             say(f"Serve did not end by itself: {first_line(error)}")
+
+
+def take_down(playground: bool, joined: bool, board: Board | None) -> None:
+    """Delete the applications, the streams of the API ended first, and end Serve on a cluster that goes on."""
+    if playground:
+        serve.delete(PAGE_APPLICATION, _blocking=False)
+    serve.delete(API)
+    if joined:
+        if board is not None:
+            board.take_down()
+        with redirect_stdout(io.StringIO()):  # Ray reports the controller's end as an error of a raylet
+            serve.shutdown()
+            time.sleep(LOOK_SECONDS)
 
 
 def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
@@ -272,6 +291,8 @@ def watch(say: Say, interrupts: Interrupts) -> Never:
     while True:
         interrupts.check()
         time.sleep(WATCH_SECONDS)
+        if gone := ended_parts():
+            raise ConfigError(f"the Ray cluster is gone: its {gone[0]} ended")
         try:
             applications = serve.status().applications
         except Exception as error:

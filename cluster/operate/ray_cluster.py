@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import secrets
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +30,12 @@ OWN_PROCESSES = {
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
     "RAY_ROTATION_BACKUP_COUNT": "2",
 }
+# A server of one replica has 370 threads on two cores. With fewer allowed, Ray waits for minutes for what cannot start.
+FEWEST_THREADS = 512
+LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
+# Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
+# Ray ends this process on the spot.
+CORE = ("gcs_server", "raylet")
 
 Say = Callable[[str], None]
 
@@ -82,8 +90,8 @@ def ray_cluster(
                 ray.init(address=address, **common)
         except Exception as error:  # of a node that is late Ray says so by no narrower class
             where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
-            shorter = "; set RAY_TMPDIR to a shorter path" if "AF_UNIX" in str(error) else ""
-            raise ConfigError(f"{where}: {first_line(error)}{shorter}") from error
+            mend = mend_of(error) if address is None else ""
+            raise ConfigError(f"{where}: {reason(error)}{mend}") from error
         interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
         interrupts.check()
         yield
@@ -118,6 +126,12 @@ def spare_ray() -> Iterator[None]:
         head.start_api_server = start_dashboard
 
 
+def ended_parts() -> list[str]:
+    """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
+    node = ray._private.worker._global_node
+    return [] if node is None else [kind for kind, _ in node.dead_processes() if kind in CORE]
+
+
 def keep_strangers_out() -> None:
     """A token that nobody else has: Ray runs what it is sent, and asks for a token wherever it finds one.
 
@@ -125,6 +139,34 @@ def keep_strangers_out() -> None:
     """
     if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def check_threads() -> None:
+    """Raise ConfigError where this user may not have as many threads as the processes of a Ray of our own start."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # a system without such limits
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() != 0 and most != resource.RLIM_INFINITY and most < FEWEST_THREADS:
+        raise ConfigError(f"only {most} threads may run at once: raise `ulimit -u` (LimitNPROC) to 4096 or more")
+
+
+def reason(error: BaseException) -> str:
+    """Why Ray did not start: its first line, without the announcement of others, and the file that it tells to read."""
+    line = re.sub(r"\s*Last \d+ lines of error files:$", "", first_line(error))
+    told = re.search(r"Please check (\S+)", str(error))
+    return f"{line.rstrip('.')}: see {told[1]}" if told else line
+
+
+def mend_of(error: BaseException) -> str:
+    """What to do about it, where that is known."""
+    if "AF_UNIX" in str(error):
+        return "; set RAY_TMPDIR to a shorter path"
+    files = Path(get_ray_address_file(None)).parent
+    there = next(directory for directory in (files, *files.parents) if directory.exists())
+    full = shutil.disk_usage(there).free < LEAST_SPACE
+    return f"; no space is left in {files}: make some, or set RAY_TMPDIR to another place" if full else ""
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,9 @@
 import fcntl
 import os
 import pty
+import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -14,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -27,7 +30,7 @@ from cluster.operate import deploy
 from cluster.operate.deploy import start_proxies, unhealthy
 from cluster.operate.haproxy import ASKED
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import ray_cluster, running_cluster, spare_ray
+from cluster.operate.ray_cluster import mend_of, ray_cluster, running_cluster, spare_ray
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute
 from tests.servers import (
@@ -141,6 +144,10 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (OSError("AF_UNIX path length cannot exceed 107 bytes"), "exceed 107 bytes; set RAY_TMPDIR to a shorter path"),
         (Exception("The current node timed out during startup.\nLook at its logs."), "timed out during startup."),
+        (
+            RuntimeError("Failed to start GCS.  Last 1 lines of error files:\n a C b\n.Please check /a/gcs.out for it"),
+            "Failed to start GCS: see /a/gcs.out",
+        ),
     ],
 )
 def test_a_ray_that_does_not_start(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,6 +161,22 @@ def test_a_ray_that_does_not_start(error: Exception, line: str, monkeypatch: pyt
         ray_cluster(None, print, interrupts),
     ):
         pass
+
+
+def test_a_ray_that_has_no_place_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    error = Exception("Timed out waiting for file gcs_server_port")
+    assert mend_of(error) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=4096 if place == tmp_path else 1e12))
+    assert mend_of(error).startswith(f"; no space is left in {tmp_path}/ray: ")
+
+
+@pytest.mark.parametrize(("user", "threads", "fits"), [(1000, 120, False), (0, 120, True), (1000, -1, True)])
+def test_too_few_threads(user: int, threads: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (threads, threads))
+    line = refused("up", "--port", PORT, "--model", "/no/such/model")
+    assert line.startswith("no model" if fits else "only 120 threads may run at once: raise `ulimit -u`"), line
 
 
 def test_a_host_that_is_not_ours() -> None:

@@ -211,3 +211,13 @@ def test_results_that_nobody_reads_end_quietly(model, command):
     os.close(reader)
     status, lines = run_into(writer, command, model)
     assert (status, lines) == (1, [])
+
+
+def test_what_is_opened_does_not_take_the_place_of_a_closed_stream(tmp_path):
+    """As a service may be started: what is printed there would end up in a file or a connection."""
+    code = "import os, subprocess, sys; from tidar_core.cli import fill_closed_streams as fill; fill(); "
+    code += "file = open(sys.argv[1], 'w'); subprocess.run(['echo', 'printed']); os.write(2, b'said'); "
+    code += "file.write(f'number {file.fileno()}')"
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code, str(tmp_path / "file")]
+    subprocess.run(words, check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "number 3"
