@@ -48,6 +48,7 @@ SHORT_WAYS = {
 }
 # A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
+LATE = r"time(d |-)?out|killed by `ray\.kill`|never ran"  # Serve ends a proxy that is not ready in time
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
@@ -197,7 +198,7 @@ def start_proxies(host: str, port: int) -> None:
         if taken := re.search(r"cannot bind socket \(.*?\) for \[(.*?)\]", str(error)):
             check_port(host, port)  # somebody was quicker; a port that is ours by then says nothing
             raise ConfigError(f"{taken[1]} was taken by another program meanwhile: try again") from error
-        late = isinstance(error, TimeoutError) or re.search("time(d |-)?out", str(error), re.IGNORECASE)
+        late = isinstance(error, TimeoutError) or re.search(LATE, str(error), re.IGNORECASE)
         mend = ": try again, with less going on beside it" if late else ""
         raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error
 

@@ -139,6 +139,16 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
         start_proxies("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("said", ["was killed by `ray.kill`.", "never ran - it was cancelled", "Timed out"])
+def test_a_proxy_that_is_late(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError(f"The actor {said}")
+
+    monkeypatch.setattr(serve, "start", fail)
+    with pytest.raises(ConfigError, match="try again, with less going on"):
+        start_proxies("127.0.0.1", free_port())
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
