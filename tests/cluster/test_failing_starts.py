@@ -1,0 +1,79 @@
+"""What keeps Ray, or Serve's proxy, from starting: one line, with what to do about it."""
+
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from cluster.operate.deploy import start_proxies
+from cluster.operate.interrupts import Interrupts
+from cluster.operate.ray_cluster import mend_of, ray_cluster
+from tests.servers import free_port
+from tidar_core.config import ConfigError
+
+
+def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where somebody takes the port between the look at it and the proxy's start."""
+    said = "HAProxy crashed during startup:\nsome listeners did not start"
+
+    def fail(**_: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(serve, "start", fail)
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):  # our own HAProxy's, which came too late
+        with pytest.raises(ConfigError, match=r"proxy does not start \(some listeners did not start\)$"):
+            start_proxies("127.0.0.1", port)
+        said = f"cannot bind socket (Address already in use) for [127.0.0.1:{port}]\nsome listeners did not start"
+        with pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
+            start_proxies("127.0.0.1", port)
+    said = "cannot bind socket (Address already in use) for [127.0.0.1:20810]\nsome listeners did not start"
+    with pytest.raises(ConfigError, match=r"^127.0.0.1:20810 was taken by another program meanwhile: try again$"):
+        start_proxies("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("said", ["was killed by `ray.kill`.", "never ran - it was cancelled", "Timed out"])
+def test_a_proxy_that_is_late(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError(f"The actor {said}")
+
+    monkeypatch.setattr(serve, "start", fail)
+    with pytest.raises(ConfigError, match="try again, with less going on"):
+        start_proxies("127.0.0.1", free_port())
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError("AF_UNIX path length cannot exceed 107 bytes"), "exceed 107 bytes; set RAY_TMPDIR to a shorter path"),
+        (Exception("The current node timed out during startup.\nLook at its logs."), "timed out during startup."),
+        (
+            RuntimeError("Failed to start GCS.  Last 1 lines of error files:\n a C b\n.Please check /a/gcs.out for it"),
+            "Failed to start GCS: see /a/gcs.out",
+        ),
+    ],
+)
+def test_a_ray_that_does_not_start(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", fail)
+    with (
+        Interrupts() as interrupts,
+        pytest.raises(ConfigError, match=f"^Ray could not be started: .*{line}$"),
+        ray_cluster(None, print, interrupts),
+    ):
+        pass
+
+
+def test_a_ray_that_has_no_place_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    error = Exception("Timed out waiting for file gcs_server_port")
+    assert mend_of(error) == ""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=4096 if place == tmp_path else 1e12))
+    assert mend_of(error).startswith(f"; no space is left in {tmp_path}/ray: ")
