@@ -7,7 +7,7 @@ import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
@@ -41,12 +41,14 @@ def quick_import() -> Iterator[None]:
     """Gradio, imported within this, takes half of its time: it writes no stubs of its components for editors, which it
     compares with its own files at every import, and Python does not walk through all that is imported again and again.
     """
-
-    def nowhere(object: Any) -> Never:
-        raise OSError(f"{object} stands in no file")  # what Gradio makes of it: a component without stubs
-
     where_written = inspect.getfile
-    inspect.getfile = nowhere
+
+    def but_for_components(object: Any) -> str:
+        if inspect.isclass(object) and object.__module__.startswith("gradio."):
+            raise OSError(f"{object} stands in no file")  # what Gradio makes of it: a component without stubs
+        return where_written(object)  # others ask too, who are not told at all that there may be none
+
+    inspect.getfile = but_for_components
     gc.disable()
     try:
         yield

@@ -118,7 +118,7 @@ def spare_ray() -> Iterator[None]:
     room.RayParams = partial(whole, dashboard_agent_listen_port=0, no_monitor=True, include_log_monitor=False)
     head: Any = node.Node
     start_dashboard = head.start_api_server
-    head.start_api_server = lambda self, **_: None
+    head.start_api_server = lambda *_, **__: None
     try:
         yield
     finally:
