@@ -146,6 +146,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         proxies.result()
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
+        board.take_down()  # of replicas that come and go from here on nobody reads a line
         announce(base, options.playground, options.serve, say)
         ready = True
         yield

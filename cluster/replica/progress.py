@@ -41,7 +41,7 @@ class Board:
         return [Line(**json.loads(internal_kv._internal_kv_get(key, namespace=NAMESPACE))) for key in keys]
 
     def take_down(self) -> None:
-        """Where the cluster goes on without the driver that put it up."""
+        """Lines that nobody reads would stay for as long as the cluster does."""
         internal_kv._internal_kv_del(BOARD, del_by_prefix=True, namespace=NAMESPACE)
 
 
