@@ -46,8 +46,12 @@ SHORT_WAYS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
+# Of a Ray that serves this and nothing else. It starts as many processes ahead as there are processors, each of which
+# imports that, and would keep as many: these are enough for one replica and all of Serve's, the rest ends in seconds.
+LEAN = {"RAY_preload_python_modules": "cluster.lean_serve", "RAY_num_workers_soft_limit": "8"}
 # A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
+TAKEN = r"cannot bind socket \(.*?\) for \[(.*?)\]|Failed to bind to address '(.*?)'"  # HAProxy's, Serve's words
 LATE = r"time(d |-)?out|killed by `ray\.kill`|never ran"  # Serve ends a proxy that is not ready in time
 LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
@@ -79,7 +83,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
                     proxy = haproxy_settings(options.host)
-                with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | front):
+                with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | LEAN | front):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)
@@ -196,9 +200,9 @@ def start_proxies(host: str, port: int) -> None:
         listens = HTTPOptions(host=host, port=port)
         serve.start(proxy_location=ProxyLocation.EveryNode, http_options=listens, logging_config=QUIET)
     except (RayError, RuntimeError, TimeoutError) as error:
-        if taken := re.search(r"cannot bind socket \(.*?\) for \[(.*?)\]", str(error)):
+        if taken := re.search(TAKEN, str(error)):
             check_port(host, port)  # somebody was quicker; a port that is ours by then says nothing
-            raise ConfigError(f"{taken[1]} was taken by another program meanwhile: try again") from error
+            raise ConfigError(f"{taken[1] or taken[2]} was taken by another program meanwhile: try again") from error
         late = isinstance(error, TimeoutError) or re.search(LATE, str(error), re.IGNORECASE)
         mend = ": try again, with less going on beside it" if late else ""
         raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error

@@ -24,7 +24,6 @@ from tidar_core.config import ConfigError
 OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
 OWN_PROCESSES = {
     "grpc_proxy": "",  # what is said between processes would go through an http_proxy that stands in the environment
-    "RAY_preload_python_modules": "cluster.lean_serve",
     "PYTHONUTF8": "1",  # Serve writes HAProxy's settings in the locale's encoding, with letters that not all have
     # Of each log. Ray's own are 512 MiB and five more, and what a worker writes to its stdout is not bounded at all.
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
@@ -128,8 +127,8 @@ def spare_ray() -> Iterator[None]:
 
 def ended_parts() -> list[str]:
     """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
-    node = ray._private.worker._global_node
-    return [] if node is None else [kind for kind, _ in node.dead_processes() if kind in CORE]
+    ours = ray._private.worker._global_node
+    return [] if ours is None else [kind for kind, _ in ours.dead_processes() if kind in CORE]
 
 
 def keep_strangers_out() -> None:
