@@ -53,20 +53,21 @@ from tidar_core.transfer import on_device
 def check_kernels(
     ops: Ops, config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes | None = None
 ) -> Iterator[Check]:
-    """All kernels of `ops` at a model's shape, on inputs drawn from torch's generators as they stand."""
+    """All kernels of `ops` at a model's shape, on inputs drawn from torch's generators as they stand. What most models
+    decode with comes first: on a GPU most of the time goes to compiling, and who has too little of it stops there."""
     chosen = sizes or Sizes()
+    layers = {"layers": _check_layers(config, dtype, device, chosen)} if ops.bind_layers is not None else {}
     groups = {
-        "rows": _check_rows(ops, config, dtype, device),
+        **layers,
         "attention": _check_attention(ops, config, dtype, device, chosen),
-        "products": _check_products(ops, config, dtype, device, chosen),
-        "experts": check_experts(ops, config, dtype, device, chosen),
-        "second view": _check_second_view(ops, config, dtype, device, chosen),
         "picks": _check_picks(config, device),
         "succession": _check_succession(ops, config, device, chosen),
+        "rows": _check_rows(ops, config, dtype, device),
+        "products": _check_products(ops, config, dtype, device, chosen),
+        "second view": _check_second_view(ops, config, dtype, device, chosen),
         "blocks": _check_blocks(config, dtype, device, chosen),
+        "experts": check_experts(ops, config, dtype, device, chosen),
     }
-    if ops.bind_layers is not None:
-        groups["layers"] = _check_layers(config, dtype, device, chosen)
     for kernels, checks in groups.items():
         yield from each_or_failed(kernels, dtype, checks)
 
