@@ -44,7 +44,7 @@ def phases(model: str) -> list[Phase]:
     batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
-        Phase("decode", (*decode, *batches), 110),
+        Phase("decode", (*decode, *batches), 140),
         Phase("exact", exact, 90),
         Phase("exact, nothing overlaps", (*exact, *one_by_one), 90, where_failed="exact"),  # whose fault is it?
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
