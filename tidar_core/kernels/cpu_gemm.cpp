@@ -1,11 +1,20 @@
 // Matrix products for few rows. An output is one chain of multiply-adds over k in ascending order, whatever the
 // number of rows: its bits depend on its row alone.
 //
+// `Dense`, `Panels`, `Int8` and `Int4` say how rows are multiplied with blocks of sixteen outputs. SUMS: as many as rows
+// times blocks may take at once. PAIRED_ROWS: as many are multiplied with two blocks at a time, and more with one: where
+// sums are few, that takes half the passes, each of twice the rows.
+//
 // Packed weights: [out / 16][in / S][16 outputs][S inputs] with S = 2 for bf16 and 1 for fp32, so that one load brings
 // sixteen outputs' worth, and every byte of a weight is read once a step. Sums are fp32.
+#include <algorithm>
+#include <climits>
+#include <memory>
 
 namespace {
 
+constexpr bool FEW_SUMS = MOST_SUMS < 24;
+constexpr int ANY_ROWS = INT_MAX;
 template <typename T> constexpr int STEP = sizeof(T) == 2 ? 2 : 1;  // inputs that one load of weights brings
 
 LANEWISE f16v multiply_add(f16v sum, const float* weight, const float* x) { return sum + load(weight) * *x; }
@@ -29,28 +38,32 @@ LANEWISE f16v multiply_add(f16v sum, const bf16* weight, const bf16* x) {
 
 // Weights to fetch while others are multiplied: `blocks` neighbouring blocks from `first` on, `stride` bytes apart; none
 // where blocks is 0. Without it the memory would rest whenever several rows make the arithmetic take longer than the
-// loads. soon: where `lines` more begin, of what the adapter needs.
-struct Ahead { const char* first; int64_t stride; int blocks; const char* soon = nullptr; int64_t lines = 0; };
-constexpr Ahead NOTHING{nullptr, 0, 0};
+// loads. soon: where `lines` more begin, of what the adapter needs. step: bytes from what is fetched beside one load of
+// weights to what is fetched beside the next.
 constexpr int LINE = 64;  // bytes of a load, and of a cache line
+struct Ahead {
+    const char* first; int64_t stride; int blocks; const char* soon = nullptr; int64_t lines = 0; int64_t step = LINE;
+};
+constexpr Ahead NOTHING{nullptr, 0, 0};
 
 // The lines that are fetched beside each load of weights. Without anything to fetch, what is at hand is "fetched"
 // again: cheaper than to ask each time.
 struct Fetch {
     const char *one, *two, *soon;
-    int64_t lines;
+    int64_t lines, step;
     Fetch(Ahead ahead, const void* at_hand)
         : one(ahead.blocks > 0 ? ahead.first : (const char*)at_hand), two(ahead.blocks > 1 ? ahead.first + ahead.stride : one),
-          soon(ahead.lines > 0 ? ahead.soon : one), lines(ahead.lines) {}
+          soon(ahead.lines > 0 ? ahead.soon : one), lines(ahead.lines), step(ahead.step) {}
     void line(int64_t n) const {
-        __builtin_prefetch(one + n * LINE);
-        __builtin_prefetch(two + n * LINE);
+        __builtin_prefetch(one + n * step);
+        __builtin_prefetch(two + n * step);
         __builtin_prefetch(soon + (n < lines ? n : 0) * LINE);
     }
 };
 
 // Rows x [rows, in] against packed weights of their own type.
 template <typename T> struct Dense {
+    static constexpr int SUMS = MOST_SUMS, PAIRED_ROWS = FEW_SUMS ? 9 : ANY_ROWS;
     const T *x, *weight;
     int in;
     Ahead ahead(int first, int blocks) const {
@@ -99,27 +112,80 @@ void tile(const Base& base, int r, const T* bias, LowRank<T> extra, int first_ma
     keep(first_mask_row, R);
 }
 
-template <int B> constexpr int MOST_ROWS = MOST_SUMS / B;
-template <int B> int passes_for(int rows) { return (rows + MOST_ROWS<B> - 1) / MOST_ROWS<B>; }
+// Rows in as few passes of at most `most` as can be, of equal size, the larger ones first.
+struct Passes {
+    int rows, count;
+    Passes(int rows, int most) : rows(rows), count((rows + most - 1) / most) {}
+    int first_row(int pass) const { return pass * (rows / count) + std::min(pass, rows % count); }
+    int size(int pass) const { return rows / count + (pass < rows % count); }
+};
 
-// Rows [from, from + rows) of outputs [first, first + 16 B), in as few passes as the registers allow, of equal size.
-// The first two passes fetch one block of `ahead` each, a single one fetches both. out is row `from`'s.
+// What a pass fetches: the first two half each, a single one all.
+inline Ahead share_of(Ahead all, int pass, int passes) {
+    if (passes == 1 || all.blocks == 0) return all;
+    if (pass > 1) return NOTHING;
+    Ahead half{all.first + pass * all.stride, all.stride, 1};
+    if (all.blocks == 1) half.first = all.first + pass * all.stride / 2, half.step = LINE / 2;
+    if (pass == 0) half.soon = all.soon, half.lines = all.lines;
+    return half;
+}
+
+// Rows [from, from + rows) of outputs [first, first + 16 B). out is row `from`'s.
 template <int B, typename Base, typename T, typename Out>
 void rows_of_tiles(const Base& base, int from, int rows, const T* bias, LowRank<T> extra, int first_mask_row, int first,
                    Out* out, int64_t stride, Ahead ahead) {
-    const int passes = passes_for<B>(rows);
-    for (int pass = 0, r = 0; pass < passes; pass++) {
-        const int take = (rows - r + passes - pass - 1) / (passes - pass);
-        const int blocks = passes > 1 && ahead.blocks > 1 ? 1 : ahead.blocks;
-        const int plain = first_mask_row < r ? 0 : first_mask_row - r;
+    constexpr int MOST = Base::SUMS / B;
+    const Passes passes(rows, MOST);
+    for (int pass = 0; pass < passes.count; pass++) {
+        const int r = passes.first_row(pass), plain = first_mask_row < r ? 0 : first_mask_row - r;
         LowRank<T> mine{extra.low + int64_t(r) * extra.rank, extra.up, extra.rank};
-        with_count<MOST_ROWS<B>>(take, [&](auto count) {
+        with_count<MOST>(passes.size(pass), [&](auto count) {
             tile<decltype(count)::value, B>(base, from + r, bias, mine, plain, first, out + r * stride, stride,
-                                            Ahead{ahead.first, ahead.stride, blocks, ahead.soon, ahead.lines});
+                                            share_of(ahead, pass, passes.count));
         });
-        ahead = {ahead.first + blocks * ahead.stride, ahead.stride, ahead.blocks - blocks};
-        r += take;
     }
+}
+
+// Many rows against packed bf16 where no instruction takes both as they are: the rows are made fp32 once, and nothing but
+// weights is unpacked beside the products. Numbers and order are `Dense`'s. x: by pass, [in][rows of the pass].
+struct Panels {
+    static constexpr int SUMS = MOST_SUMS - 1, PAIRED_ROWS = 0;  // (a sum's room is the unpacked weights')
+    const float* x;
+    const bf16* weight;
+    int in;
+    Ahead ahead(int first, int blocks) const { return Dense<bf16>{nullptr, weight, in}.ahead(first, blocks); }
+    template <int R, int B> LANEWISE void add(f16v (&sums)[R][B], int r, int first, Ahead next) const {
+        const float* panel = x + int64_t(r) * in;
+        const bf16* block = weight + int64_t(first) * in;
+        const Fetch fetch(next, block);
+        for (int k = 0; k < in; k += 2, panel += 2 * R) {
+            fetch.line(k / 2);
+            UNROLL for (int b = 0; b < B; b++) {
+                const bf16* both = block + (int64_t(b) * in + k) * LANES;
+                u16v weights;
+                read(both, weights);
+                const f16v even = as_floats(weights << 16);
+                UNROLL for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] + even * panel[i];
+                read(anew(both), weights);
+                const f16v odd = as_floats(weights & 0xffff0000u);
+                UNROLL for (int i = 0; i < R; i++) sums[i][b] = sums[i][b] + odd * panel[R + i];
+            }
+        }
+    }
+    template <int R, int B> LANEWISE void finish(f16v (&)[R][B], int) const {}
+};
+
+inline std::unique_ptr<float[]> laid_in_panels(const bf16* x, int rows, int in, int threads) {
+    std::unique_ptr<float[]> panels(new float[int64_t(rows) * in]);
+    const Passes passes(rows, Panels::SUMS);
+#pragma omp parallel for num_threads(threads) if (rows > 32)
+    for (int pass = 0; pass < passes.count; pass++) {
+        const int r = passes.first_row(pass), size = passes.size(pass);
+        float* panel = &panels[int64_t(r) * in];
+        for (int i = 0; i < size; i++)
+            for (int k = 0; k < in; k++) panel[int64_t(k) * size + i] = widen(x[int64_t(r + i) * in + k]);
+    }
+    return panels;
 }
 
 // `low` is scratch for all rows times `down`, one copy a thread, the first of them for all where they share it. x is
@@ -133,6 +199,12 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
             return tiled_product(x, rows, in, base.weight, out_features, bias, out, first_mask_row, down, up, rank, low,
                                  threads);
 #endif
+    if constexpr (FEW_SUMS && std::is_same_v<Base, Dense<bf16>>)
+        if (rows > MOST_SUMS / 2) {
+            const auto panels = laid_in_panels(x, rows, in, threads);
+            return product(Panels{panels.get(), base.weight, in}, x, rows, in, out_features, bias, out, first_mask_row, down,
+                           up, rank, low, threads);
+        }
     const int pairs = out_features / (2 * LANES), plain = down ? first_mask_row : rows;
     const bool together = plain < rows && shares_down(threads, rank, out_features);
 #pragma omp parallel num_threads(threads)
@@ -163,15 +235,21 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
         if (together) {
 #pragma omp barrier
         }
-        for (int p = from; p < to; p++) {
-            const int first = 2 * LANES * p;
-            Ahead next = base.ahead(first + 2 * LANES, p + 1 < to ? 2 : 0);
-            if (extra.up) {
-                next.soon = (const char*)(extra.up + int64_t(first) * rank);
-                next.lines = int64_t(sizeof(T)) * 2 * LANES * rank / LINE;
+        auto multiply = [&](auto blocks) {
+            constexpr int B = decltype(blocks)::value;
+            for (int first = 2 * LANES * from; first < 2 * LANES * to; first += B * LANES) {
+                Ahead next = base.ahead(first + B * LANES, first + B * LANES < 2 * LANES * to ? B : 0);
+                if (extra.up) {
+                    next.soon = (const char*)(extra.up + int64_t(first) * rank);
+                    next.lines = int64_t(sizeof(T)) * B * LANES * rank / LINE;
+                }
+                rows_of_tiles<B>(base, 0, rows, bias, extra, plain, first, out, out_features, next);
             }
-            rows_of_tiles<2>(base, 0, rows, bias, extra, plain, first, out, out_features, next);
-        }
+        };
+        if constexpr (Base::PAIRED_ROWS > 0)
+            if (rows <= Base::PAIRED_ROWS) multiply(std::integral_constant<int, 2>{});
+        if constexpr (Base::PAIRED_ROWS < ANY_ROWS)
+            if (rows > Base::PAIRED_ROWS) multiply(std::integral_constant<int, 1>{});
     }
 }
 

@@ -21,6 +21,7 @@ LANEWISE f16v load_halves(const uint8_t* from) {
 #endif
 
 struct Int4 {
+    static constexpr int SUMS = MOST_SUMS, PAIRED_ROWS = ANY_ROWS;
     static constexpr int GROUP = 32, GROUP_BYTES = GROUP / 2 * LANES + 4 * LANES, GROUP_LINES = GROUP_BYTES / LINE;
     static int group_of(int) { return GROUP; }
     Rows rows;

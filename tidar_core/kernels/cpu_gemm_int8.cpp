@@ -60,6 +60,7 @@ struct Rows {
 };
 
 struct Int8 {
+    static constexpr int SUMS = MOST_SUMS, PAIRED_ROWS = ANY_ROWS;
     static int group_of(int in) { return in % 64 == 0 ? 64 : in % 32 == 0 ? 32 : LANES; }
     static constexpr int SCALES = LANES * sizeof(float);  // bytes behind a block's weights
     Rows rows;

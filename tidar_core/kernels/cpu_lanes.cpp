@@ -49,13 +49,17 @@ template <typename E, typename V> LANEWISE void store_narrowed(E* to, V v) {
     std::memcpy(to, &narrow, sizeof narrow);
 }
 
+// The same address, unknown to the compiler: what is read there is read anew, and takes no registers until then.
+template <typename T> LANEWISE const T* anew(const T* address) { __asm__("" : "+r"(address)); return address; }
+
 // Two of what is half as wide. A vector of the compiler's that is wider than a register would live in memory.
 template <typename V> struct Pair {
     typedef std::decay_t<decltype(V()[0])> Each;
     static constexpr int HALF = sizeof(V) / sizeof(Each);
     V lo, hi;
     LANEWISE Pair() : lo{}, hi{} {}
-    LANEWISE Pair(Each all) : lo(V{} + all), hi(V{} + all) {}
+    // (all + 0 would be computed: it makes another number of -0.)
+    LANEWISE Pair(Each all) : lo(all - V{}), hi(all - V{}) {}
     LANEWISE Pair(V lo, V hi) : lo(lo), hi(hi) {}
     LANEWISE Each operator[](int i) const { return i < HALF ? lo[i] : hi[i - HALF]; }
     LANEWISE Pair operator-() const { return {-lo, -hi}; }
