@@ -16,9 +16,7 @@ done within them; `triton_experts.py` is the experts of a mixture (`experts.py`)
 Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel begin while the one
 before it still runs, `triton_succession.py` is what a step leaves to the one behind it (`succession.py`).
 `triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are tested interpreted and
-compiled for Hopper, and against their oracles on an H100 (`tidar bench kernels`), but for `triton_layers.py`,
-`triton_experts.py`, `triton_succession.py`, `triton_blocks.py`, picks among what top-k, top-p and min-p keep, and 8
-bits, which have not run on a GPU yet, nor has attention since its keys come ahead.
+compiled for Hopper, and against their oracles on an H200 (`tidar bench kernels`).
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
 rotation and activation work row by row, attention reads keys in order of position. Matrix products keep
