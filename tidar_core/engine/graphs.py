@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tidar_core.engine.batch import BatchSize
 
-VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # a chunk of a prompt too
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MOST_ROWS = 512  # of both kinds; more are bound by arithmetic, and launching does not matter
 LEAST_PAGES = 16  # of the page table's width, which doubles from bucket to bucket
 CAPTURE_AT = 3  # comings of a size while requests are served; many sizes never come so often
 REMEMBERED = 256  # sizes that came less often, the latest
@@ -33,12 +32,11 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 
 def bucket(size: BatchSize) -> BatchSize | None:
-    """The size that a batch is padded up to; None for one that is too large for a graph."""
+    """The size that a batch is padded up to; None for one that is too large for a graph: it is bound by arithmetic, and
+    launching does not matter."""
     if size.verify > VERIFY_ROWS[-1] or size.mask > MASK_ROWS[-1]:
         return None
     verify, mask = VERIFY_ROWS[bisect_left(VERIFY_ROWS, size.verify)], MASK_ROWS[bisect_left(MASK_ROWS, size.mask)]
-    if verify + mask > MOST_ROWS:
-        return None
     pages = LEAST_PAGES
     while pages < size.pages:
         pages *= 2

@@ -29,7 +29,7 @@ from tidar_core.transfer import on_device
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
 MOST_PROBED = 8  # drafts up to which each number of them is probed, before every outcome; of more the last alone
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-COST_ROWS_GPU = (*COST_ROWS, 192, 256)  # as far as steps are captured
+COST_ROWS_GPU = (*COST_ROWS, 192, 256)
 CAPTURED_PAGES = (
     64  # of context that the graphs made beforehand reach to; longer ones are captured once they are common
 )
