@@ -87,6 +87,8 @@ def test_one_that_outlived_its_watcher_is_ended() -> None:
             for each in (others, settings)
         )
         assert left.poll() is other.poll() is None
+        while not all(psutil.Process(started.pid).cmdline() for started in (left, other)):
+            time.sleep(0.01)  # what has just been started has no words yet
     assert left.wait(10) == other.wait(10) == -signal.SIGKILL
 
 
