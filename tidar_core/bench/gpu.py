@@ -50,7 +50,7 @@ def phases(model: str) -> list[Phase]:
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]
     # What is timed is right: heads of another size are other kernels. A hundred variants a shape, compiled one by one,
-    # take triton 3.6 some 45 seconds, and the start and the oracles theirs.
+    # are most of the 75 seconds that a shape took beside an H200.
     found += [
         Phase(f"kernels {name}, checks", ("kernels", "--shape", name, "--no-measure"), 120) for name in reversed(large)
     ]
