@@ -40,8 +40,8 @@ gathers other words; the optimizer starts anew):
 minutes, gathered 1.9 million own words and went through 21.2 million mask rows: 2.61 tokens per step on its held-out
 documents before, 2.81 after. Training by itself (`tidar bench training`) is 151,700 mask rows a second there, an eighth
 of what the GPU multiplies; a seventh of the time the GPU waits, and about half of the rest goes to what stands between
-the products. On an H100 the run before that, of 7.2 minutes, had 1.4 million own words and 11.9 million mask rows, 52,000
-to 62,000 a second, before mask rows had attention kernels of their own.
+the products. On an H100 the run before that, of 7.2 minutes, had 1.4 million own words and 11.9 million mask rows,
+52,000 to 62,000 a second, before mask rows had attention kernels of their own.
 
 What makes drafts hold, at equal time: each variant got three and a half minutes of training from nothing on the same
 171,439 own words of the default model (2 cores, 300 to 350 mask rows a second; one run each):

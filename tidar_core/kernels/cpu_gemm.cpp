@@ -55,8 +55,9 @@ struct Fetch {
         : one(ahead.blocks > 0 ? ahead.first : (const char*)at_hand), two(ahead.blocks > 1 ? ahead.first + ahead.stride : one),
           soon(ahead.lines > 0 ? ahead.soon : one), lines(ahead.lines), step(ahead.step) {}
     void line(int64_t n) const {
-        __builtin_prefetch(one + n * step);
-        __builtin_prefetch(two + n * step);
+        const int64_t at = n * (FEW_SUMS ? step : LINE);  // (one block by itself, whose halves are fetched, is theirs)
+        __builtin_prefetch(one + at);
+        __builtin_prefetch(two + at);
         __builtin_prefetch(soon + (n < lines ? n : 0) * LINE);
     }
 };
