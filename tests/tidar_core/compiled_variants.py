@@ -49,21 +49,23 @@ def attention_sizes() -> list[tuple[int, int, int, torch.dtype, int]]:
 
 
 def variants_in_use() -> list[Variant]:
-    """Steps of every measured shape with an H100's tiles, with and without mask rows; with mask rows, which take more
-    registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, with the widest adapter, in fp32, and
-    one operation at a time; other attention sizes; the experts of mixtures, each with every kind of launch and of
-    weights once; the token rule; the bench's reading kernel."""
+    """Steps of every measured shape with an H100's tiles, of few rows and of many, with and without mask rows; with
+    mask rows, which take more registers, also with the tiles of other GPUs, with weights and K/V in 8 bits, with the
+    widest adapter, in fp32, and one operation at a time; other attention sizes; the experts of mixtures, each with
+    every kind of launch and of weights once; the token rule; the bench's reading kernel."""
     launches, tiles = [], measured_tiles(Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132), BF16)
     for config in SHAPES.values():
-        for mask in (0, 56):
-            launches += step_launches(config, BF16, 16, 8, mask, layers=2, measured=tiles)
+        for verify, mask in ((8, 0), (8, 56), (80, 560)):
+            launches += step_launches(config, BF16, 16, verify, mask, layers=2, measured=tiles)
         launches += step_launches(config, BF16, 16, 8, 56, layers=2)
         launches += step_launches(config, BF16, 16, 8, 56, layers=2, float8=True, kv_dtype=FLOAT8)
-    launches += step_launches(QWEN3_8B, BF16, 16, 8, 56, layers=2, rank=WIDEST_RANK, measured=tiles)
-    launches += step_launches(QWEN3_8B, BF16, 16, 8, 56, layers=2, rank=WIDEST_RANK, float8=True, kv_dtype=FLOAT8)
+    launches += step_launches(QWEN3_8B, BF16, 16, 80, 0, layers=2, measured=tiles)
+    launches += step_launches(QWEN3_8B, BF16, 16, 80, 560, layers=2)
+    for mask in (56, 560):
+        launches += step_launches(QWEN3_8B, BF16, 16, 8, mask, layers=2, rank=WIDEST_RANK, measured=tiles)
+        launches += step_launches(QWEN3_8B, BF16, 16, 8, mask, layers=2, rank=WIDEST_RANK, float8=True, kv_dtype=FLOAT8)
     launches += step_launches(SMOLLM2_135M, FP32, 16, 8, 56, layers=2)
     launches += step_launches(SMOLLM2_135M, BF16, 16, 8, 56, layers=2, one_by_one=True)
-    launches += step_launches(SMOLLM2_135M, BF16, 16, 600, 0, layers=2)
     for heads, kv_heads, head_dim, dtype, page in attention_sizes():
         config = replace(QWEN3_8B, heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden_size=512)
         steps = step_launches(config, dtype, page, 8, 0)

@@ -306,6 +306,29 @@ def test_products_match_the_oracle_and_keep_rows_apart(tiles, outs, ins, dtype, 
     assert torch.equal(linear(x[8:9], weight, bias, None, 1), biased[3:])
 
 
+def test_tiles_of_many_rows_keep_rows_apart_as_those_of_few_do(dtype, dots_row_by_row):
+    """Two tiles of 64 rows are one where there are more, and 130 rows two of these."""
+    generator = torch.Generator().manual_seed(6)
+
+    def random(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * shape[-1] ** -0.5).to(dtype)
+
+    plan = product_planner({(48, 96): GemmTiles(64, 32, 32, 2, 4, 4)})
+    linear, x, weight, low_rank = (
+        exact_linear(plan),
+        8 * random(130, 96),
+        random(48, 96),
+        LowRank(random(20, 96), random(48, 20)),
+    )
+    launches = [plan(x[:rows], weight, None, low_rank, 0) for rows in (64, 65, 130)]
+    assert [launch.grid for launch in launches] == [(1, 2, 2), (1, 2, 2), (2, 2, 2)]
+    assert [launch.named["BLOCK_M"] for launch in launches] == [64, 128, 128]
+    many = linear(x, weight, None, low_rank, 70)
+    close(many, REFERENCE_OPS.linear(x, weight, None, low_rank, 70), dtype)
+    for rows in (slice(0, 64), slice(3, 4), slice(60, 69), slice(66, 130), slice(129, 130)):
+        assert torch.equal(linear(x[rows], weight, None, low_rank, max(0, 70 - rows.start)), many[rows])
+
+
 @triton.jit
 def mark(pointers):
     tl.atomic_add(pointers, 1)

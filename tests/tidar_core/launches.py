@@ -73,7 +73,8 @@ class Compiled:
     and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy.
     copies_ahead: how many groups of such copies may be under way while one that has arrived is computed with.
     reads_ahead: how many instructions ask for memory that is not needed yet. before_wait: where it may begin while the
-    kernel before it runs, how often it touches memory before it waits for that one; -1 if it never waits."""
+    kernel before it runs, how often it touches memory before it waits for that one; -1 if it never waits. sums: of each
+    sum along the rows of a tile, how many numbers of a row lie in a thread, a warp and a program: its order."""
 
     name: str
     shared: int
@@ -85,6 +86,7 @@ class Compiled:
     copies_ahead: int
     reads_ahead: int
     before_wait: int | None
+    sums: tuple[str, ...]
 
 
 def noted_launches(work: Callable[[], object]) -> list[Launch]:
@@ -139,12 +141,20 @@ def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
         copies_ahead=max((int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
         reads_ahead=len(re.findall(r"prefetch\.global", ptx)),
         before_wait=_touched_before_wait(ptx) if variant.overlaps else None,
+        sums=_sums(built.asm["ttgir"]),
     )
 
 
 def _touched_before_wait(ptx: str) -> int:
     before, waits, _ = ptx.partition("griddepcontrol.wait")
     return len(re.findall(r"\b(?:ld|st|atom|red|cp\.async\.\w+\.shared)\.global", before)) if waits else -1
+
+
+def _sums(ttgir: str) -> tuple[str, ...]:
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.MULTILINE))
+    summed = re.findall(r"\}\) : \(tensor<[\dx]+x(\d+)xf32, (#\w+)>\) -> tensor", ttgir)
+    along = {name: re.findall(r"(\d+)\]", layouts[name])[:3] for _, name in summed}  # the last of each list of sizes
+    return tuple(f"{numbers}: {' '.join(along[name])}" for numbers, name in summed)
 
 
 def _resources(cubin: bytes) -> dict[str, int]:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys
     assert len({one["name"] for one in compiled}) == len(compiled)
     assert [one["name"] for one in compiled if one["shared"] > SHARED_MEMORY] == []
     assert [one["name"] for one in compiled if one["stack"] > 0] == []
+
+
+def test_a_rows_sums_have_one_order_whatever_the_step(compiled):
+    """A product has variants for few rows and for many, with an adapter and without: whether the parts of a row's
+    squares lie alike in the threads of all of them is the compiler's choice."""
+    orders, rows = defaultdict(set), defaultdict(set)
+    for one in compiled:
+        if one["name"].split()[0] in PRODUCTS and one["sums"]:
+            sizes = re.findall(r"\S+=8bit|\b(?:N|K|BLOCK_N|BLOCK_K|SPLITS|PARTS)=\d+", one["name"])
+            weight = " ".join([*one["name"].split()[:2], *sizes])
+            orders[weight].add(tuple(one["sums"]))
+            rows[weight].add(re.search(r"BLOCK_M=(\d+)", one["name"])[1])
+    assert [weight for weight, found in orders.items() if len(found) > 1] == []
+    assert [found for found in rows.values() if found == {"64", "128"}][11:], "little is compared"
 
 
 def test_hopper_reads_wide_and_multiplies_with_its_own_instruction(compiled):

@@ -27,6 +27,7 @@ from tidar_core.sampling import Rules, TokenRule
 from tidar_core.transfer import on_device
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)
+PROBE_MULTIPLES_GPU = (*PROBE_MULTIPLES, 65, 130)  # whose kernels have other tiles for more than 64 rows
 MOST_PROBED = 8  # drafts up to which each number of them is probed, before every outcome; of more the last alone
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 COST_ROWS_GPU = (*COST_ROWS, 192, 256)
@@ -115,10 +116,11 @@ def _products_are_exact(runner: Runner) -> bool:
         mixed = partial(mlp, runner.ops, config, mixture, BASE_ALONE)
         products.append((lambda x: mixed(x, x.shape[0]), config.hidden_size))
     head = (lambda x: runner.ops.head(x, runner.weights.head), config.hidden_size)
+    multiples = PROBE_MULTIPLES_GPU if runner.device.type == "cuda" else PROBE_MULTIPLES
     for product, inputs in (*products, head):
         # fewer row counts for the head: it is as large as many layers
-        multiples = PROBE_MULTIPLES[:: 4 if product is head[0] else 1]
-        counts = [multiple * runner.ops.row_multiple for multiple in multiples]
+        some = (*multiples[::4], multiples[-1]) if product is head[0] else multiples
+        counts = [multiple * runner.ops.row_multiple for multiple in some]
         x = torch.randn(counts[-1], inputs, generator=generator).to(runner.device, runner.weights.embedding.dtype)
         whole = product(x)
         for rows in counts:

@@ -1,9 +1,10 @@
 """Matrix products for few rows in Triton: y = x weightᵀ + bias, the adapter on mask rows in the same launch.
 
-Every weight has one tile shape, one K order and one number of K splits, whatever the number of rows: that is what
+Every weight has one tile of outputs, one K order and one number of K splits, whatever the number of rows: that is what
 makes a row's bits its own. A step of 1 to 300 rows is bound by reading weights, so tiles are chosen to read from
 enough multiprocessors at once; small weights are cut along K for that, the parts are added in their order by
-whichever program comes last, and the cut is a property of the weight as well.
+whichever program comes last, and the cut is a property of the weight as well. Behind 64 rows it is the way from the
+cache to the multiprocessors that is short: there two tiles of rows become one, for which a weight comes once.
 
 The adapter's x aᵀ is computed again by every tile of outputs, beside its own columns (a is small and comes out of
 the cache): no launch of its own, no waiting for one, and base rows are kept apart by a select, never touched.
@@ -13,7 +14,7 @@ the cache): no launch of its own, no waiting for one, and base rows are kept apa
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Protocol
 
@@ -29,6 +30,9 @@ PROGRAMS_AIMED_AT = 128  # about one for each multiprocessor of an H100 or H200
 MOST_SPLITS = 8
 STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
+WARPGROUP_ROWS = 64  # that one of Hopper's matrix instructions multiplies
+SHARED_MEMORY = 227 << 10  # bytes that one program may have on Hopper
+FEWEST_STAGES = 3  # one that is multiplied, two that are on their way
 WIDEST_RANK = 64  # of an adapter that is computed beside the base product: more would not fit the shared memory
 BYTES_BEHIND = 8 << 20  # of the next weight that a product asks for: some of what the cache holds. Not measured yet.
 LINES_AHEAD = tl.constexpr(8)  # cache lines of each weight row that are asked for before the kernel in front is through
@@ -62,6 +66,19 @@ def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
     fitting = triton.cdiv(ins, step) // STEPS_A_SPLIT
     wanted = round(PROGRAMS_AIMED_AT / triton.cdiv(outs, wide))
     return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), warps, stages)
+
+
+def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> GemmTiles:
+    """The tiles of a weight in a step of so many rows of a dtype, beside an adapter of a rank.
+
+    Where one tile of 64 does not hold the rows, tiles are of 128: a second group of four warps, Hopper's warpgroup,
+    multiplies the 64 rows behind those of the first by the same instructions in the same order, so that no bit changes.
+    """
+    if tiles.rows != WARPGROUP_ROWS or rows <= WARPGROUP_ROWS:
+        return tiles
+    of_a_stage = (2 * WARPGROUP_ROWS + tiles.outs + rank) * tiles.ins * dtype.itemsize
+    stages = min(tiles.stages, SHARED_MEMORY // of_a_stage)
+    return tiles if stages < FEWEST_STAGES else replace(tiles, rows=2 * WARPGROUP_ROWS, warps=8, stages=stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,15 +319,16 @@ def product_planner(
     ) -> ProductLaunch:
         rows, (outs, ins) = x.shape[0], weight.shape
         found = measured.get((outs, ins)) if weight.dtype == x.dtype else None
-        tiles = found or gemm_tiles(outs, ins, weight.dtype)
-        grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
         beside = low_rank if first_mask_row < rows else None
         low_a, low_b = (weight, weight) if beside is None else (beside.a, beside.b)
         rank = 16 if beside is None else low_a.shape[0]
+        block_rank = max(16, triton.next_power_of_2(rank))
+        tiles = tiles_for(found or gemm_tiles(outs, ins, weight.dtype), rows, x.dtype, block_rank if beside else 0)
+        grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
         options = launch_options(x.device, rows, overlap)
         asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
         named = {
-            "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": max(16, triton.next_power_of_2(rank)),
+            "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": block_rank,
             "BLOCK_M": tiles.rows, "BLOCK_N": tiles.outs, "BLOCK_K": tiles.ins, "SPLITS": tiles.splits,
             "LINES_BEHIND": asked // LINE.value, "HAS_BIAS": bias is not None, "HAS_LOW_RANK": beside is not None,
             "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True, **options,

@@ -53,9 +53,13 @@ def _pairs(total, dtype: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 @triton.jit
 def _load_squares(squares, m, rows, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr):
+    """fp32 [1, BLOCK_M, BLOCK_PARTS]. Three dimensions, because the compiler lays out loads of one shape alike: were
+    this of the shape of a piece of a weight, whether that is read would change the order in which the parts are summed.
+    """
     p = tl.arange(0, BLOCK_PARTS)
     inside = (m < rows)[:, None] & (p < PARTS)[None, :]
-    return tl.load(squares + m.to(tl.int64)[:, None] * PARTS + p[None, :], mask=inside, other=0.0)
+    at = m.to(tl.int64)[:, None] * PARTS + p[None, :]
+    return tl.load(squares + at[None, :, :], mask=inside[None, :, :], other=0.0)
 
 
 @triton.jit
@@ -63,7 +67,7 @@ def _biased(total, seen, bias, n, eps, N: tl.constexpr, K: tl.constexpr, PARTS: 
     """A tile divided by the root of its rows' mean square, where a norm is not over yet, and the bias; n: its columns'
     rows of the weight."""
     if PARTS > 0:
-        total = total * tl.rsqrt(tl.sum(seen, 1) / K + eps)[:, None]
+        total = total * tl.rsqrt(tl.sum(tl.sum(seen, 2), 0) / K + eps)[:, None]
     if HAS_BIAS:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     return total
