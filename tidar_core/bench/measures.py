@@ -1,7 +1,7 @@
 """How near each kernel is to what the GPU can do: two ceilings, and each kernel's share of them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -129,6 +129,10 @@ class Subject:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
+    def random_low_rank(self, outs: int, ins: int) -> LowRank:
+        """An adapter's matrices for a weight [outs, ins], of the rank that is measured."""
+        return LowRank(self.random(RANK, ins), self.random(outs, RANK))
+
     def measure(self, kernel: str, case: str, work: Callable[[int], object], calls: int, size: int) -> Measure:
         """The time of `work`, and of a reading kernel's bandwidth what `size` bytes in that time are."""
         seconds = seconds_a_call(work, calls, self.device)
@@ -142,22 +146,22 @@ def measure_products(subject: Subject) -> Iterator[Measure]:
     for projection, (outs, ins) in {**projections(config), "head": (config.vocab_size, config.hidden_size)}.items():
         size = outs * ins * subject.dtype.itemsize
         weights = [subject.random(outs, ins) for _ in range(1 + extent.cold_bytes // size)]
-        low_rank = LowRank(subject.random(RANK, ins), subject.random(outs, RANK))
+        adapters = [subject.random_low_rank(outs, ins) for _ in weights]
         for rows in extent.rows:
             x = subject.random(rows, ins)
             case = f"{projection}, {rows} rows"
             if projection == "head":
                 yield subject.measure("head", case, partial(_nth_head, ops, x, weights), len(weights), size)
                 continue
-            plain = partial(_nth_product, ops, x, weights, None)
+            plain = partial(_nth_product, ops, x, weights, [None])
             yield subject.measure("linear", case, plain, len(weights), size)
             if rows > 8:
-                drafting = partial(_nth_product, ops, x, weights, low_rank)
+                drafting = partial(_nth_product, ops, x, weights, adapters)
                 yield subject.measure("linear", f"{case}, adapter on all but 8", drafting, len(weights), size)
 
 
-def _nth_product(ops: Ops, x: Tensor, weights: list[Tensor], low_rank: LowRank | None, call: int) -> Tensor:
-    return ops.linear(x, weights[call % len(weights)], None, low_rank, 8)
+def _nth_product(ops: Ops, x: Tensor, weights: list[Tensor], adapters: Sequence[LowRank | None], call: int) -> Tensor:
+    return ops.linear(x, weights[call % len(weights)], None, adapters[call % len(adapters)], 8)
 
 
 def _nth_head(ops: Ops, x: Tensor, weights: list[Tensor], call: int) -> Tensor:

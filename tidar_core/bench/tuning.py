@@ -13,13 +13,13 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tidar_core.bench.measures import RANK, Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.triton_gemm import (
     MOST_SPLITS,
+    SHARED_MEMORY,
     WIDEST_RANK,
     GemmTiles,
     exact_linear,
@@ -29,11 +29,12 @@ from tidar_core.kernels.triton_gemm import (
 from tidar_core.model.weights import LowRank
 
 ROWS = (1, 64)
-WIDTHS = (16, 32, 64, 128)
+BASE_ROWS = 8  # of them, before those that the adapter is for
+WIDTHS = (16, 32, 64, 128, 256)
+WIDE = 64  # enough for a weight of many tiles: narrower ones read the rows too often
 PROGRAMS = (66, 132, 264, 396)  # aimed at: half a program for each multiprocessor, one, two, three
 STAGES = (4, 6)
 COMPILERS = 16  # processes
-SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 
 
 def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
@@ -45,7 +46,7 @@ def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
         tiles, steps = -(-outs // wide), -(-ins // step)
         some = {max(1, min(round(programs / tiles), MOST_SPLITS, steps // 2)) for programs in PROGRAMS}
         many = tiles > PROGRAMS[-1]  # more than run side by side
-        if not many or wide >= WIDTHS[-2]:
+        if not many or wide >= WIDE:
             found += [
                 GemmTiles(start.rows, wide, step, splits, warps, stages)
                 for splits in sorted(some)
@@ -79,12 +80,10 @@ def _run_once(task: tuple[int, int, torch.dtype, GemmTiles, bool]) -> None:
     weight, x = torch.empty(outs, ins, dtype=dtype, device=device), torch.empty(64, ins, dtype=dtype, device=device)
     linear = exact_linear(product_planner({(outs, ins): tiles}))
     for rows in ROWS:
-        linear(x[:rows], weight, None, None if is_head else _low_rank(rows, outs, ins, x), 8)
+        drafts = not is_head and rows > BASE_ROWS
+        low_rank = LowRank(x.new_ones(RANK, ins), x.new_ones(outs, RANK)) if drafts else None
+        linear(x[:rows], weight, None, low_rank, BASE_ROWS)
     torch.cuda.synchronize()
-
-
-def _low_rank(rows: int, outs: int, ins: int, like: Tensor) -> LowRank | None:
-    return LowRank(like.new_ones(RANK, ins), like.new_ones(outs, RANK)) if rows > 8 else None
 
 
 def tune(subject: Subject, rows: tuple[int, ...] = ROWS) -> Iterator[dict[str, Any]]:
@@ -94,15 +93,17 @@ def tune(subject: Subject, rows: tuple[int, ...] = ROWS) -> Iterator[dict[str, A
     for outs, ins in weights_of(config):
         size = outs * ins * subject.dtype.itemsize
         weights = [subject.random(outs, ins) for _ in range(1 + subject.extent.cold_bytes // size)]
+        adapters = [subject.random_low_rank(outs, ins) for _ in weights]
         found = []
         for tiles in candidate_tiles(outs, ins, subject.dtype):
             linear, times = exact_linear(product_planner({(outs, ins): tiles})), []
             for count in rows:
                 x = subject.random(count, ins)
-                drafts = None if outs == config.vocab_size else _low_rank(count, outs, ins, x)
+                drafts = outs != config.vocab_size and count > BASE_ROWS
 
-                def product(call: int, linear: Any, x: torch.Tensor, drafts: LowRank | None) -> torch.Tensor:
-                    return linear(x, weights[call % len(weights)], None, drafts, 8)  # noqa: B023  (called at once)
+                def product(call: int, linear: Any, x: torch.Tensor, drafts: bool) -> torch.Tensor:
+                    nth = call % len(weights)  # noqa: B023  (called at once)
+                    return linear(x, weights[nth], None, adapters[nth] if drafts else None, BASE_ROWS)  # noqa: B023
 
                 work = partial(product, linear=linear, x=x, drafts=drafts)
                 times.append(seconds_a_call(work, len(weights), subject.device))
