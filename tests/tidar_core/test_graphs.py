@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tidar_core.engines import tiny_engine
+from tidar_core.bench.decode import measure_decode
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.engine import Engine, drafting
 from tidar_core.engine.batch import BatchSize
@@ -195,6 +196,22 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
 def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     runner = tiny_engine(tmp_path, adapter="none")._runner
     assert rows_are_exact(replace(runner, graphs=Graphs(repeat, 1)))
+
+
+def test_no_round_counts_in_which_steps_were_captured(tmp_path):
+    """Of sizes that come once a round the third round captures some."""
+    engine = tiny_engine(tmp_path)
+    graphs = Graphs(repeat)
+    engine._runner = replace(engine._runner, graphs=graphs)
+    (off, full) = measure_decode(
+        engine, [(5,), (6, 7)], batches=[2], modes=["off", "full"], rounds=2, at_least=2,
+        params=SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True),
+    )  # fmt: skip
+    assert len(graphs) > 3
+    assert [one.captured for one in (off, full)] == [(0, 0)] * 2
+    assert (off.tokens_per_step, off.ratio) == (1.0, 1.0)
+    assert full.tokens_per_step >= 1
+    assert all(len(one.rounds) == 2 and min(one.rounds) > 0 for one in (off, full))
 
 
 def test_without_room_for_a_graph_the_step_runs_without() -> None:
