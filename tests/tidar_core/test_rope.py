@@ -39,6 +39,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 SCALINGS = {
     "unscaled": {},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "llama3": LLAMA3,
     "llama3, original length not stated": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
     "linear": LINEAR,
@@ -111,7 +112,7 @@ def test_tables_are_transformers_own(architecture: Architecture, scaling: str, t
     shape = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256}
     theirs = written(tmp_path, architecture, **shape, rope_parameters=rope)
     ours = loaded(tmp_path)
-    assert (ours.rope_scaling is None) == (scaling == "unscaled")
+    assert (ours.rope_scaling is None) == (scaling in ("unscaled", "dynamic"))
     assert_tables_are_transformers_own(ours, architecture, theirs)
 
 
@@ -125,6 +126,13 @@ def test_tables_of_published_models(name: str, tmp_path: Path) -> None:
     ours = loaded(tmp_path)
     assert ours.max_positions == positions
     assert_tables_are_transformers_own(ours, architecture, theirs)
+
+
+def test_dynamic_scaling_is_served_as_far_as_it_changes_nothing(tmp_path: Path) -> None:
+    """Behind that transformers gives the keys of all tokens other frequencies with each token more."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    written(tmp_path, "llama", hidden_size=96, num_attention_heads=6, max_position_embeddings=256, rope_parameters=rope)
+    assert loaded(tmp_path).max_positions == 256
 
 
 def test_older_spelling_of_scaling(tmp_path: Path) -> None:
@@ -269,7 +277,6 @@ def test_greedy_answers_beyond_the_original_length(
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic' is not supported, only linear, llama3, yarn"),
         (
             {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 7, "factor": 4.0},
             "rope scaling 'longrope' needs 8 numbers as long_factor",
@@ -278,7 +285,7 @@ def test_greedy_answers_beyond_the_original_length(
             {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0.0], "long_factor": [2.0] * 8, "factor": 4.0},
             "rope scaling 'longrope' needs a list of positive numbers as short_factor",
         ),
-        ({"rope_type": "proportional"}, "rope scaling 'proportional' is not supported"),
+        ({"rope_type": "proportional"}, "'proportional' is not supported, only linear, llama3, yarn, longrope, dynamic"),
         ({"rope_type": "linear"}, "config.json is not valid .*factor"),
         ({"rope_type": "linear", "factor": 0}, "'linear' needs a positive number as factor, not 0"),
         ({"rope_type": "linear", "factor": None}, "'linear' needs a positive number as factor, not None"),

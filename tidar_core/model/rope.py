@@ -1,8 +1,9 @@
 """Rotary positions: what a checkpoint states, the frequencies that follow, and where a head's pairs lie.
 
 The numbers are transformers' own, taken from its functions: a table here is the table there. A scaling that depends on
-how long a sequence has grown ("dynamic") is refused: a token at one position would not keep its key. "longrope" (Phi-3,
-arXiv 2402.13753) knows two lengths; an engine keeps to one of them for all its sequences, as vLLM does.
+how long a sequence has grown ("dynamic") does nothing up to the length that the model states, and no sequence grows
+beyond: a token at one position would not keep its key. "longrope" (Phi-3, arXiv 2402.13753) knows two lengths; an engine
+keeps to one of them for all its sequences, as vLLM does.
 
 The kernels know one layout: a head's coordinate i rotates with i + head_dim / 2. A model whose pairs lie side by side,
 or that rotates a part of each head, has its query and key rows put in that order as they are read (a product of the two
@@ -31,21 +32,23 @@ _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("attention_factor",),
 }
+_UNSCALED = ("default", "dynamic")
 _RATIOS = ("yarn", "longrope")
 _LISTS = ("short_factor", "long_factor")
 _ZERO_IS_UNSTATED = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def read_scaling(stated: Mapping[str, Any], max_positions: int, name: str) -> RopeScaling | None:
-    """The scaling in transformers' `rope_parameters`, None for "default". Raises ConfigError.
+    """The scaling in transformers' `rope_parameters`, None for one that changes nothing within the positions that the
+    model states ("default", "dynamic"). Raises ConfigError.
 
     `max_positions` is the model's max_position_embeddings; `name` is the model's, for the error.
     """
     kind = stated.get("rope_type", "default")
-    if kind == "default":
+    if kind in _UNSCALED:
         return None
     if not isinstance(kind, str) or kind not in _NEEDED:
-        raise ConfigError(f"{name}: rope scaling {kind!r} is not supported, only {', '.join(_NEEDED)}")
+        raise ConfigError(f"{name}: rope scaling {kind!r} is not supported, only {', '.join((*_NEEDED, 'dynamic'))}")
     values: dict[str, Any] = {}
     for key in (*_NEEDED[kind], *_OPTIONAL.get(kind, ())):
         value = stated.get(key)
