@@ -285,7 +285,7 @@ def test_greedy_answers_beyond_the_original_length(
             {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0.0], "long_factor": [2.0] * 8, "factor": 4.0},
             "rope scaling 'longrope' needs a list of positive numbers as short_factor",
         ),
-        ({"rope_type": "proportional"}, "'proportional' is not supported, only linear, llama3, yarn, longrope, dynamic"),
+        ({"rope_type": "proportional"}, "'proportional' is not supported, only linear, llama3, yarn, longrope, dyn"),
         ({"rope_type": "linear"}, "config.json is not valid .*factor"),
         ({"rope_type": "linear", "factor": 0}, "'linear' needs a positive number as factor, not 0"),
         ({"rope_type": "linear", "factor": None}, "'linear' needs a positive number as factor, not None"),

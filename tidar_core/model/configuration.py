@@ -55,10 +55,10 @@ def load_config(source: ModelSource, taken_for: Architecture | None = None) -> M
     """The shape of the model. Raises ConfigError for what the decoder cannot run, naming what it is.
 
     A model of a type that is not known may be `taken_for` one that is (see `text_part`). What cannot be run is every
-    architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn, longrope and
-    dynamic, experts that are chosen by groups, activations other than silu and gelu by tanh, scores that are capped, and
-    weights that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors, gptq, awq,
-    auto-round, bitsandbytes and MLX do it (see `read_quantization`).
+    architecture but those of `Architecture`, and in these: rope scaling other than linear, llama3, yarn, longrope
+    and dynamic, experts that are chosen by groups, activations other than silu and gelu by tanh, scores that are
+    capped, and weights that are quantized in another way than GGUF, fp8, fbgemm_fp8, modelopt, compressed-tensors,
+    gptq, awq, auto-round, bitsandbytes and MLX do it (see `read_quantization`).
     """
     if source.gguf_path is not None:
         config = config_from_gguf(read_header(source.gguf_path))

@@ -2,8 +2,8 @@
 
 The numbers are transformers' own, taken from its functions: a table here is the table there. A scaling that depends on
 how long a sequence has grown ("dynamic") does nothing up to the length that the model states, and no sequence grows
-beyond: a token at one position would not keep its key. "longrope" (Phi-3, arXiv 2402.13753) knows two lengths; an engine
-keeps to one of them for all its sequences, as vLLM does.
+beyond: a token at one position would not keep its key. "longrope" (Phi-3, arXiv 2402.13753) knows two lengths; an
+engine keeps to one of them for all its sequences, as vLLM does.
 
 The kernels know one layout: a head's coordinate i rotates with i + head_dim / 2. A model whose pairs lie side by side,
 or that rotates a part of each head, has its query and key rows put in that order as they are read (a product of the two
