@@ -146,4 +146,5 @@ def settled(path: str | None, words: Sequence[str]) -> str | None:
     """A path that is there, from the root on; one of the `words`, or what is not there, as it is."""
     if path is None or path in words or not (found := Path(path).expanduser()).exists():
         return path
-    return str(found.resolve())
+    # A file may be a link to one of another name, which lacks the .gguf: all are in a hub's cache.
+    return str(found.resolve() if found.is_dir() else found.absolute())

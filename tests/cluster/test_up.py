@@ -45,6 +45,7 @@ from tests.servers import (
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
+from tidar_core.model.sources import find_model
 
 PORT = str(free_port())
 
@@ -136,6 +137,15 @@ def test_paths_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypat
     assert chosen.served_name == "checkpoint"
     hub = absolute(ServeOptions(model="org/model"))
     assert (hub.model, hub.adapter, hub.served_name) == ("org/model", "default", "org/model")
+
+
+def test_a_file_in_a_hubs_cache_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There it is a link to one that is named by its contents."""
+    (tmp_path / "0a1b2c").write_bytes(b"GGUF")
+    (tmp_path / "tiny.gguf").symlink_to("0a1b2c")
+    monkeypatch.chdir(tmp_path)
+    source = find_model(str(absolute(ServeOptions(model="tiny.gguf")).model))
+    assert (source.name, source.gguf_path) == ("tiny", tmp_path / "tiny.gguf")
 
 
 @pytest.mark.parametrize("part", ["qwen", "qwen.1", "qwen/", "qwen.gguf", "here/../qwen"])
