@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tidar_core.config import DEFAULT_MODEL, Device, EngineConfig, GenerationConfig, KVDType, RoundedDType, ServedDType
+from tidar_core.model.sources import cached_as
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
@@ -253,7 +254,7 @@ class ServeOptions(BaseModel):
         if not (self.model.startswith(("/", "~")) or os.path.exists(self.model)):
             return self.model
         last = Path(os.path.abspath(self.model))
-        return (last.stem if last.suffix == ".gguf" else last.name) or self.model
+        return (last.stem if last.suffix == ".gguf" else cached_as(last) or last.name) or self.model
 
 
 def deployment_part(name: str) -> str:

@@ -1,5 +1,6 @@
 """What can be known to fail before anything is served: the port, the models, the adapters. Each failure is one line."""
 
+import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from cluster.options import FurtherModel, ServeOptions
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.contract import read_contract, stated_architecture
-from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.settings import suggestion
 
 OWN_ADAPTERS = ("default", "none")  # words that are no path
@@ -144,7 +145,7 @@ def absolute(options: ServeOptions) -> ServeOptions:
 
 def settled(path: str | None, words: Sequence[str]) -> str | None:
     """A path that is there, from the root on; one of the `words`, or what is not there, as it is."""
-    if path is None or path in words or not (found := Path(path).expanduser()).exists():
+    if path is None or path in words or not os.path.exists(found := from_home(path)):
         return path
     # A file may be a link to one of another name, which lacks the .gguf: all are in a hub's cache.
     return str(found.resolve() if found.is_dir() else found.absolute())

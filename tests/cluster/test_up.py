@@ -98,6 +98,7 @@ def test_words_on_the_command_line_are_options_and_their_defaults_are_the_same(m
 
 def test_a_model_that_is_not_there() -> None:
     assert "/no/such/model" in refused("up", "--port", PORT, "--model", "/no/such/model")
+    assert "~nobody-at-all/model" in refused("up", "--port", PORT, "--model", "~nobody-at-all/model")
 
 
 def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
@@ -156,6 +157,11 @@ def test_a_name_does_not_depend_on_what_lies_where_it_is_asked_for(tmp_path: Pat
     (tmp_path / "here").mkdir()
     (tmp_path / part).mkdir()
     assert ServeOptions(model=f"{tmp_path}/{part}").served_name == name
+
+
+def test_a_folder_in_a_hubs_cache_is_called_by_its_id() -> None:
+    path = "/cache/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca"
+    assert ServeOptions(model=path).served_name == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("fields", [{"replica": 2}, {"replicas": 0}, {"drafts": "some"}, {"dtype": "int3"}])

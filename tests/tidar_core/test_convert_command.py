@@ -1,6 +1,7 @@
 """`tidar convert` as a user runs it: a folder that serves, the user's own text, mistakes in one line, a kill midway."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from tests.tidar_core.documents import HEADER
 from tests.tidar_core.trained import BRIEF, SMALL, random_documents, run_command
@@ -28,10 +30,10 @@ from tidar_core.request import SamplingParams
 
 
 def test_convert_makes_a_folder_that_serves(tmp_path):
-    model = tiny_checkpoint(tmp_path / "model", **BRIEF)
+    model = tiny_checkpoint(tmp_path / "model: #1, mine", **BRIEF)
     status, output = run_command(model, "--out", tmp_path / "drafter", "--steps", 40, *SMALL)
     assert status == 0, output
-    assert f"tidar up --model {model} --adapter {tmp_path / 'drafter'}" in output
+    assert shlex.join(["tidar", "up", "--model", str(model), "--adapter", str(tmp_path / "drafter")]) in output
     assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == [
         "README.md", "adapter.json", "adapter.safetensors",
     ]  # fmt: skip
@@ -46,6 +48,10 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert config.training["held_out"]["tokens_per_step"] > 1.1
     assert np.cumprod(config.holds) == pytest.approx(config.training["held_out"]["all_right"], abs=0.005)
     assert "Questions and answers are the base model's own" in card
+    assert shlex.join(["tidar", "up", "--model", str(model), "--adapter", "drafter"]) in card
+    told = yaml.safe_load(card.split("---")[1])
+    assert told["library_name"] == "tidar"
+    assert "base_model" not in told, "a hub refuses a card that names a path"
     held = data["held_out"]
     assert (
         f"{data['own_tokens']:,} tokens to learn from. {sum(held['documents'].values())} more documents, with" in card
@@ -85,9 +91,9 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     other = tiny_checkpoint(tmp_path / "other", seed=1, **BRIEF)
     status, output = run_command(other, "--out", tmp_path / "drafter", "--steps", 60, *SMALL)
     assert status == 1
-    assert "holds the words of model: they are trained on as they are" in output
+    assert f"holds the words of {model.name}: they are trained on as they are" in output
     base = read_adapter_config(tmp_path / "drafter").base
-    assert base.name == "model"
+    assert base.name == model.name
     assert f"holds a training with base {base.fingerprint}, not " in output
 
     # Another training may begin from what this one made.
@@ -363,3 +369,21 @@ def test_a_killed_conversion_goes_on(tmp_path):
     assert f"going on from step {reached}" in output
     tiny = load_engine(EngineConfig(str(model), str(tmp_path / "drafter"), "float32", "cpu"))
     assert tiny.info.block_length == 4
+
+
+def test_a_tilde_is_home_also_behind_an_equals_sign(gathered, tmp_path, monkeypatch):
+    """Where shells leave it as it is; a folder of that name would be made where the command runs."""
+    model, data = gathered
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(model)
+    (tmp_path / "text").write_text("word for word\n" * 200)
+    status, output = run_command(
+        model, "--out=~/out", f"--data=~/{data.name}", "--text=~/text", "--steps", 1, *SMALL
+    )  # fmt: skip
+    assert status == 0, output
+    status, output = run_command(
+        model, "--out=~/next", f"--data=~/{data.name}", "--start=~/out", "--steps", 1, *SMALL
+    )  # fmt: skip
+    assert status == 0, output
+    assert not (model / "~").exists()
+    assert load_engine(EngineConfig(str(model), "~/out", device="cpu")).info.adapter == "out"

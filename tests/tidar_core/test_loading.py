@@ -22,7 +22,7 @@ from tidar_core.model import sources
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import _named_tensors, fingerprint
 from tidar_core.model.loading import load_weights
-from tidar_core.model.sources import find_model
+from tidar_core.model.sources import find_model, hub_id_of
 from tidar_core.model.tokenizer import load_tokenizer
 
 
@@ -264,6 +264,26 @@ def test_a_hub_id_is_taken_from_the_cache(offline_hub: Path, llama: Path) -> Non
     source = find_model("some/Tiny-Model")
     assert source.name == "some/Tiny-Model"
     assert load_config(source) == load_config(find_model(str(llama)))
+    path = str(repository / "snapshots" / revision)  # whose last part names no model
+    assert find_model(path).name == "some/Tiny-Model"
+
+
+def test_what_a_model_is_called_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as that is known: a card that names anything else there is refused by the hub."""
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    snapshot = tmp_path / "models--some--Tiny-Model" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (snapshot / "tiny.gguf").touch()
+    expected = {
+        "some/model": None,
+        "some/other": "some/other",
+        "/no/such/model": None,
+        str(snapshot): "some/Tiny-Model",
+        str(snapshot / "tiny.gguf"): "some/Tiny-Model",
+        DEFAULT_MODEL: "HuggingFaceTB/SmolLM2-135M-Instruct",
+    }
+    assert {name: hub_id_of(name) for name in expected} == expected
 
 
 def test_no_hub_in_reach(offline_hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """`tidar bench policy`: what the draft policy's choices are worth, from this machine's step costs and real answers."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from tidar_core.engine import Engine
 from tidar_core.model.adapter import default_adapter_for, identify_base, load_trained
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
-from tidar_core.model.sources import find_model
+from tidar_core.model.sources import find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import arithmetic_dtype
@@ -57,7 +56,7 @@ def record_traces(
     dtype = arithmetic_dtype(config.dtype)
     weights = load_weights(source, model, dtype, device)
     identity = identify_base(source.name, model, weights, load_tokenizer(source))
-    path = default_adapter_for(identity) if config.adapter == "default" else Path(config.adapter)
+    path = default_adapter_for(identity) if config.adapter == "default" else from_home(config.adapter)
     if path is None:
         raise ConfigError("this model drafts by itself, without an adapter: see tidar bench decode")
     adapter = load_trained(path, identity, dtype, device)

@@ -119,6 +119,7 @@ def convert_command(
         from tidar_core.convert.run import convert
         from tidar_core.convert.screen import TerminalScreen
         from tidar_core.convert.trainer import TrainConfig
+        from tidar_core.model.sources import from_home
 
         disable_progress_bar()  # beside ours it would write a bar of its own for each file
         train = TrainConfig(
@@ -127,8 +128,10 @@ def convert_command(
             learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
         )  # fmt: skip
         options = ConvertOptions(
-            model=model, out=out.expanduser().absolute(), data=data, minutes=minutes, own_tokens=own_tokens,
-            steps=steps, prompts=prompts, text=text, start=start, rank=rank, projections=_projections(projections),
+            model=model, out=from_home(out).absolute(), data=data and from_home(data), minutes=minutes,
+            own_tokens=own_tokens, steps=steps, prompts=prompts and from_home(prompts),
+            text=text and from_home(text), start=str(from_home(start)), rank=rank,
+            projections=_projections(projections),
             layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
             answer_tokens=answer_tokens, mode=mode,
         )  # fmt: skip

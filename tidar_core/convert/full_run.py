@@ -5,6 +5,7 @@ The whole model with its optimizer has to fit the device: 16 bytes a parameter a
 """
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,8 @@ def _card(name: str, record: dict[str, Any]) -> str:
         f"Measured: {record['tokens_per_step']} tokens per step (greedy, block {record['block']}, "
         f"{record['held_out_documents']} held-out documents, {record['steps']} optimizer steps): a mean over "
         "blocks one behind the other. Decoding begins a block where a draft failed, and may gain less.\n\n"
-        f"    tidar up --model {name}\n\n`{CONTRACT_FILE}` names the mask token and the block length.\n"
+        f"    {shlex.join(['tidar', 'up', '--model', name])}\n\n"
+        f"`{CONTRACT_FILE}` names the mask token and the block length.\n"
     )
 
 

@@ -232,7 +232,10 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
     if path.exists():
         known = read_header(directory)
         if known.tokenizer != header.tokenizer:
-            raise ConfigError(f"{directory} holds tokens of {known.model}, another tokenizer than {header.model}'s")
+            raise ConfigError(
+                f"{directory} holds tokens of {known.model}, another tokenizer than {header.model}'s: choose another "
+                "--out, or --data where that was given"
+            )
         header = known
     else:
         _write_header(path, header)

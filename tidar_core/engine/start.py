@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -35,7 +34,7 @@ from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
-from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.request import Sampling
@@ -155,7 +154,7 @@ def _adapter(
         second_view = read_second_view(source.directory)
         if second_view is not None:
             return load_second_view(second_view, source, model, base, embedding)
-    path = default_adapter_for(base) if wanted == "default" else Path(wanted)
+    path = default_adapter_for(base) if wanted == "default" else from_home(wanted)
     if path is None:
         report("no drafter adapter is shipped for this model: answers come without drafts")
         return None

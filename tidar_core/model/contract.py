@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tidar_core.config import Architecture, ConfigError
 from tidar_core.layout import BlockForm, WithinBlock
+from tidar_core.model.sources import from_home
 from tidar_core.settings import first_mistake
 
 CONTRACT_FILE = "tidar.json"
@@ -63,5 +64,5 @@ def read_contract(path: Path) -> OwnDrafter:
 def stated_architecture(adapter: str) -> Architecture | None:
     """What the contract that is named as `adapter` says that the model is; None where another thing is named, or
     nothing said. Raises ConfigError as `read_contract`."""
-    place = Path(adapter)
+    place = from_home(adapter)
     return read_contract(place).architecture if place.is_file() else None

