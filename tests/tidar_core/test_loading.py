@@ -19,9 +19,10 @@ from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_checkpoint, tin
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
 from tidar_core.model import sources
+from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import _named_tensors, fingerprint
-from tidar_core.model.loading import load_weights
+from tidar_core.model.loading import check_tensors, load_weights
 from tidar_core.model.sources import find_model, hub_id_of
 from tidar_core.model.tokenizer import load_tokenizer
 
@@ -246,6 +247,21 @@ def test_a_file_or_directory_that_is_no_model(tmp_path: Path) -> None:
         find_model(str(tmp_path / "weights.pt"))
     with pytest.raises(ConfigError, match=r"neither a config.json nor a .gguf file"):
         find_model(str(tmp_path))
+
+
+def test_what_peft_trained_beside_a_model_is_no_model_and_no_drafter(copy: Path, tmp_path: Path) -> None:
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    (lora / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "some/base"}')
+    save_file({"base_model.model.lora_A.weight": torch.zeros(8, 96)}, lora / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="lora holds an adapter of PEFT for some/base, not a model: merge it"):
+        find_model(str(lora))
+    with pytest.raises(ConfigError, match=r"lora holds an adapter of PEFT, which .* drafts nothing: merge it"):
+        read_adapter_config(lora)
+    shutil.copy(copy / "config.json", lora)  # as some trainers write it there
+    source = find_model(str(lora))
+    with pytest.raises(ConfigError, match="not a model: merge it"):
+        check_tensors(source, load_config(source))
 
 
 @pytest.fixture

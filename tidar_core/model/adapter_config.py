@@ -120,6 +120,11 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     try:
         return AdapterConfig.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (directory / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{directory} holds an adapter of PEFT, which changes a model's words and drafts nothing: merge it "
+                "into its base, and make a drafter for that with tidar convert"
+            ) from None
         raise ConfigError(f"no adapter at {directory}: there is no {CONFIG_FILE}") from None
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid: {first_mistake(error, AdapterConfig)}") from None

@@ -22,7 +22,7 @@ from tidar_core.model.quantization import read_quantization
 from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.rope import paired_as_stored
-from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.sources import ModelSource, one_line, read_json, refuse_lora
 from tidar_core.model.stacked import InStack, in_stack
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
@@ -245,7 +245,10 @@ def _weight_files(directory: Path) -> list[Path]:
         if not isinstance(shards, dict):
             raise ConfigError(f"{index} holds no weight_map")
         return [directory / name for name in sorted(set(shards.values()))]
-    files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    others = ("consolidated", "adapter_model")
+    files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(others))
+    if not files:
+        refuse_lora(directory)
     if not files and any(directory.glob("*.bin")):
         raise ConfigError(
             f"{directory.name} holds pickled weights only (.bin), which are never read: save it as safetensors"

@@ -106,7 +106,19 @@ def _model_in(directory: Path) -> ModelSource:
         return ModelSource(files[0].stem, directory, files[0].name)
     if files:
         raise ConfigError(f"{directory} holds {len(files)} GGUF files: give the path of one of them")
+    refuse_lora(directory)
     raise ConfigError(f"{directory} holds no model: there is neither a config.json nor a .gguf file")
+
+
+def refuse_lora(directory: Path) -> None:
+    """Raises ConfigError where a folder without a model's weights holds what PEFT trains beside a model."""
+    if (directory / "adapter_config.json").is_file():
+        base = read_json(directory / "adapter_config.json").get("base_model_name_or_path")
+        of_base = f" for {base}" if isinstance(base, str) and base else ""
+        raise ConfigError(
+            f"{directory} holds an adapter of PEFT{of_base}, not a model: merge it into its base (merge_and_unload, "
+            "then save_pretrained), and give the folder that comes out"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
