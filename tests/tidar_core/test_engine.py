@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tests.tidar_core.ways import decode_ways
@@ -289,6 +289,18 @@ def test_requests_that_can_never_run_are_refused(engine, prompt, max_tokens, mes
     with pytest.raises(RequestError, match=message):
         engine.submit(Request("bad", prompt, SamplingParams(max_tokens=max_tokens)))
     assert not engine.has_work
+
+
+def test_a_word_that_the_model_has_no_embedding_for_is_named(tmp_path):
+    """A tokenizer may have been given more words than the model has rows; who sends text knows no ids."""
+    path = tiny_checkpoint(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(path)
+    engine = load_engine(EngineConfig(str(path), "none", "float32", "cpu", 1))
+    prompt = tuple(tokenizer("say <|new|>").input_ids)
+    with pytest.raises(RequestError, match=r"token 512 \('<\|new\|>'\) is none that the model has an embedding for"):
+        engine.submit(Request("a", prompt, SamplingParams(max_tokens=4)))
 
 
 def test_an_answer_may_end_with_the_positions_of_the_engine(engine):

@@ -119,7 +119,7 @@ class Engine:
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
         if not all(0 <= token < self.info.vocab_size for token in (*request.prompt, *request.emitted)):
-            raise RequestError(f"token ids must lie between 0 and {self.info.vocab_size - 1}", "prompt")
+            raise RequestError(self._unknown_token((*request.prompt, *request.emitted)), "prompt")
         if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
         wanted = len(request.prompt) + params.max_tokens
@@ -164,6 +164,15 @@ class Engine:
         if self._overlap and all(plan.emits and may_fly(plan.sequence) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
+
+    def _unknown_token(self, tokens: Items[int]) -> str:
+        """What to tell of the first that the model has no embedding for: its tokenizer may know more words."""
+        unknown = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
+        word = next((f" ({word!r})" for word, token in self.tokenizer.get_vocab().items() if token == unknown), "")
+        return (
+            f"token {unknown}{word} is none that the model has an embedding for: ids must lie between 0 and "
+            f"{self.info.vocab_size - 1}"
+        )
 
     def _step_alone(self, plans: Items[SequencePlan]) -> list[StepOutput]:
         """A step from its plans to its answers, with the host deciding on the way."""
