@@ -4,10 +4,12 @@ import ctypes
 import fcntl
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -160,6 +162,48 @@ def test_a_compiler_that_takes_too_long_ends_with_all_that_it_called(
     while runs(called) and time.monotonic() < last:
         time.sleep(0.05)
     assert not runs(called)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_start_that_is_ended_takes_the_compiler_along_and_the_next_one_its_files(
+    number: signal.Signals, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = 'case "$*" in *" -c "*) sleep 60 & echo $! >"$0.part"; mv "$0.part" "$0.called"; wait; esac'
+    monkeypatch.setenv("CXX", compiler(tmp_path, hangs, 'exec g++ "$@"'))
+    start = in_another_process()
+    last = time.monotonic() + 60
+    while not (tmp_path / "compiler.called").exists() and time.monotonic() < last:
+        time.sleep(0.05)
+    called = int((tmp_path / "compiler.called").read_text())
+    start.send_signal(number)
+    start.wait(60)
+    while runs(called) and time.monotonic() < last:
+        time.sleep(0.05)
+    assert not runs(called)
+    monkeypatch.delenv("CXX")
+    cpu_build.compiled_library()
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
+
+
+def test_nothing_of_a_compiler_is_left_that_is_done() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    printed = cpu_build._run(["sh", "-c", "echo $$; read -r _ || echo nothing to read"])
+    group, said = printed.splitlines()
+    last = time.monotonic() + 10
+    while (left := in_group(int(group))) and time.monotonic() < last:
+        time.sleep(0.05)
+    assert not left
+    assert said == "nothing to read"
+    assert {child.pid for child in psutil.Process().children()} == before
+
+
+def in_group(group: int) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if os.getpgid(process.pid) == group and runs(process.pid):
+                found.append(process.pid)
+    return found
 
 
 def runs(process: int) -> bool:

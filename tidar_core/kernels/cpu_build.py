@@ -1,7 +1,7 @@
 """The CPU kernels' source as a library: compiled once for this processor, kept, and known to be whole when loaded.
 
 A start may be killed in the midst of it, a disk may lose what was written last, a compiler may make what cannot be
-loaded: none of that may outlive the start that it happened in.
+loaded: none of that may outlive the start that it happened in, nor may a compiler.
 """
 
 import ctypes
@@ -15,8 +15,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import resources
 from pathlib import Path
 
@@ -57,6 +57,9 @@ LOOK_SECONDS = 0.1  # while waiting
 DIGEST_BYTES = 32
 SCRATCH = "compiling-"
 ABANDONED_SECONDS = 3600.0  # a start that was killed left its scratch behind
+# A command, and beside it who waits until nobody has the other end of its standard input open any more, as when the
+# caller is killed, and then ends the whole group of processes: the command, and what that called.
+WATCHED = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 & exec "$@" 3<&- </dev/null'
 
 
 class CompileError(RuntimeError):
@@ -81,7 +84,9 @@ def compiled_library() -> ctypes.CDLL:
     if kept is not None:
         return kept
     room_to_keep = _writable(target.parent)
-    with _alone(target.with_suffix(".lock")) if room_to_keep else ExitStack():
+    with _alone(target.with_suffix(".lock")) if room_to_keep else nullcontext(False) as alone:
+        if alone:
+            _clear(target.parent.glob(f"{_scratch_of(target)}*"))
         return _kept(target) or _made(source, target, room_to_keep)
 
 
@@ -99,7 +104,7 @@ def _made(source: str, target: Path, room_to_keep: bool) -> ctypes.CDLL:
     try:
         # One that nobody else can write: what is loaded is run.
         place = target.parent if room_to_keep else None
-        with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=place, ignore_cleanup_errors=True) as scratch:
+        with tempfile.TemporaryDirectory(prefix=_scratch_of(target), dir=place, ignore_cleanup_errors=True) as scratch:
             built = _compile(source, Path(scratch))
             library = _loaded(built)  # before others find it
             if room_to_keep and _kept(target) is None:
@@ -120,18 +125,18 @@ def _loaded(library: Path) -> ctypes.CDLL:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """While this is open no other process compiles the same, if the file system has locks. Another that hangs is not
-    waited for for ever."""
+def _alone(lock: Path) -> Iterator[bool]:
+    """While this is open no other process compiles the same, if it gives True: not where the file system has no locks,
+    nor where another hangs, which is not waited for for ever."""
     with ExitStack() as stack:
-        last = time.monotonic() + SECONDS
+        last, alone = time.monotonic() + SECONDS, False
         try:
             file = stack.enter_context(lock.open("ab"))
-            while not _locked(file.fileno()) and time.monotonic() < last:
+            while not (alone := _locked(file.fileno())) and time.monotonic() < last:
                 time.sleep(LOOK_SECONDS)
         except OSError:
             pass
-        yield
+        yield alone
 
 
 def _locked(file: int) -> bool:
@@ -149,12 +154,21 @@ def _writable(directory: Path) -> bool:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-        for left in directory.glob(f"{SCRATCH}*"):
-            if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)
+        kept = directory.glob(f"{SCRATCH}*")
+        _clear(left for left in kept if time.time() - left.stat().st_mtime > ABANDONED_SECONDS)
     except OSError:
         return False
     return True
+
+
+def _scratch_of(target: Path) -> str:
+    """How the directories begin in which this library is made."""
+    return f"{SCRATCH}{target.stem}-"
+
+
+def _clear(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _processor() -> str:
@@ -193,11 +207,21 @@ def _compile(source: str, scratch: Path) -> Path:
 
 
 def _run(command: list[str]) -> str:
-    """What it prints. Raises CompileError, OSError."""
-    # A session of its own: what is called calls others, and they end with it.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
-    ) as process:
+    """What it prints; however this ends, and the process with it, nothing of it runs on. Raises CompileError,
+    OSError."""
+    with (
+        _held_open() as watched,
+        # A session of its own: what is called calls others, and they end with it.
+        subprocess.Popen(
+            ["/bin/sh", "-c", WATCHED, "sh", *command],
+            stdin=watched,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
         try:
             printed, complaints = process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
@@ -214,6 +238,17 @@ def _run(command: list[str]) -> str:
         last = (complaints.strip().splitlines() or ["no message"])[-1]
         raise CompileError(f"the C++ compiler failed: {last}")
     return printed
+
+
+@contextmanager
+def _held_open() -> Iterator[int]:
+    """The end of a pipe to read from, which brings nothing and has an end once this is over or its process gone."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(writing)
+        os.close(reading)
 
 
 def _seal(built: Path) -> None:
