@@ -77,6 +77,8 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     grammar = body.grammar if tools is None else tools.grammar
     prompt, text = chat_prompt(body, card, backend)
     thoughts = thinking(card.tokenizer, text, body.said) if reasoning else None
+    if tools is not None and body.said is not None and (thoughts is None or not thoughts.begun):
+        tools = tools.behind(text[text.rindex(body.said.strip()) :])
     if thoughts is not None and grammar is not None:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text

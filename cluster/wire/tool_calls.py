@@ -84,17 +84,22 @@ class ToolParser:
     the answer was cut.
 
     names: the functions that were offered. parallel: whether calls beyond the first are passed on. new_id: makes the id
-    of a call.
+    of a call. begun: the beginning of a call that stands before the answer (`begun_call`): it is told with the call, as
+    text it is not, for it was said before.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], parallel: bool, new_id: Callable[[], str]):
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], parallel: bool, new_id: Callable[[], str], begun: str = ""
+    ):
         self.calls = 0
         self._names = names
         self._parallel = parallel
         self._new_id = new_id
         self._begin, self._end = form.begin.strip(), form.end.strip()
-        self._held = ""  # of which it is not known yet what it is
+        self._held = begun  # of which it is not known yet what it is
+        self._old = len(begun)  # characters of text to come that were said before
         self._lead = ""  # what stood before an object: text after all where that is no call
+        self._since_begin = 0  # characters from the beginning of the last call on, as they were when it was found
         self._told: list[str | CallDelta] = []  # in the order of the answer
         self._reader = _ObjectReader()
         self._read = 0  # characters of `_held` that the reader has seen
@@ -110,6 +115,16 @@ class ToolParser:
         """The last call's arguments are not whole."""
         return self._step == self._in_arguments
 
+    @property
+    def open(self) -> int:
+        """Characters that belong to a call which is not over, at the end of what a single push brought."""
+        if self._step == self._in_text:
+            return len(self._held)
+        if self._step == self._before_object:
+            return len(self._lead) + len(self._held)
+        over = self._step == self._in_plain_text or (self._step == self._behind_object and not self._end)
+        return 0 if over else self._since_begin
+
     def push(self, text: str) -> tuple[str | CallDelta, ...]:
         """Append text; return what of it can be shown, and what it adds to calls, in order."""
         self._held += text
@@ -121,7 +136,7 @@ class ToolParser:
         """End the answer. What was held back is text, but for whitespace and a cut tag behind a call."""
         behind_call = self._step == self._behind_object or (self._step == self._in_text and self.calls)
         if not (self._step == self._behind_object or (behind_call and self._held.isspace())):
-            self._told += [self._lead, self._held]
+            self._say(self._lead + self._held)
         self._held = self._lead = ""
         return self._out()
 
@@ -158,6 +173,7 @@ class ToolParser:
             return self._no_call(0)
         lead, self._held = self._cut(space)
         self._lead += lead
+        self._since_begin = len(self._lead) + len(self._held)
         self._reader, self._read = _ObjectReader(), 0
         self._step = self._in_object
         return True
@@ -221,7 +237,7 @@ class ToolParser:
         return True
 
     def _no_call(self, end: int) -> bool:
-        self._told.append(self._lead)
+        self._say(self._lead)
         self._lead = ""
         self._show(end)
         self._step = self._in_text if self._begin else self._in_plain_text
@@ -229,19 +245,31 @@ class ToolParser:
 
     def _show(self, end: int) -> None:
         text, self._held = self._cut(end)
-        self._told.append(text)
+        self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._told.append(text[self._old :])
+        self._old = max(0, self._old - len(text))
 
     def _cut(self, place: int) -> tuple[str, str]:
         return self._held[:place], self._held[place:]
 
     def _call(self, name: str, arguments: str) -> None:
         self._lead = ""
+        self._old = 0
         self.calls += 1
         self._add(CallDelta(self.calls - 1, arguments, self._new_id(), name))
 
     def _add(self, delta: CallDelta) -> None:
         if self._parallel or delta.index == 0:
             self._told.append(delta)
+
+
+def begun_call(form: ToolFormat, names: Collection[str], said: str) -> str:
+    """The end of `said` with which a call begins that is not over there; empty where none does."""
+    parser = ToolParser(form, names, True, str)
+    parser.push(said)
+    return said[len(said) - parser.open :].lstrip("; \t\r\n")
 
 
 def _string(literal: str) -> str | None:

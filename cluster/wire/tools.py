@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jinja2 import TemplateError
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.errors import bad_request
 from cluster.wire.structured import ResponseFormat, grammar_of
-from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser
+from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
 
 if TYPE_CHECKING:  # as for `ModelCard`
@@ -73,16 +73,29 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 @dataclass(frozen=True, slots=True)
 class Toolbox:
     """What the answer to one request may call. grammar: what the answer has to follow, if anything. parallel: whether
-    it may have several calls."""
+    it may have several calls. begun: the beginning of a call that the prompt ends with."""
 
     form: ToolFormat
     names: frozenset[str]
     parallel: bool
     grammar: Grammar | None
+    begun: str = ""
+
+    def behind(self, said: str) -> "Toolbox":
+        """For an answer that goes on with `said`. Raises ApiError (400) where that ends within a call and the answer
+        has to follow something, which begins with the answer."""
+        begun = begun_call(self.form, self.names, said)
+        if begun and self.grammar is not None:
+            raise bad_request(
+                "continue_final_message: the last message ends within a tool call, and what the answer is held to "
+                "(tool_choice, strict or response_format) begins anew: end the call there, or leave that out",
+                "continue_final_message",
+            )
+        return replace(self, begun=begun)
 
     def parser(self) -> ToolParser:
         """For one answer."""
-        return ToolParser(self.form, self.names, self.parallel, lambda: f"call_{secrets.token_hex(12)}")
+        return ToolParser(self.form, self.names, self.parallel, lambda: f"call_{secrets.token_hex(12)}", self.begun)
 
 
 def toolbox(

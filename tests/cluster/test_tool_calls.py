@@ -9,18 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.wire.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser
+from cluster.wire.tool_calls import HERMES, LLAMA, CallDelta, ToolFormat, ToolParser, begun_call
 
 NAMES = frozenset({"add", "say"})
 Call = tuple[str, str, str]  # id, name, arguments
 
 
 def parsed(
-    pieces: list[str], form: ToolFormat = HERMES, parallel: bool = True
+    pieces: list[str], form: ToolFormat = HERMES, parallel: bool = True, begun: str = ""
 ) -> tuple[str, list[Call], bool, list[str]]:
     """Text, calls, whether the last call is complete, and the text of each push."""
     ids = count()
-    parser = ToolParser(form, NAMES, parallel, lambda: f"call_{next(ids)}")
+    parser = ToolParser(form, NAMES, parallel, lambda: f"call_{next(ids)}", begun)
     texts: list[str] = []
     calls: list[list[str]] = []
     outputs = [parser.push(piece) for piece in pieces]
@@ -189,3 +189,38 @@ def test_a_call_whose_arguments_are_no_text_is_none(arguments: str) -> None:
     said = f'<tool_call>{{"arguments": {arguments}, "name": "add"}}</tool_call>'
     text, calls, _, _ = parsed([said])
     assert (text, calls) == (said, [])
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA], ids=["hermes", "llama"])
+def test_a_call_that_was_begun_before_the_answer_is_told_whole(form: ToolFormat) -> None:
+    """Wherever the answer begins."""
+    first, second = ("say", '{"words": "<tool_call>\\n{ "}'), ("add", '{"a": [1, {}], "b": 2}')
+    lead = "Well: " if form is HERMES else ""
+    written_out = lead + form.separator.join(written(form, *call) for call in (first, second))
+    ends = [len(lead) + len(written(form, *first)), len(written_out)]
+    for place in range(len(lead), len(written_out)):
+        said, rest = written_out[:place], written_out[place:]
+        begun = begun_call(form, NAMES, said)
+        text, calls, complete, _ = parsed(list(rest), form, begun=begun)
+        over = sum(end <= place for end in ends)
+        if form is LLAMA and over:  # an answer that does not begin with an object has no call, before it or in it
+            continue
+        assert (text, complete) == ("", True), said
+        assert [call[1:] for call in calls] == [first, second][over:], said
+
+
+@pytest.mark.parametrize(
+    ("said", "rest"),
+    [
+        ("Hello <tool", "box>!"),
+        ("<tool_call>", "no object"),
+        ("<tool_call>\n{", '"name": "other", "arguments": {}}\n</tool_call>'),
+        ('<tool_call>\n{"name": "other", "arguments": {"a": ', "1}}\n</tool_call>"),
+        ("<tool_call>\n{", '"a": 1} <tool_call>'),
+        ("<tool_call>\n{", "cut"),
+        ("Hello ", " you"),
+    ],
+)
+def test_what_was_said_before_and_is_no_call_is_not_said_again(said: str, rest: str) -> None:
+    text, calls, _, _ = parsed(list(rest), begun=begun_call(HERMES, NAMES, said))
+    assert (text, calls) == (rest, [])

@@ -260,6 +260,30 @@ def test_auto_is_read_from_the_text(client: openai.OpenAI) -> None:
     assert silent.message.tool_calls is None
 
 
+OPEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "K'
+
+
+def test_an_answer_goes_on_with_a_call(client: openai.OpenAI) -> None:
+    turns = [*TURNS, {"role": "assistant", "content": f"Let me see. {OPEN}"}]
+    goes_on: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    body: Any = {"model": "tiny", "messages": turns, "seed": 3, "max_tokens": 8, "extra_body": goes_on}
+    ((said, calls, end),) = streamed(client, **body, tools=TOOLS)
+    assert (said, end, len(calls)) == ("", "length", 1)
+    assert calls[0][1] == "weather"
+    assert calls[0][2].startswith('{"city": "K')
+    made: Any = client.chat.completions.create(**body, tools=TOOLS).choices[0].message
+    assert [made.content, made.tool_calls[0].function.arguments] == [None, calls[0][2]]
+    with pytest.raises(openai.BadRequestError, match="ends within a tool call") as caught:
+        client.chat.completions.create(**body, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "continue_final_message"
+    begun_anew = client.chat.completions.create(
+        **body | {"messages": [*TURNS, {"role": "assistant", "content": "Let me see."}], "max_tokens": 300},
+        tools=[tool("now")],
+        tool_choice="required",
+    ).choices[0]
+    assert {one.function.name for one in begun_anew.message.tool_calls or ()} == {"now"}
+
+
 def test_either_the_asked_format_or_a_call(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER}}
     body: Any = {"model": "tiny", "messages": TURNS, "tools": TOOLS, "response_format": form, "max_tokens": 600}
