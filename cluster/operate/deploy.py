@@ -26,6 +26,7 @@ from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import (
     Say,
     check_threads,
+    claim,
     ended_parts,
     first_line,
     last_line,
@@ -87,6 +88,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)
+                        claim(address)
                         check_port(options.host, options.port)
                     with applications(options, address is not None, say, interrupts):
                         watch(say, interrupts)

@@ -16,8 +16,11 @@ from typing import Any
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import auto_init_hook, node, parameter
+from ray._private.state import jobs
+from ray.experimental import internal_kv
 
 from cluster.operate.interrupts import Interrupts
+from cluster.replica.progress import NAMESPACE
 from tidar_core.config import ConfigError
 
 # Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
@@ -35,6 +38,8 @@ LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
 # Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
 # Ray ends this process on the spot.
 CORE = ("gcs_server", "raylet")
+
+CLAIM = "tidar-up"  # in the store of Ray's head: who serves on the cluster
 
 Say = Callable[[str], None]
 
@@ -129,6 +134,22 @@ def ended_parts() -> list[str]:
     """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
     ours = ray._private.worker._global_node
     return [] if ours is None else [kind for kind, _ in ours.dead_processes() if kind in CORE]
+
+
+def claim(address: str) -> None:
+    """Raise ConfigError where another driver has claimed the cluster at `address` and still runs: two that begin at
+    once would each deploy over the other, and the first that ends would take Serve from under the other.
+
+    Who comes behind a driver that is gone writes beside its claim and not over it: of several one is the first.
+    """
+    own, place = ray.get_runtime_context().get_job_id(), CLAIM
+    while internal_kv._internal_kv_put(place, own, overwrite=False, namespace=NAMESPACE):
+        other = internal_kv._internal_kv_get(place, namespace=NAMESPACE).decode()
+        if any(job["JobID"] == other and not job["IsDead"] for job in jobs()):
+            raise ConfigError(
+                f"another `tidar up` is starting or ending on the cluster at {address}: wait for it, or end it"
+            )
+        place = f"{CLAIM}/{other}"
 
 
 def keep_strangers_out() -> None:
