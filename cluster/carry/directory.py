@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ FIRST_POLL_SECONDS = 0.1  # until a replica has answered: a server that starts i
 FIRST_SECONDS = 3.0  # that an ingress waits for a replica before it takes requests
 REPLY_SECONDS = 1.5
 FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
+TICK_SECONDS = 0.25
 METRICS_SECONDS = 5.0
 
 log = logging.getLogger("ray.serve")
@@ -52,7 +52,9 @@ class Directory:
         self._looking: asyncio.Task[None] | None = None
         self._held = 0
         self.silent: frozenset[str] = frozenset()
-        self._heard: dict[str, float] = {}
+        self._ticks = 0  # not time: while this event loop is held up nobody can be heard
+        self._ticking: asyncio.Task[None] | None = None
+        self._heard: dict[str, int] = {}  # the tick of each one's last word
         self._model: tuple[ModelCard, Tokenizer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
@@ -65,14 +67,14 @@ class Directory:
         Where replicas run already, one has answered when this returns: an ingress that takes the place of another
         refuses nobody.
         """
-        self._task = asyncio.create_task(self._watch())
+        self._task, self._ticking = asyncio.create_task(self._watch()), asyncio.create_task(self._tick())
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_SECONDS):
                 await self._found.wait()
 
     async def stop(self) -> None:
         """End the asking. Without this an ingress that is shut down would stay until its time of grace is over."""
-        for task in (self._task, self._waking, self._looking):
+        for task in (self._task, self._ticking, self._waking, self._looking):
             while task is not None and not task.done():
                 # More than once: `asyncio.wait_for`, by which Serve awaits, may swallow it (Python before 3.12).
                 task.cancel()
@@ -81,8 +83,8 @@ class Directory:
     @property
     def replicas(self) -> tuple[str, ...]:
         """The names of those that are there."""
-        now = time.monotonic()
-        return tuple(sorted(name for name, heard in self._heard.items() if now - heard < FORGET_SECONDS))
+        oldest = self._ticks - FORGET_SECONDS / TICK_SECONDS
+        return tuple(sorted(name for name, heard in self._heard.items() if heard > oldest))
 
     @property
     def model(self) -> tuple[ModelCard, Tokenizer]:
@@ -203,6 +205,11 @@ class Directory:
         there = [name for name in self.replicas if name not in self.silent] or self.replicas
         return list((await self._try_each(there, METRICS_SECONDS, "metrics")).values())
 
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self._ticks += 1
+
     async def _watch(self) -> None:
         while True:
             try:
@@ -234,7 +241,7 @@ class Directory:
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
         if alive and self._model is None:
             await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
-        self._heard |= dict.fromkeys(alive, time.monotonic())
+        self._heard |= dict.fromkeys(alive, self._ticks)
         if alive:
             self._found.set()
         if alive - self._described or (alive and self._describer not in alive):

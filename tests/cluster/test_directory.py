@@ -1,6 +1,7 @@
 """What an ingress knows of the replicas where some of them hang, sleep or are replaced."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,28 @@ def test_who_answers_is_found_though_another_hangs(card: ModelCard, known: bool)
             while "r1" not in directory.replicas:
                 await asyncio.sleep(0.05)
         assert directory.model[0] == card
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_nobody_is_forgotten_while_this_ingress_is_held_up_itself(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a thousand requests at once: the only replica, which lives, was taken for gone."""
+    monkeypatch.setattr(room, "FORGET_SECONDS", 1.0)
+
+    async def run() -> None:
+        handle = Handle({"r0"}, card, frozenset())
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start()
+        handle.hung = frozenset({"r0"})
+        time.sleep(1.5)  # what holds it up
+        await asyncio.sleep(0)
+        assert directory.replicas == ("r0",)
+        async with asyncio.timeout(10):
+            while directory.replicas:
+                await asyncio.sleep(0.05)
         await directory.stop()
 
     asyncio.run(run())
