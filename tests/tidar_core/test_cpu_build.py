@@ -232,6 +232,13 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
+def test_where_no_room_is_left_it_is_compiled_elsewhere(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(cache.parent)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+    assert cpu_build.compiled_library()
+    assert list(cache.iterdir()) == []
+
+
 def test_what_a_killed_start_left_behind_is_cleared_away(cache: Path) -> None:
     for name, age in (("old", 7200.0), ("young", 60.0)):
         left = cache / f"{cpu_build.SCRATCH}{name}"

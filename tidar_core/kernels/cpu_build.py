@@ -53,6 +53,7 @@ FLAGS = (
 LANES = 16  # as `cpu_lanes.cpp` has them: keys a page, and the divisor of head and hidden sizes
 COMPILERS = ("g++", "clang++")
 SECONDS = 900.0  # for one call of a compiler, and for waiting until another process has compiled
+ROOM = 8 * 1024 * 1024  # bytes that source, unit and library take together, with some to spare
 LOOK_SECONDS = 0.1  # while waiting
 DIGEST_BYTES = 32
 SCRATCH = "compiling-"
@@ -149,16 +150,16 @@ def _locked(file: int) -> bool:
 
 
 def _writable(directory: Path) -> bool:
-    """Whether files can be made there; makes the directory, and clears it of what was abandoned."""
+    """Whether files can be made there and find room; makes the directory, and clears it of what was abandoned."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
         kept = directory.glob(f"{SCRATCH}*")
         _clear(left for left in kept if time.time() - left.stat().st_mtime > ABANDONED_SECONDS)
+        return shutil.disk_usage(directory).free >= ROOM
     except OSError:
         return False
-    return True
 
 
 def _scratch_of(target: Path) -> str:
