@@ -27,9 +27,17 @@ COMPILE_SECONDS = 4  # of computing
 WALL_SECONDS = 30  # where the machine is so busy that this comes first
 MEMORY_BYTES = 2**30
 MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
+# What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
+# them, and has no tokens left for what it was asked.
+_GAP = rf'json_gap ::= "" | " " | "\r"? "\n" [ \t]{{0, {MOST_WHITESPACE - 2}}}'
 TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
+_TEXT_CLASS_OR_GAP = re.compile(
+    rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(?P<gap>whitespace(?:_\d+)?\{{0, {MOST_WHITESPACE}\}})'
+)
+# `{1\,2}` stays as it is: without its backslash it would count.
+_ESCAPE = re.compile(r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|.)", re.DOTALL)
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
@@ -39,7 +47,7 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
     import xgrammar
 
     if kind == "regex":
-        return compiler.compile_regex(text)
+        return compiler.compile_regex(_escaped_as_needed(text))
     if kind == "ebnf":
         return compiler.compile_grammar(text)
     if kind == "structural_tag":
@@ -49,10 +57,7 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
         written = xgrammar.Grammar.from_json_schema(
             schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
         )
-    as_text = str(written)
-    if _BOUNDED_CHARACTER.search(as_text):
-        written = xgrammar.Grammar.from_ebnf(_mended(as_text))
-    return compiler.compile_grammar(written)
+    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(_mended(str(written))))
 
 
 def bounded_whitespace(form: Any) -> Any:
@@ -66,11 +71,18 @@ def bounded_whitespace(form: Any) -> Any:
     return {name: bounded_whitespace(value) for name, value in form.items()}
 
 
+def _escaped_as_needed(expression: str) -> str:
+    r"""A regular expression without the backslashes that xgrammar 0.2.8 warns of and that mean nothing, as in `\ `:
+    Python's `re.escape` writes them."""
+    return _ESCAPE.sub(lambda found: found["needless"] or found[0], expression)
+
+
 def _mended(written: str) -> str:
-    """A schema's grammar as xgrammar 0.2.8 writes it, put right in two places: strings of bounded length take no
+    """A schema's grammar as xgrammar 0.2.8 writes it, put right in three places: strings of bounded length take no
     control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
-    characters; and its \\xdf followed by an e would be read as \\xdfe."""
+    characters; its \\xdf followed by an e would be read as \\xdfe; and between two parts there is no empty line."""
     written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
+    written = _TEXT_CLASS_OR_GAP.sub(lambda found: "json_gap" if found["gap"] else found[0], written) + _GAP
     return _BOUNDED_CHARACTER.sub(r"\1(([^\\0-\\x1f\"\\\\\\ud800-\\udfff]))", written)
 
 

@@ -1,6 +1,7 @@
 """Constrained output: what requests may say, and what a real server makes of it."""
 
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,7 @@ import pytest
 from cluster.errors import ApiError
 from cluster.wire.prompts import read_body
 from cluster.wire.schemas import CompletionBody
+from tests.tiny import tiny_tokenizer
 from tidar_core.grammar import Grammar
 
 SCHEMA: dict[str, Any] = {
@@ -122,6 +124,36 @@ def test_vllms_ways_to_ask(client: openai.OpenAI) -> None:
     assert said(choice=["yes", "größe"]) in ("yes", "größe")
     assert len(said(regex="[0-9]{4}")) == 4
     assert said(grammar='root ::= "a" root "b" | "ab"').strip("a").strip("b") == ""
+
+
+@pytest.mark.parametrize("literal", ["[a b], #1", "~c~ & d: e;", "<f>=`g`@h!"])
+def test_an_expression_may_escape_more_than_it_must(client: openai.OpenAI, literal: str) -> None:
+    """As `re.escape` does, and clients that build expressions with it."""
+    for expression in (re.escape(literal), "".join(one if one.isalnum() else f"\\{one}" for one in literal)):
+        extra = {"structured_outputs": {"regex": f"(?:{expression})[{expression}]"}}
+        said = client.completions.create(model="tiny", prompt="Well,", max_tokens=90, extra_body=extra).choices[0].text
+        assert said[:-1] == literal
+        assert said[-1] in literal
+    with pytest.raises(openai.BadRequestError, match="Escape sequence"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "\\Aa"}})
+
+
+def test_a_model_that_likes_empty_lines_does_not_fill_its_answer_with_them(client: openai.OpenAI) -> None:
+    numbers = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "maxItems": 3}
+    schema = {"type": "object", "properties": {"a": numbers, "b": numbers}, "required": ["a", "b"]}
+    (line,) = tiny_tokenizer().encode("\n", add_special_tokens=False)
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Which numbers?"}],
+        response_format=json_schema(schema),
+        max_tokens=400,
+        logit_bias={str(line): 100},
+        seed=5,
+    )
+    text = answer.choices[0].message.content or ""
+    jsonschema.validate(json.loads(text), schema)
+    assert "\n" in text
+    assert not re.search(r"\n\s*\n", text)
 
 
 @pytest.mark.parametrize("stream", [True, False])
