@@ -8,13 +8,14 @@ Both name a mailbox. What a call had taken out of its mailbox when it failed doe
 brought events of are lost with it, those that nobody has accepted yet too, and what is sent afterwards goes under the
 name of a new mailbox.
 
-A replica that says nothing is doubted before it is given up: meanwhile it is `quiet`, and its requests are told.
+A replica that says nothing is doubted before it is given up: meanwhile it is `quiet`, and its requests are told. While
+it is the only one it is waited for: its requests would be sent to it again, behind all that keep it busy.
 """
 
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -81,13 +82,23 @@ class Reception:
 
 class Channels:
     """Fetches what replicas have for this ingress. listen: calls a replica for a mailbox. doubt: one that says nothing
-    for so many seconds is `quiet`. silence: for so many, and it hangs."""
+    for so many seconds is `quiet`. silence: for so many, and it hangs; give_up: where it is the only one, for so many.
+    there: the replicas that speak."""
 
-    def __init__(self, listen: Callable[[str, str], Call], doubt: float, silence: float):
+    def __init__(
+        self,
+        listen: Callable[[str, str], Call],
+        doubt: float,
+        silence: float,
+        give_up: float,
+        there: Callable[[], Collection[str]],
+    ):
         self.quiet: frozenset[str] = frozenset()
         self._listen = listen
         self._doubt = doubt
         self._silence = silence
+        self._give_up = give_up
+        self._there = there
         self._mail = Mail()
 
     def expect(self, request_id: str) -> Reception:
@@ -138,7 +149,7 @@ class Channels:
         listener = asyncio.create_task(hear(call, arrivals))
         try:
             # How long the call itself takes to get there says nothing yet.
-            heard = await next_arrival(arrivals, self._silence, "silent")
+            heard = await self._in_silence(replica, arrivals, self._silence)
             while not isinstance(heard, Ended):
                 for event in heard.events:
                     if isinstance(event, Failure):
@@ -161,16 +172,28 @@ class Channels:
         """The next item of a call. Raises Lost where none comes; before that its requests are told of the quiet, and
         of its end."""
         if self._doubt >= self._silence:
-            return await next_arrival(arrivals, self._silence, "silent")
+            return await self._in_silence(replica, arrivals, self._silence)
         with suppress(Lost):
             return await next_arrival(arrivals, self._doubt, "quiet")
         self.quiet |= {replica}
         self._turn(mail, replica)
-        heard = await next_arrival(arrivals, self._silence - self._doubt, "silent")
+        heard = await self._in_silence(replica, arrivals, self._silence - self._doubt)
         if not isinstance(heard, Ended) or heard.error is None:  # else it is lost, and its requests shall hear of that
             self.quiet -= {replica}
             self._turn(mail, replica)
         return heard
+
+    async def _in_silence(self, replica: str, arrivals: asyncio.Queue[Any], seconds: float) -> Any:
+        """The next item. Raises Lost where none comes within so many seconds while others are there."""
+        waited = 0.0
+        while True:
+            try:
+                return await next_arrival(arrivals, seconds, "silent")
+            except Lost:
+                waited += seconds
+                if waited >= self._give_up or set(self._there()) - self.quiet - {replica}:
+                    raise
+                seconds = self._doubt
 
     def _turn(self, mail: Mail, replica: str) -> None:
         for reception in mail.waiting.values():

@@ -145,7 +145,13 @@ class Carrier:
         self._patience = patience
         self._metrics = metrics
         self._tracer = tracer
-        self._channels = Channels(replicas.listen, patience.doubt, patience.silence)
+        self._channels = Channels(
+            replicas.listen,
+            patience.doubt,
+            patience.silence,
+            patience.give_up,
+            lambda: set(replicas.replicas) - replicas.silent,
+        )
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:

@@ -146,7 +146,7 @@ class Cast:
 
     acts: Sequence[Act]
     silent: frozenset[str] = frozenset()
-    replicas: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = tuple(f"r{number}" for number in range(9))
     calls: list[Scripted] = field(default_factory=list)
     ways: list[Way] = field(default_factory=list)
 

@@ -1,7 +1,7 @@
 """The calls that bring what happens: one a replica, and what becomes of requests when one ends."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,6 +11,7 @@ from cluster.line import Accepted, Batch, Event, Failure
 from tidar_core.request import StepOutput
 
 ENDS = None
+GIVE_UP = 2.0  # seconds that a replica is waited for which is the only one
 Said = Event | Exception | None
 
 
@@ -43,13 +44,17 @@ class Lines:
 
 
 def play(
-    scene: Callable[[Channels, Lines], Awaitable[None]], silence: float = 5.0, doubt: float | None = None
+    scene: Callable[[Channels, Lines], Awaitable[None]],
+    silence: float = 5.0,
+    doubt: float | None = None,
+    *,
+    there: Callable[[], Collection[str]] = lambda: {"r0", "r1", "r2"},
 ) -> Lines:
     lines = Lines()
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await scene(Channels(lines, doubt or silence, silence), lines)
+            await scene(Channels(lines, doubt or silence, silence, GIVE_UP, there), lines)
 
     asyncio.run(run())
     return lines
@@ -223,6 +228,51 @@ def test_a_quiet_replica_that_stays_so_or_dies_is_lost_and_quiet_no_more() -> No
             assert channels.quiet == frozenset()
 
     play(scene, silence=0.5, doubt=0.2)
+
+
+@pytest.mark.parametrize("spoke", [True, False])
+@pytest.mark.parametrize("doubt", [0.2, None])
+def test_the_only_replica_is_waited_for(spoke: bool, doubt: float | None) -> None:
+    """As where a burst of requests keeps it busy: its streams would come back to it, behind them all."""
+
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one = channels.expect("one")
+        channels.accepted(one, "r0")
+        await settle()
+        if spoke:
+            lines.made[0].said.put_nowait(token("one", 1))
+            assert await heard(one) == token("one", 1)
+        await asyncio.sleep(GIVE_UP / 2)
+        lines.made[0].said.put_nowait(token("one", 2))
+        news = await heard(one)
+        while news == Turn():
+            news = await heard(one)
+        assert news == token("one", 2)
+        assert channels.quiet == frozenset()
+        began = asyncio.get_running_loop().time()
+        while not isinstance(news, Lost):
+            news = await heard(one)
+        assert news.cause == "silent"
+        assert asyncio.get_running_loop().time() - began > GIVE_UP * 0.8
+
+    lines = play(scene, silence=0.4, doubt=doubt, there=lambda: {"r0"})
+    assert [line.cancelled for line in lines.made] == [True]
+
+
+def test_the_only_replica_is_left_once_there_is_another() -> None:
+    there = {"r0"}
+
+    async def scene(channels: Channels, lines: Lines) -> None:
+        one = channels.expect("one")
+        channels.accepted(one, "r0")
+        await settle()
+        await asyncio.sleep(0.8)
+        assert one.news.empty()
+        there.add("r1")
+        async with asyncio.timeout(0.8):
+            assert isinstance(await heard(one), Lost)
+
+    play(scene, silence=0.4, doubt=0.2, there=lambda: there)
 
 
 def test_a_call_that_was_just_made_is_not_doubted() -> None:

@@ -69,7 +69,7 @@ def test_a_replica_that_is_lost_again_and_again_is_not_tried_for_ever() -> None:
         def listen(self, replica: str, mailbox: str) -> Listening:
             return Listening(self.calls[-1])
 
-    cast = Same([Act(0, end="silent")])
+    cast = Same([Act(0, end="silent")], replicas=("r0",))
     with pytest.raises(ApiError, match=r"it was lost \d+ times in \d+ s without a new token"):
         carry(cast, Patience(silence=0.1, give_up=1))
     assert 4 <= len(cast.calls) < 20
