@@ -37,7 +37,9 @@ _TEXT_CLASS_OR_GAP = re.compile(
     rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(?P<gap>whitespace(?:_\d+)?\{{0, {MOST_WHITESPACE}\}})'
 )
 # `{1\,2}` stays as it is: without its backslash it would count.
-_ESCAPE = re.compile(r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|x(?P<short>[0-9A-Fa-f]{2})|.)", re.DOTALL
+)
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
@@ -73,8 +75,10 @@ def bounded_whitespace(form: Any) -> Any:
 
 def _escaped_as_needed(expression: str) -> str:
     r"""A regular expression without the backslashes that xgrammar 0.2.8 warns of and that mean nothing, as in `\ `:
-    Python's `re.escape` writes them."""
-    return _ESCAPE.sub(lambda found: found["needless"] or found[0], expression)
+    Python's `re.escape` writes them. And where it would read `\x2cb` as one character, U+02CB."""
+    return _ESCAPE.sub(
+        lambda found: rf"\u00{found['short']}" if found["short"] else found["needless"] or found[0], expression
+    )
 
 
 def _mended(written: str) -> str:

@@ -134,6 +134,9 @@ def test_an_expression_may_escape_more_than_it_must(client: openai.OpenAI, liter
         said = client.completions.create(model="tiny", prompt="Well,", max_tokens=90, extra_body=extra).choices[0].text
         assert said[:-1] == literal
         assert said[-1] in literal
+    short = r"\x2cb[\x2Cb]\\x2cb"
+    said = client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": short}})
+    assert re.fullmatch(short, said.choices[0].text)
     with pytest.raises(openai.BadRequestError, match="Escape sequence"):
         client.completions.create(model="tiny", prompt="a", extra_body={"structured_outputs": {"regex": "\\Aa"}})
 
