@@ -38,7 +38,10 @@ def compiler(folder: Path, *lines: str) -> str:
 
 
 def in_another_process() -> subprocess.Popen[bytes]:
+    """A start that signals end, were they ignored here, as where a shell runs tests in the background."""
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
         "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); cpu_build.compiled_library()"
     )
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
