@@ -1,5 +1,6 @@
 """Errors as a client sees them: OpenAI's object and status codes, one clear line, never a stack trace."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,8 +45,9 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param, code)
 
 
-def unknown_model(name: str, served: str) -> ApiError:
-    message = f"The model `{name}` does not exist; this server has `{served}`."
+def unknown_model(name: str, served: Iterable[str]) -> ApiError:
+    there = ", ".join(f"`{one}`" for one in served)
+    message = f"The model `{name}` does not exist; this server has {there}."
     return ApiError(404, message, "model", "model_not_found")
 
 

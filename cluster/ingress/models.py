@@ -86,7 +86,7 @@ class Models:
         if name is None:
             return next(iter(self._served.values()))
         if name not in self._served:
-            raise unknown_model(name, ", ".join(self._served))
+            raise unknown_model(name, self._served)
         return self._served[name]
 
     async def wanted(self, raw: bytes) -> tuple[Served, dict[str, Any]]:

@@ -66,6 +66,16 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
+# What serves in place of those of them that others have had, and given up for it.
+INSTEAD: Mapping[str, str] = {
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs",
+    "guided_grammar": "structured_outputs",
+    "guided_json": "structured_outputs",
+    "guided_regex": "structured_outputs",
+}
+
 # Those of them that would change the prompt.
 OF_PROMPTS = ("chat_template", "documents", "function_call", "functions", "truncate_prompt_tokens")
 
@@ -298,7 +308,7 @@ class TokenizeBody(Templated):
             raise ValueError("give either `prompt` or `messages`")
         name = first_in_vain(self.model_extra or {}, {name: UNSUPPORTED[name] for name in OF_PROMPTS})
         if name is not None:
-            raise FieldError(f"`{name}` is not supported by this server yet", name)
+            raise FieldError(unsupported(name), name)
         return self
 
 
@@ -315,14 +325,20 @@ def refuse_unsupported(body: Body) -> None:
     """Raise ApiError (400) for the first field that would change the answer and cannot be honoured."""
     name = first_in_vain(body.model_extra or {}, UNSUPPORTED)
     if name is not None:
-        raise bad_request(f"`{name}` is not supported by this server yet", name)
+        raise bad_request(unsupported(name), name)
 
 
-def first_in_vain(given: Mapping[str, object], unsupported: Mapping[str, tuple[object, ...]]) -> str | None:
-    """The first of these fields that asks for what is not supported. Types count: where 0 would ask for something,
-    false may not."""
+def unsupported(name: str) -> str:
+    """What to say of a field."""
+    instead = f": use `{INSTEAD[name]}`" if name in INSTEAD else ""
+    return f"`{name}` is not supported by this server yet{instead}"
+
+
+def first_in_vain(given: Mapping[str, object], fields: Mapping[str, tuple[object, ...]]) -> str | None:
+    """The first of these fields, all unsupported, that asks for something. Types count: where 0 would ask for
+    something, false may not."""
     for name, value in given.items():
-        neutral = unsupported.get(name)
+        neutral = fields.get(name)
         if neutral is None or value is None:
             continue
         if not any(type(value) is type(item) and value == item for item in neutral):

@@ -14,6 +14,7 @@ from cluster.errors import ApiError
 from cluster.wire.prompts import chat_prompt, completion_prompts, encode, parse_json, read_body
 from cluster.wire.sampling import logit_bias, sampling_params
 from cluster.wire.schemas import (
+    INSTEAD,
     UNSUPPORTED,
     Body,
     ChatBody,
@@ -250,6 +251,12 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     error = refused(refuse_unsupported, completion(**{name: {"a": "value"}}))
     assert error.param == name
     assert name in error.message
+    assert ("use `" in error.message) == (name in INSTEAD)
+
+
+@pytest.mark.parametrize("name", sorted(set(INSTEAD.values())))
+def test_what_is_named_instead_is_known(name: str) -> None:
+    assert name in ChatBody.model_fields
 
 
 def test_echo_is_for_completions() -> None:
