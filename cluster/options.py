@@ -78,8 +78,9 @@ class ServeOptions(BaseModel):
     ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends, all streams
     together: where there were more, steps of a stream share one, though none is held back for more than 0.25 s; 0 for a
     rate that suits the engines' device. A stream whose steps are traced gets them one by one.
-    stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another.
-    carry_seconds: how long a stream may be without any replica before it is given up.
+    stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another, if one is there.
+    carry_seconds: how long a stream may be without any replica, or at one that is the only one and gives no sign of
+    life, before it is given up.
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (`cluster.ingress.auth`).
     cors_origins: web sites ("https://chat.example.org") whose scripts may use the API from a browser; "*" for all.
     traces: the collector that OpenTelemetry spans of requests go to by OTLP over HTTP ("http://collector:4318").

@@ -29,7 +29,7 @@ MEMORY_BYTES = 2**30
 MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
 # What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
 # them, and has no tokens left for what it was asked.
-_GAP = rf'json_gap ::= "" | " " | "\r"? "\n" [ \t]{{0, {MOST_WHITESPACE - 2}}}'
+_GAP = rf'tidar_gap ::= "" | " " | "\r"? "\n" [ \t]{{0, {MOST_WHITESPACE - 2}}}'
 TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
@@ -53,7 +53,7 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
     if kind == "ebnf":
         return compiler.compile_grammar(text)
     if kind == "structural_tag":
-        written = xgrammar.Grammar.from_structural_tag(bounded_whitespace(json.loads(text)))
+        written = xgrammar.Grammar.from_structural_tag(as_alone(json.loads(text)))
     else:
         schema = '{"type": "object"}' if kind == "json_object" else text
         written = xgrammar.Grammar.from_json_schema(
@@ -62,15 +62,17 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
     return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(_mended(str(written))))
 
 
-def bounded_whitespace(form: Any) -> Any:
-    """A structural tag whose schemas allow as much whitespace as those that stand alone."""
+def as_alone(form: Any) -> Any:
+    """A structural tag whose parts are read as those that stand alone: as much whitespace, the same escapes."""
     if isinstance(form, list):
-        return [bounded_whitespace(item) for item in form]
+        return [as_alone(item) for item in form]
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema":
         return {**form, "max_whitespace_cnt": MOST_WHITESPACE}
-    return {name: bounded_whitespace(value) for name, value in form.items()}
+    if form.get("type") == "regex" and isinstance(form.get("pattern"), str):
+        return {**form, "pattern": _escaped_as_needed(form["pattern"])}
+    return {name: as_alone(value) for name, value in form.items()}
 
 
 def _escaped_as_needed(expression: str) -> str:
@@ -86,7 +88,7 @@ def _mended(written: str) -> str:
     control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
     characters; its \\xdf followed by an e would be read as \\xdfe; and between two parts there is no empty line."""
     written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
-    written = _TEXT_CLASS_OR_GAP.sub(lambda found: "json_gap" if found["gap"] else found[0], written) + _GAP
+    written = _TEXT_CLASS_OR_GAP.sub(lambda found: "tidar_gap" if found["gap"] else found[0], written) + _GAP
     return _BOUNDED_CHARACTER.sub(r"\1(([^\\0-\\x1f\"\\\\\\ud800-\\udfff]))", written)
 
 

@@ -205,7 +205,7 @@ class Attempt:
             log.error("request %s failed: %s", self.start.request.request_id, heard)
             raise server_error() from heard
         if isinstance(heard, Lost):
-            raise Lost(heard.cause, self.replica, heard.refused) from heard
+            raise Lost(heard.cause, self.replica, heard.refused, heard.waited) from heard
         if isinstance(heard, GONE) or (isinstance(heard, RuntimeError) and "StatusCode" in str(heard)):
             raise Lost(type(heard).__name__, self.replica) from heard
         raise heard

@@ -36,13 +36,14 @@ class Call(Protocol):
 
 class Lost(Exception):
     """An attempt is over before its answer: under the replica that had accepted it, where one had. refused: one that
-    shall not be asked again, lost or not."""
+    shall not be asked again, lost or not. waited: seconds for which the only replica was waited for."""
 
-    def __init__(self, cause: str, replica: str | None = None, refused: str | None = None):
+    def __init__(self, cause: str, replica: str | None = None, refused: str | None = None, waited: float = 0.0):
         super().__init__(cause)
         self.cause = cause
         self.replica = replica
         self.refused = refused
+        self.waited = waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +188,12 @@ class Channels:
         """The next item. Raises Lost where none comes within so many seconds while others are there."""
         waited = 0.0
         while True:
-            try:
+            with suppress(Lost):
                 return await next_arrival(arrivals, seconds, "silent")
-            except Lost:
-                waited += seconds
-                if waited >= self._give_up or set(self._there()) - self.quiet - {replica}:
-                    raise
-                seconds = self._doubt
+            if waited > self._give_up or set(self._there()) - self.quiet - {replica}:
+                raise Lost("silent", waited=waited)
+            waited += self._doubt
+            seconds = self._doubt
 
     def _turn(self, mail: Mail, replica: str) -> None:
         for reception in mail.waiting.values():

@@ -55,8 +55,9 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """silence: a replica that says nothing for so many seconds hangs. give_up: a stream may be without a replica for
-    so many, or where none has had it yet for `wake`, if that is longer. losses: it may lose so many replicas without a
+    """silence: a replica that says nothing for so many seconds hangs, if others are there. give_up: a stream may be
+    without a replica, or at one that is the only one and says nothing, for so many, or where none has had it yet for
+    `wake`, if that is longer. losses: it may lose so many replicas without a
     new token, lest a request that breaks engines goes round."""
 
     silence: float
@@ -305,14 +306,14 @@ class Carrier:
         """What follows an attempt that is over: its rival, where there is one. Raises ApiError where nothing shall."""
         now, rival = time.monotonic(), story.rival
         if story.lost_at is None:
-            story.lost_at = now
+            story.lost_at = now - lost.waited
         self._note(story, lost)
         again = 0
         if attempt.accepted is not None or lost.replica is not None:
             story.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
         if lost.replica is not None:
             again = story.losses.count(lost.replica)
-            story.losing_since = story.losing_since if story.losses else now
+            story.losing_since = story.losing_since if story.losses else now - lost.waited
             story.losses.append(lost.replica)
         log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
         if rival is None or not rival.won:
@@ -331,11 +332,13 @@ class Carrier:
         patience, lost_ones = self._patience, len(set(story.losses))
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
         stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
-        if lost_ones >= patience.losses or stuck or now - story.lost_at > give_up:
+        silent = lost.waited > patience.give_up
+        if lost_ones >= patience.losses or stuck or silent or now - story.lost_at > give_up:
             tried = f"{lost_ones} engine replicas were lost under this request"
             stayed = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
+            alone = f"the only engine replica gave no sign of life for {lost.waited:.0f} s"
             waited = f"no engine replica took this request on within {give_up:g} s"
-            message = tried if lost_ones >= patience.losses else stayed if stuck else waited
+            message = tried if lost_ones >= patience.losses else stayed if stuck else alone if silent else waited
             log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
             raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
 

@@ -143,11 +143,15 @@ def claim(address: str) -> None:
     Who comes behind a driver that is gone writes beside its claim and not over it: of several one is the first.
     """
     own, place = ray.get_runtime_context().get_job_id(), CLAIM
+    alive = {job["JobID"]: job for job in jobs() if not job["IsDead"]}
     while internal_kv._internal_kv_put(place, own, overwrite=False, namespace=NAMESPACE):
         other = internal_kv._internal_kv_get(place, namespace=NAMESPACE).decode()
-        if any(job["JobID"] == other and not job["IsDead"] for job in jobs()):
+        if other == own:  # of a put that was sent twice
+            return
+        if other in alive:
+            who = f"process {alive[other]['DriverPid']} on {alive[other]['DriverIPAddress']}"
             raise ConfigError(
-                f"another `tidar up` is starting or ending on the cluster at {address}: wait for it, or end it"
+                f"another `tidar up` ({who}) is starting or ending on the cluster at {address}: wait for it, or end it"
             )
         place = f"{CLAIM}/{other}"
 

@@ -46,13 +46,15 @@ def test_of_two_that_begin_at_once_the_second_is_refused_and_one_that_was_killed
             [sys.executable, "-c", CLAIM], env={**cluster.environment, "RAY_ADDRESS": cluster.address},
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert first.stdout is not None
-        assert "claimed" in first.stdout.readline()
-        assert refused(join(cluster, tmp_path, model)) == (
-            f"another `tidar up` is starting or ending on the cluster at {cluster.address}: wait for it, or end it"
-        )
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
+        try:
+            assert first.stdout is not None
+            assert "claimed" in first.stdout.readline()
+            line = refused(join(cluster, tmp_path, model))
+            assert line.startswith(f"another `tidar up` (process {first.pid} on ")
+            assert line.endswith(f") is starting or ending on the cluster at {cluster.address}: wait for it, or end it")
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.communicate()
         with running(join(cluster, tmp_path, model)) as server:
             assert httpx.get(f"{server.url}/health").status_code == 200
             assert "already runs on the cluster" in refused(join(cluster, tmp_path, model))

@@ -59,7 +59,7 @@ def test_patience_begins_anew_with_each_loss() -> None:
 
 
 def test_a_replica_that_is_lost_again_and_again_is_not_tried_for_ever() -> None:
-    """As a single engine that is stopped for longer than it may be silent, time after time."""
+    """As one that takes every request on, and says nothing."""
 
     class Same(Cast):
         def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
@@ -69,10 +69,18 @@ def test_a_replica_that_is_lost_again_and_again_is_not_tried_for_ever() -> None:
         def listen(self, replica: str, mailbox: str) -> Listening:
             return Listening(self.calls[-1])
 
-    cast = Same([Act(0, end="silent")], replicas=("r0",))
+    cast = Same([Act(0, end="silent")])
     with pytest.raises(ApiError, match=r"it was lost \d+ times in \d+ s without a new token"):
         carry(cast, Patience(silence=0.1, give_up=1))
     assert 4 <= len(cast.calls) < 20
+
+
+def test_the_only_replica_that_hangs_is_waited_for_as_long_as_a_stream_may_be_without_one() -> None:
+    cast, began = Cast([Act(2, end="silent")], replicas=("r0",)), time.monotonic()
+    with pytest.raises(ApiError, match="the only engine replica gave no sign of life for 2 s"):
+        carry(cast, Patience(silence=0.1, give_up=1.5))
+    assert len(cast.calls) == 1
+    assert 1.5 < time.monotonic() - began < 6
 
 
 def test_who_refuses_what_was_begun_elsewhere_is_not_asked_again() -> None:

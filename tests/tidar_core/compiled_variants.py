@@ -63,7 +63,7 @@ def variants_in_use() -> list[Variant]:
     launches += step_launches(QWEN3_8B, BF16, 16, 80, 560, layers=2)
     for mask in (56, 560):
         launches += step_launches(QWEN3_8B, BF16, 16, 8, mask, layers=2, rank=WIDEST_RANK, measured=tiles)
-        launches += step_launches(QWEN3_8B, BF16, 16, 8, mask, layers=2, rank=WIDEST_RANK, float8=True, kv_dtype=FLOAT8)
+    launches += step_launches(QWEN3_8B, BF16, 16, 8, 56, layers=2, rank=WIDEST_RANK, float8=True, kv_dtype=FLOAT8)
     launches += step_launches(SMOLLM2_135M, FP32, 16, 8, 56, layers=2)
     launches += step_launches(SMOLLM2_135M, BF16, 16, 8, 56, layers=2, one_by_one=True)
     for heads, kv_heads, head_dim, dtype, page in attention_sizes():

@@ -18,7 +18,7 @@ from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_a
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
 from tidar_core.model.adapter_config import CONFIG_FILE, PROJECTIONS, AdapterConfig, BaseIdentity, read_adapter_config
-from tidar_core.model.sources import hub_id_of
+from tidar_core.model.sources import from_home, hub_id_of
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 
 KIND_NAMES: dict[Kind, str] = {
@@ -167,6 +167,8 @@ def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress
     known = {"none": "", "--out": ", begun from what was here before"}
     begun = known.get(made.start, f", begun from an adapter ({made.start})")
     on_hub = hub_id_of(made.model)  # a hub takes no card that names a path
+    # By the hub's name a folder of its cache is found anywhere; a GGUF file there is not.
+    served = on_hub if on_hub and (from_home(made.model) / "config.json").is_file() else made.model
     inside = "both ways" if adapter.within_block == "bidirectional" else "only to earlier slots"
     return f"""---
 {f"base_model: {on_hub}{chr(10)}" if on_hub else ""}library_name: tidar
@@ -182,7 +184,7 @@ With this adapter {base.name} drafts the tokens to come while it decides the nex
 adapter acts on mask rows alone: every token is still decided by the base's own weights, so it changes how fast text
 comes and never the text.
 
-    {shlex.join(["tidar", "up", "--model", on_hub or made.model, "--adapter", name])}
+    {shlex.join(["tidar", "up", "--model", served, "--adapter", name])}
 
 ## Measured
 

@@ -45,7 +45,7 @@ SAMPLED = SamplingParams(max_tokens=64, temperature=0.6, top_k=20, top_p=0.95)
 def with_own_pages(runner: Runner) -> Runner:
     """The same model over a small cache of its own, so that warm-up touches no page of the engine's."""
     cache, page = runner.cache, runner.cache.page_size
-    probes = 2 * -(-(2 * page + runner.block_length + 5) // page)
+    probes = 2 * -(-_probe_length(runner) // page)
     page_bytes = 2 * cache.keys[:, 0].numel() * cache.keys.element_size()
     measured = max(COST_PAGES, min(CONTEXT_ROWS * COST_PAGES, TRIAL_BYTES // page_bytes))
     pages = max(probes, measured) + 1
@@ -130,9 +130,15 @@ def _products_are_exact(runner: Runner) -> bool:
     return True
 
 
+def _probe_length(runner: Runner) -> int:
+    """Tokens of the text whose passes are probed: more than two pages; on a GPU more than tiles of either kind hold."""
+    length = 2 * runner.cache.page_size + runner.block_length + 5
+    return max(length, PROBE_MULTIPLES_GPU[-1] + 5) if runner.device.type == "cuda" else length
+
+
 def _passes_are_exact(runner: Runner) -> bool:
     vocab, page, block = runner.config.vocab_size, runner.cache.page_size, runner.block_length
-    length = min(2 * page + block + 5, runner.config.max_positions - block)
+    length = min(_probe_length(runner), runner.config.max_positions - block)
     if length <= block:
         return True  # no room for a draft behind a token
     text = [(31 * i + 7) % vocab for i in range(length)]

@@ -16,10 +16,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import resources
 from pathlib import Path
 
+import psutil
 import torch
 
 SOURCES = (
@@ -87,7 +88,7 @@ def compiled_library() -> ctypes.CDLL:
     room_to_keep = _writable(target.parent)
     with _alone(target.with_suffix(".lock")) if room_to_keep else nullcontext(False) as alone:
         if alone:
-            _clear(target.parent.glob(f"{_scratch_of(target)}*"))
+            _clear(left for left in target.parent.glob(f"{_scratch_of(target)}*") if _is_abandoned(left))
         return _kept(target) or _made(source, target, room_to_keep)
 
 
@@ -105,7 +106,8 @@ def _made(source: str, target: Path, room_to_keep: bool) -> ctypes.CDLL:
     try:
         # One that nobody else can write: what is loaded is run.
         place = target.parent if room_to_keep else None
-        with tempfile.TemporaryDirectory(prefix=_scratch_of(target), dir=place, ignore_cleanup_errors=True) as scratch:
+        prefix = f"{_scratch_of(target)}{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
             built = _compile(source, Path(scratch))
             library = _loaded(built)  # before others find it
             if room_to_keep and _kept(target) is None:
@@ -155,16 +157,27 @@ def _writable(directory: Path) -> bool:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             pass
-        kept = directory.glob(f"{SCRATCH}*")
-        _clear(left for left in kept if time.time() - left.stat().st_mtime > ABANDONED_SECONDS)
+        _clear(left for left in directory.glob(f"{SCRATCH}*") if _is_old(left))
         return shutil.disk_usage(directory).free >= ROOM
     except OSError:
         return False
 
 
 def _scratch_of(target: Path) -> str:
-    """How the directories begin in which this library is made."""
-    return f"{SCRATCH}{target.stem}-"
+    """How the directories begin in which this library is made on this machine; the number of a process follows."""
+    return f"{SCRATCH}{target.stem}-{platform.node()}-"
+
+
+def _is_abandoned(scratch: Path) -> bool:
+    """Whether the process of this machine that made it is gone: locks may hold for one machine, or for none."""
+    process = scratch.name.split("-")[-2]
+    return process.isdecimal() and not psutil.pid_exists(int(process))
+
+
+def _is_old(scratch: Path) -> bool:
+    with suppress(OSError):  # another start clears too
+        return time.time() - scratch.stat().st_mtime > ABANDONED_SECONDS
+    return False
 
 
 def _clear(directories: Iterable[Path]) -> None:

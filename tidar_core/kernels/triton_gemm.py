@@ -3,8 +3,9 @@
 Every weight has one tile of outputs, one K order and one number of K splits, whatever the number of rows: that is what
 makes a row's bits its own. A step of 1 to 300 rows is bound by reading weights, so tiles are chosen to read from
 enough multiprocessors at once; small weights are cut along K for that, the parts are added in their order by
-whichever program comes last, and the cut is a property of the weight as well. Behind 64 rows it is the way from the
-cache to the multiprocessors that is short: there two tiles of rows become one, for which a weight comes once.
+whichever program comes last, and the cut is a property of the weight as well. With more than 64 rows what counts is how
+often the weight goes from the cache to a multiprocessor, by reckoning from measured steps: on Hopper two tiles of rows
+become one there, for which it goes once.
 
 The adapter's x aᵀ is computed again by every tile of outputs, beside its own columns (a is small and comes out of
 the cache): no launch of its own, no waiting for one, and base rows are kept apart by a select, never touched.
@@ -23,14 +24,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidar_core.kernels.triton_launch import LINE, launch_options, let_next_begin, read_ahead, wait_for_kernel_before
+from tidar_core.kernels.triton_launch import (
+    HOPPER,
+    LINE,
+    capability,
+    launch_options,
+    let_next_begin,
+    read_ahead,
+    wait_for_kernel_before,
+)
 from tidar_core.model.weights import LowRank
 
 PROGRAMS_AIMED_AT = 128  # about one for each multiprocessor of an H100 or H200
 MOST_SPLITS = 8
 STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
-WARPGROUP_ROWS = 64  # that one of Hopper's matrix instructions multiplies
+WARPGROUP = 4  # warps that share Hopper's matrix instruction
+WARPGROUP_ROWS = 64  # that it multiplies
 SHARED_MEMORY = 227 << 10  # bytes that one program may have on Hopper
 FEWEST_STAGES = 3  # one that is multiplied, two that are on their way
 WIDEST_RANK = 64  # of an adapter that is computed beside the base product: more would not fit the shared memory
@@ -69,16 +79,20 @@ def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
 
 
 def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> GemmTiles:
-    """The tiles of a weight in a step of so many rows of a dtype, beside an adapter of a rank.
+    """The tiles of a weight on Hopper in a step of so many rows of a dtype, beside an adapter of a rank.
 
-    Where one tile of 64 does not hold the rows, tiles are of 128: a second group of four warps, Hopper's warpgroup,
-    multiplies the 64 rows behind those of the first by the same instructions in the same order, so that no bit changes.
+    Where one tile of 64 does not hold the rows, tiles are of 128: one warpgroup, four warps, multiplies the first 64,
+    a second one those behind, each as a tile of 64 is multiplied, in the same order along K, so that no bit changes.
+    Tiles of fp32 stay as they are, those that two warpgroups share already (a row's numbers would lie otherwise in
+    their threads, and be summed up in another order), and those that would leave no room for copies ahead.
     """
-    if tiles.rows != WARPGROUP_ROWS or rows <= WARPGROUP_ROWS:
+    if (tiles.rows, tiles.warps) != (WARPGROUP_ROWS, WARPGROUP) or rows <= WARPGROUP_ROWS:
         return tiles
     of_a_stage = (2 * WARPGROUP_ROWS + tiles.outs + rank) * tiles.ins * dtype.itemsize
     stages = min(tiles.stages, SHARED_MEMORY // of_a_stage)
-    return tiles if stages < FEWEST_STAGES else replace(tiles, rows=2 * WARPGROUP_ROWS, warps=8, stages=stages)
+    if stages < FEWEST_STAGES:
+        return tiles
+    return replace(tiles, rows=2 * WARPGROUP_ROWS, warps=2 * WARPGROUP, stages=stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +337,10 @@ def product_planner(
         low_a, low_b = (weight, weight) if beside is None else (beside.a, beside.b)
         rank = 16 if beside is None else low_a.shape[0]
         block_rank = max(16, triton.next_power_of_2(rank))
-        tiles = tiles_for(found or gemm_tiles(outs, ins, weight.dtype), rows, x.dtype, block_rank if beside else 0)
+        tiles = found or gemm_tiles(outs, ins, weight.dtype)
+        hopper = x.device.type != "cuda" or capability(x.device)[0] == HOPPER[0]
+        if hopper and weight.dtype == x.dtype:  # of weights in 8 bits no tile of 128 rows was looked at
+            tiles = tiles_for(tiles, rows, x.dtype, block_rank if beside else 0)
         grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
         options = launch_options(x.device, rows, overlap)
         asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)

@@ -24,13 +24,15 @@ LINE = tl.constexpr(128)  # bytes that one prefetch brings
 def launch_options(device: torch.device, rows: int, overlap: bool) -> dict[str, Any]:
     """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
     overlap: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
-    can = rows <= MOST_OVERLAPPING_ROWS and (device.type == "meta" or (device.type == "cuda" and _overlaps(device)))
+    hopper = device.type == "meta" or (device.type == "cuda" and capability(device) >= HOPPER)
+    can = hopper and rows <= MOST_OVERLAPPING_ROWS
     return {"OVERLAP": True, "launch_pdl": True} if overlap and can else {"OVERLAP": False}
 
 
 @lru_cache(maxsize=16)
-def _overlaps(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= HOPPER
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 @triton.jit
