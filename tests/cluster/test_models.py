@@ -173,7 +173,7 @@ def test_an_unknown_name_is_told_all_that_there_are(guarded: Guarded, path: str)
     body = {"model": "other", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
     answer = httpx.post(f"{guarded.url}{path}", json=body, headers=guarded.headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
-    assert ", ".join(NAMES) in answer.json()["error"]["message"]
+    assert ", ".join(f"`{name}`" for name in NAMES) in answer.json()["error"]["message"]
 
 
 def test_what_clients_got_is_told_for_each_name_and_where_there_is_none(guarded: Guarded) -> None:

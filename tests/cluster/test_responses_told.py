@@ -256,7 +256,7 @@ def test_a_response_is_what_a_chat_says(client: openai.OpenAI) -> None:
 
 def test_an_answer_that_ends_by_itself_is_complete(client: openai.OpenAI) -> None:
     asked: Any = {"model": "tiny", "input": "Who?", "text": {"format": {"type": "json_object"}}}
-    asked["extra_body"] = {"seed": 3, "logit_bias": {"2": 100, "0": 100}}
+    asked["extra_body"] = {"seed": 1, "logit_bias": {"2": 100, "0": 100}}
     events, last = stream_of(client, **asked)
     assert (events[-1].type, last.status, last.error) == ("response.completed", "completed", None)
     assert last.completed_at
