@@ -25,6 +25,7 @@ from tidar_core.convert.forward import Clean, FrozenBase, frozen_base, run_clean
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, open_store, read_header
+from tidar_core.convert.speed import fast_dtype
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
@@ -107,7 +108,8 @@ def main() -> None:
     corpus = open_store(chosen.data, read_header(chosen.data)).read().corpus
     source = find_model(DEFAULT_MODEL)
     config = load_config(source)
-    weights = load_weights(source, config, torch.bfloat16, "cpu")
+    # Where a processor is slow in bf16 nobody would write the loop in it, and conversions train in fp32.
+    weights = load_weights(source, config, fast_dtype(torch.device("cpu"), torch.bfloat16), "cpu")
     base = frozen_base(config, weights)
     identity = identify_base(source.name, config, weights, load_tokenizer(source))
     start = new_drafter(identity, weights.embedding, 32, identity.projections, BLOCK, 0)
