@@ -57,8 +57,8 @@ class Replicas(Protocol):
 class Patience:
     """silence: a replica that says nothing for so many seconds hangs, if others are there. give_up: a stream may be
     without a replica, or at one that is the only one and says nothing, for so many, or where none has had it yet for
-    `wake`, if that is longer. losses: it may lose so many replicas without a
-    new token, lest a request that breaks engines goes round."""
+    `wake`, if that is longer. losses: it may lose so many replicas without a new token, lest a request that breaks
+    engines goes round."""
 
     silence: float
     give_up: float
@@ -332,15 +332,18 @@ class Carrier:
         patience, lost_ones = self._patience, len(set(story.losses))
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
         stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
-        silent = lost.waited > patience.give_up
-        if lost_ones >= patience.losses or stuck or silent or now - story.lost_at > give_up:
-            tried = f"{lost_ones} engine replicas were lost under this request"
-            stayed = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
-            alone = f"the only engine replica gave no sign of life for {lost.waited:.0f} s"
-            waited = f"no engine replica took this request on within {give_up:g} s"
-            message = tried if lost_ones >= patience.losses else stayed if stuck else alone if silent else waited
-            log.error("request %s is given up: %s (%s)", story.request.request_id, message, lost.cause)
-            raise ApiError(503, f"The server gave up: {message}. Try again.", code="replica_lost") from lost
+        if lost_ones >= patience.losses:
+            why = f"{lost_ones} engine replicas were lost under this request"
+        elif stuck:
+            why = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
+        elif lost.waited > patience.give_up:
+            why = f"the only engine replica gave no sign of life for {lost.waited:.0f} s"
+        elif now - story.lost_at > give_up:
+            why = f"no engine replica took this request on within {give_up:g} s"
+        else:
+            return
+        log.error("request %s is given up: %s (%s)", story.request.request_id, why, lost.cause)
+        raise ApiError(503, f"The server gave up: {why}. Try again.", code="replica_lost") from lost
 
 
 def doubled(seconds: float, times: int, most: float) -> float:

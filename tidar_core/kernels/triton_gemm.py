@@ -340,7 +340,7 @@ def product_planner(
         tiles = found or gemm_tiles(outs, ins, weight.dtype)
         hopper = x.device.type != "cuda" or capability(x.device)[0] == HOPPER[0]
         if hopper and weight.dtype == x.dtype:  # of weights in 8 bits no tile of 128 rows was looked at
-            tiles = tiles_for(tiles, rows, x.dtype, block_rank if beside else 0)
+            tiles = tiles_for(tiles, rows, x.dtype, 0 if beside is None else block_rank)
         grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
         options = launch_options(x.device, rows, overlap)
         asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
