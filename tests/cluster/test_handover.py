@@ -41,10 +41,12 @@ def three(options: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_prompts_that_begin_alike_meet_at_one_replica(three: Server) -> None:
     wait_for_replicas(three, 3)
-    got = ask_all(three, prompts_of(requests=32, prefixes=8, tokens=300, seed=1), at_once=8)
+    # As many at once as one replica may have while another is idle (`affinity.SPARE`): no more, lest what a busy
+    # machine holds up goes elsewhere for that reason.
+    got = ask_all(three, prompts_of(requests=32, prefixes=8, tokens=300, seed=1), at_once=4)
     print(f"{got.cached} of {got.prompt} prompt tokens were cached")
     # All but the first of each prefix at best. Chance alone would give 12.7 of these 24, on average.
-    assert got.cached >= 0.85 * 24 * 288
+    assert got.cached >= 0.9 * 24 * 288
 
 
 @pytest.mark.parametrize(
