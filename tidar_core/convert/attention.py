@@ -97,7 +97,7 @@ def mask_attention(
 ) -> Attention:
     """Attention of mask rows in plain torch with a gradient of its own; any device, made for a CPU."""
     geometry = _Geometry(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
-    chunks, places = tuple(_chunks(pack, blocks)), _led_places(pack)
+    chunks, places = tuple(chunks_of(pack, blocks)), led_places(pack)
     windows = layer_windows(config)
     windowed = tuple(_windowed(chunk, blocks, geometry.groups, config.window or 0) for chunk in chunks if windows)
     here = rotary.at(blocks.positions)
@@ -105,8 +105,8 @@ def mask_attention(
     def attention(layer: int, qkv: Tensor) -> Tensor:
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
         if norms is not None:
-            qkv = _norm_heads(qkv, config, norms)
-        keys, values = _led(clean.keys[layer], places), _led(clean.values[layer], places)
+            qkv = norm_heads(qkv, config, norms)
+        keys, values = led(clean.keys[layer], places), led(clean.values[layer], places)
         turning = here.of(layer)
         mine = windowed if windows and windows[layer] else chunks
         return _MaskAttention.apply(qkv, turning.cos[:, None], turning.sin[:, None], keys, values, mine, geometry)
@@ -114,7 +114,7 @@ def mask_attention(
     return attention
 
 
-def _norm_heads(qkv: Tensor, config: ModelConfig, norms: QKNorm) -> Tensor:
+def norm_heads(qkv: Tensor, config: ModelConfig, norms: QKNorm) -> Tensor:
     q, k, v = split_heads(qkv, config.kv_heads, config.head_dim)
     q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     return torch.cat((q, k, v), dim=1).view(qkv.shape)
@@ -134,7 +134,7 @@ class _Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     """Blocks first … last - 1 of one document, which see at most its first `longest` rows; `hidden`, bool
     [blocks, 1 or slots * groups, longest], has those that a block, or one of its slots, does not see. start: where its
     keys begin among the led ones."""
@@ -146,7 +146,7 @@ class _Chunk:
     hidden: Tensor
 
 
-def _chunks(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
+def chunks_of(pack: Pack, blocks: Blocks) -> Iterator[Chunk]:
     device = blocks.positions.device
     first = 0
     while first < len(blocks):
@@ -158,24 +158,24 @@ def _chunks(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
         longest = int(ends.max())
         hidden = torch.arange(longest) >= ends[:, None]
         start = pack.spans[document][0] + (int(document) + 1) * LEAD
-        yield _Chunk(first, last, start, longest, hidden[:, None].to(device))
+        yield Chunk(first, last, start, longest, hidden[:, None].to(device))
         first = last
 
 
-def _windowed(chunk: _Chunk, blocks: Blocks, groups: int, window: int) -> _Chunk:
+def _windowed(chunk: Chunk, blocks: Blocks, groups: int, window: int) -> Chunk:
     """The same blocks where a slot sees no further back than `window` from its own position."""
     positions = blocks.positions[chunk.first * blocks.block : chunk.last * blocks.block].view(-1, blocks.block, 1)
     outside = torch.arange(chunk.longest, device=positions.device) <= positions - window
     return replace(chunk, hidden=chunk.hidden | outside.repeat_interleave(groups, 1))
 
 
-def _led_places(pack: Pack) -> Tensor:
+def led_places(pack: Pack) -> Tensor:
     """Where each row goes when every document is led by `LEAD` more."""
     shifts = torch.arange(1, len(pack.spans) + 1).repeat_interleave(torch.tensor([span[1] for span in pack.spans]))
     return (torch.arange(len(shifts)) + shifts * LEAD).to(pack.tokens.device)
 
 
-def _led(rows: Tensor, places: Tensor) -> Tensor:
+def led(rows: Tensor, places: Tensor) -> Tensor:
     """rows [kv_heads, rows, head_dim] with zeros in the lead of every document, so that a product over some of them
     leaves columns for the slots of the own block beside the document's."""
     return rows.new_zeros(rows.shape[0], int(places[-1]) + 1, rows.shape[2]).index_copy_(1, places, rows)
@@ -191,7 +191,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _seen(chunk: _Chunk, block: int) -> slice:
+def seen_keys(chunk: Chunk, block: int) -> slice:
     """The led keys of a chunk: one empty column for each slot, then the document's."""
     return slice(chunk.start - block, chunk.start + chunk.longest)
 
@@ -211,7 +211,7 @@ class _MaskAttention(torch.autograd.Function):
         sin: Tensor,
         clean_k: Tensor,
         clean_v: Tensor,
-        chunks: tuple[_Chunk, ...],
+        chunks: tuple[Chunk, ...],
         geometry: _Geometry,
     ) -> Tensor:
         rows, dtype = qkv.shape[0], qkv.dtype
@@ -228,7 +228,7 @@ class _MaskAttention(torch.autograd.Function):
         for chunk in chunks:
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
-            slots, seen = slice(chunk.first * block, chunk.last * block), _seen(chunk, block)
+            slots, seen = slice(chunk.first * block, chunk.last * block), seen_keys(chunk, block)
             blocked, keys = (kv_heads, count, block * groups), (kv_heads, count, block, size)
             scores = (wide_q[:, mine] @ wide_clean[:, seen].transpose(1, 2)).view(*blocked, -1)
             scores[..., block:].masked_fill_(chunk.hidden, -torch.inf)
@@ -257,7 +257,7 @@ class _MaskAttention(torch.autograd.Function):
         for chunk, share in zip(ctx.chunks, shares, strict=True):
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
-            slots, seen = slice(chunk.first * block, chunk.last * block), _seen(chunk, block)
+            slots, seen = slice(chunk.first * block, chunk.last * block), seen_keys(chunk, block)
             blocked, keys = (kv_heads, count, block * groups, size), (kv_heads, count, block, size)
             d_mixed = d_out[:, mine].view(blocked)
             d_share = (d_out[:, mine] @ clean_v[:, seen].transpose(1, 2)).view(share.shape)

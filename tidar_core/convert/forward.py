@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,8 +10,11 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV, clean_attention, mask_attention
 from tidar_core.convert.blocks import Blocks, Pack
+from tidar_core.convert.cpu_masks import cpu_mask_attention
 from tidar_core.convert.flex import flex_clean_attention, flex_runs
-from tidar_core.convert.ops import training_ops
+from tidar_core.convert.ops import PLAIN_ROWS, training_ops
+from tidar_core.kernels.cpu_build import CompileError
+from tidar_core.kernels.cpu_training import RowOps, mask_ops, row_ops, supports_masks, supports_rows
 from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
 from tidar_core.model.decoder import run_layers
@@ -64,9 +68,24 @@ def frozen_base(
     config: ModelConfig, weights: ModelWeights, report: Callable[[str], None] = lambda line: None
 ) -> FrozenBase:
     """The loaded model, ready to train a drafter for. report gets a line where something makes it slower."""
-    device = weights.embedding.device
-    attends = gpu_attends() if device.type == "cuda" and flex_runs(config, weights.embedding, report) else PLAIN
-    return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report), attends)
+    device, dtype = weights.embedding.device, weights.embedding.dtype
+    attends, rows = PLAIN, PLAIN_ROWS
+    if device.type == "cuda":
+        attends = gpu_attends() if flex_runs(config, weights.embedding, report) else PLAIN
+    elif device.type == "cpu":
+        attends, rows = cpu_ways(config, dtype, report)
+    return FrozenBase(config, weights, rotary_tables(config, device), training_ops(device, report, rows), attends)
+
+
+def cpu_ways(config: ModelConfig, dtype: torch.dtype, report: Callable[[str], None]) -> tuple[Attends, RowOps]:
+    """By our own kernels where they fit the model and can be compiled."""
+    try:
+        rows = row_ops(dtype) if supports_rows(config, dtype) else PLAIN_ROWS
+        masks = partial(cpu_mask_attention, mask_ops()) if supports_masks(config, dtype) else PLAIN.masks
+    except CompileError as error:
+        report(f"training without compiled kernels, which is slower: {error}")
+        return PLAIN, PLAIN_ROWS
+    return Attends(PLAIN.clean, masks), rows
 
 
 def gpu_attends() -> Attends:

@@ -38,6 +38,7 @@ SOURCES = (
     "cpu_experts.cpp",
     "cpu_pick.cpp",
     "cpu_slots.cpp",
+    "cpu_training.cpp",
 )  # one unit: they share names
 FLAGS = (
     "-O3",
