@@ -10,6 +10,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from tidar_core.config import DEFAULT_MODEL
 from tidar_core.convert.blocks import Blocks, Pack, draw_blocks, pack_documents
 from tidar_core.convert.drafter import new_drafter, trainable, with_slot_head
-from tidar_core.convert.forward import Clean, FrozenBase, frozen_base, run_clean
+from tidar_core.convert.forward import PLAIN, Clean, FrozenBase, frozen_base, run_clean
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, open_store, read_header
@@ -70,7 +71,8 @@ class PlainLoop:
     """The loop's state: drafter and optimizer."""
 
     def __init__(self, base: FrozenBase, start: AdapterWeights, corpus: Corpus, sampler: Sampler):
-        self.base, self.corpus, self.sampler = base, corpus, sampler
+        # The trainer's own operations would make its clean pass faster, too.
+        self.base, self.corpus, self.sampler = replace(base, ops=REFERENCE_OPS, attends=PLAIN), corpus, sampler
         self.adapter = trainable(start)
         self.tensors = [tensor for _, tensor in named_tensors(self.adapter)]
         self.optimizer = torch.optim.AdamW(self.tensors, lr=1.5e-3, betas=(0.9, 0.95), weight_decay=0.0)

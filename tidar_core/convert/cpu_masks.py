@@ -83,7 +83,8 @@ class _CpuMaskAttention(torch.autograd.Function):
         heads: MaskHeads = ctx.seen.heads
         kv_heads, size, groups = heads.kv_heads, heads.head_dim, heads.heads // heads.kv_heads
         d_qkv = d_out.new_empty(heads.rows, (heads.heads + 2 * kv_heads) * size)
-        d_laid = d_out.view(heads.rows, kv_heads, groups, size).transpose(0, 1).reshape(kv_heads, -1, size)
+        d_laid = d_out.reshape(heads.rows, kv_heads, groups, size).transpose(0, 1).contiguous()
+        d_laid = d_laid.view(kv_heads, -1, size)
         for (chunk, start), share in zip(ctx.seen.chunks, shares, strict=True):
             keys = slice(start - heads.block, start + chunk.keys)
             slopes = d_laid[:, _queries(chunk, heads)] @ clean_v[:, keys].transpose(1, 2)

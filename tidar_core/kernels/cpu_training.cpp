@@ -46,31 +46,33 @@ void norm_slope(const T* total, const T* weight, const T* d_normed, const T* d_t
     }
 }
 
-constexpr int MOST_HEAD = 512;
-
 struct Heads { int rows, heads, kv_heads, head_dim, block; };
+
+// x [head_dim] turned, times `scale`. sign: -1 turns back.
+LANEWISE void turn(const float* x, const float* cos, const float* sin, int head_dim, float sign, float scale, float* out) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i++) {
+        const float left = x[i], right = x[half + i], c = cos[i] * scale, n = sin[i] * sign * scale;
+        out[i] = left * c - right * n;
+        out[half + i] = right * c + left * n;
+    }
+}
 
 // q [kv_heads, rows * groups, head_dim], scaled, and k and v [kv_heads, rows, head_dim], out of qkv.
 void lay_heads(const float* qkv, Heads s, const float* cos, const float* sin, float scale, float* q, float* k, float* v,
                int threads) {
     const int groups = s.heads / s.kv_heads, half = s.head_dim / 2;
-    const size_t bytes = sizeof(float) * s.head_dim;
 #pragma omp parallel for num_threads(threads)
     for (int r = 0; r < s.rows; r++) {
         const float* from = qkv + int64_t(r) * (s.heads + 2 * s.kv_heads) * s.head_dim;
         const float *c = cos + int64_t(r) * half, *n = sin + int64_t(r) * half;
-        for (int h = 0; h < s.heads; h++, from += s.head_dim) {
-            float* to = q + ((int64_t(h / groups) * s.rows + r) * groups + h % groups) * s.head_dim;
-            for (int i = 0; i < s.head_dim; i += LANES) store(to + i, load(from + i) * scale);
-            rotate_head<float>(to, c, n, s.head_dim, nullptr, 0.0f);
-        }
-        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim) {
-            float* to = k + (int64_t(h) * s.rows + r) * s.head_dim;
-            std::memcpy(to, from, bytes);
-            rotate_head<float>(to, c, n, s.head_dim, nullptr, 0.0f);
-        }
+        for (int h = 0; h < s.heads; h++, from += s.head_dim)
+            turn(from, c, n, s.head_dim, 1.0f, scale,
+                 q + ((int64_t(h / groups) * s.rows + r) * groups + h % groups) * s.head_dim);
         for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
-            std::memcpy(v + (int64_t(h) * s.rows + r) * s.head_dim, from, bytes);
+            turn(from, c, n, s.head_dim, 1.0f, 1.0f, k + (int64_t(h) * s.rows + r) * s.head_dim);
+        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
+            std::memcpy(v + (int64_t(h) * s.rows + r) * s.head_dim, from, sizeof(float) * s.head_dim);
     }
 }
 
@@ -109,18 +111,24 @@ f16v products(const float* row, const std::vector<float>& slots, int head_dim) {
 }
 
 // `count` numbers from p on, `other` behind them.
-f16v load_some(const float* p, int count, float other) {
-    if (count >= LANES) return load(p);
+LANEWISE f16v load_some(const float* p, int count, float other) {
+    if (count == LANES) return load(p);
     float t[LANES];
     std::fill(std::copy(p, p + count, t), t + LANES, other);
     return load(t);
 }
 
-void store_some(float* p, f16v v, int count) {
-    if (count >= LANES) return store(p, v);
+LANEWISE void store_some(float* p, f16v v, int count) {
+    if (count == LANES) return store(p, v);
     float t[LANES];
     store(t, v);
     std::copy(t, t + count, p);
+}
+
+// Calls run(i, count) for LANES numbers at a time, and for those that are left.
+template <typename Run> LANEWISE void in_lanes(int begin, int end, Run run) {
+    for (; begin + LANES <= end; begin += LANES) run(begin, std::integral_constant<int, LANES>{});
+    if (begin < end) run(begin, end - begin);
 }
 
 // Scores of clean keys become shares of all that a row sees: its own block, up to itself where causal, and the clean
@@ -142,22 +150,23 @@ void shares(float* scores, const float* q, const float* k, Heads s, int first, i
             store(own, products(q + (at.asked + j) * s.head_dim, keys, s.head_dim));
             f16v most = load_some(own, seen, NEVER);
             const f16v asked = most;
-            for (int i = begin; i < end; i += LANES) most = max_of(most, load_some(clean + i, end - i, NEVER));
+            in_lanes(begin, end, [&](int i, auto some) { most = max_of(most, load_some(clean + i, some, NEVER)); });
             float each[LANES];
             store(each, most);
             const float highest = *std::max_element(each, each + LANES);
             store(own, exp_of(asked - highest));
             const f16v mine = load_some(own, seen, 0.0f);
             f16v total = mine;
-            for (int i = begin; i < end; i += LANES) {
-                store_some(clean + i, exp_of(load_some(clean + i, end - i, NEVER) - highest), end - i);
-                total += load_some(clean + i, end - i, 0.0f);  // what is not there would add the smallest number
-            }
+            in_lanes(begin, end, [&](int i, auto some) {
+                store_some(clean + i, exp_of(load_some(clean + i, some, NEVER) - highest), some);
+                total += load_some(clean + i, some, 0.0f);  // what is not there would add the smallest number
+            });
             const float part = 1.0f / sum(total);
             store_some(row, mine * part, s.block);
             std::fill(clean, clean + begin, 0.0f);
-            for (int i = begin; i < end; i += LANES)
-                store_some(clean + i, load_some(clean + i, end - i, 0.0f) * part, end - i);
+            in_lanes(begin, end, [&](int i, auto some) {
+                store_some(clean + i, load_some(clean + i, some, 0.0f) * part, some);
+            });
             std::fill(clean + end, row + width, 0.0f);
         }
     });
@@ -195,22 +204,30 @@ void score_slopes(float* d_share, const float* share, const float* d_out, const 
             float* d = d_share + (at.chunk + j) * width;
             store_some(d, products(d_out + (at.asked + j) * s.head_dim, values, s.head_dim), s.block);
             f16v along{};
-            for (int i = 0; i < width; i += LANES)
-                along += load_some(weigh + i, width - i, 0.0f) * load_some(d + i, width - i, 0.0f);
+            in_lanes(0, width, [&](int i, auto some) {
+                along += load_some(weigh + i, some, 0.0f) * load_some(d + i, some, 0.0f);
+            });
             const float mean = sum(along);
-            for (int i = 0; i < width; i += LANES) {
-                const f16v slope = load_some(weigh + i, width - i, 0.0f) * (load_some(d + i, width - i, 0.0f) - mean);
-                store_some(d + i, slope, width - i);
-            }
+            in_lanes(0, width, [&](int i, auto some) {
+                store_some(d + i, load_some(weigh + i, some, 0.0f) * (load_some(d + i, some, 0.0f) - mean), some);
+            });
         }
     });
 }
 
-void turn_back(float* x, const float* cos, const float* sin, int head_dim, float scale) {
-    float back[MOST_HEAD / 2];
-    for (int i = 0; i < head_dim / 2; i++) back[i] = -sin[i];
-    rotate_head<float>(x, cos, back, head_dim, nullptr, 0.0f);
-    for (int i = 0; i < head_dim; i += LANES) store(x + i, load(x + i) * scale);
+// out [block, head_dim]: the queries' rows [queries, head_dim] summed, each with its weights [queries, width].
+void sum_by_slot(const float* rows, const float* weights, Heads s, int queries, int width, float* out) {
+    constexpr int SIDE = 4;  // slots whose sums fit the registers
+    for (int i = 0; i < s.head_dim; i += LANES)
+        for (int slot = 0; slot < s.block; slot += SIDE)
+            with_count<SIDE>(std::min(SIDE, s.block - slot), [&](auto count) {
+                f16v sums[count] = {};
+                for (int j = 0; j < queries; j++) {
+                    const f16v row = load(rows + j * s.head_dim + i);
+                    UNROLL for (int n = 0; n < count; n++) sums[n] += weights[int64_t(j) * width + slot + n] * row;
+                }
+                for (int n = 0; n < count; n++) store(out + (slot + n) * s.head_dim + i, sums[n]);
+            });
 }
 
 // d_qkv [rows, (heads + 2 kv_heads) * head_dim], from what clean keys gave the chunk's scaled queries, d_q
@@ -218,38 +235,30 @@ void turn_back(float* x, const float* cos, const float* sin, int head_dim, float
 void head_slopes(const float* d_q, const float* d_scores, const float* share, const float* d_out, const float* q,
                  const float* k, Heads s, int first, int count, int width, const float* cos, const float* sin,
                  float scale, float* d_qkv, int threads) {
-    const int groups = s.heads / s.kv_heads, half = s.head_dim / 2;
+    const int groups = s.heads / s.kv_heads, half = s.head_dim / 2, size = s.head_dim;
     each_block(s, count, threads, [&](int head, int number) {
         const BlockRows at(s, first, count, head, number);
-        const float* keys = k + at.slots * s.head_dim;
+        const float *keys = k + at.slots * size, *d_own = d_scores + at.chunk * width;
         const int64_t row = int64_t(first + number) * s.block;
-        auto to = [&](int slot, int place) {
-            return d_qkv + ((row + slot) * (s.heads + 2 * s.kv_heads) + place) * s.head_dim;
+        auto to = [&](int slot, int place) { return d_qkv + ((row + slot) * (s.heads + 2 * s.kv_heads) + place) * size; };
+        auto back = [&](const float* from, int slot, float times, float* out) {
+            turn(from, cos + (row + slot) * half, sin + (row + slot) * half, size, -1.0f, times, out);
         };
-        for (int slot = 0; slot < s.block; slot++) {
-            std::fill_n(to(slot, s.heads + head), s.head_dim, 0.0f);
-            std::fill_n(to(slot, s.heads + s.kv_heads + head), s.head_dim, 0.0f);
-        }
+        std::vector<float> scratch(size * (s.block + 1));
+        float *d_slots = scratch.data(), *d_query = d_slots + size * s.block;
         for (int j = 0; j < at.queries; j++) {
-            const float *d_own = d_scores + (at.chunk + j) * width, *weigh = share + (at.chunk + j) * width;
-            const float *query = q + (at.asked + j) * s.head_dim, *d_row = d_out + (at.asked + j) * s.head_dim;
-            const int own = j / groups;
-            float* d_query = to(own, head * groups + j % groups);
-            for (int i = 0; i < s.head_dim; i += LANES) {
-                f16v d = load(d_q + (at.chunk + j) * s.head_dim + i);
-                const f16v asked = load(query + i), slope = load(d_row + i);
-                for (int slot = 0; slot < s.block; slot++) {
-                    d += d_own[slot] * load(keys + slot * s.head_dim + i);
-                    float *d_key = to(slot, s.heads + head) + i, *d_value = to(slot, s.heads + s.kv_heads + head) + i;
-                    store(d_key, load(d_key) + d_own[slot] * asked);
-                    store(d_value, load(d_value) + weigh[slot] * slope);
-                }
+            for (int i = 0; i < size; i += LANES) {
+                f16v d = load(d_q + (at.chunk + j) * size + i);
+                for (int slot = 0; slot < s.block; slot++) d += d_own[int64_t(j) * width + slot] * load(keys + slot * size + i);
                 store(d_query + i, d);
             }
-            turn_back(d_query, cos + (row + own) * half, sin + (row + own) * half, s.head_dim, scale);
+            back(d_query, j / groups, scale, to(j / groups, head * groups + j % groups));
         }
+        sum_by_slot(q + at.asked * size, d_own, s, at.queries, width, d_slots);
+        for (int slot = 0; slot < s.block; slot++) back(d_slots + slot * size, slot, 1.0f, to(slot, s.heads + head));
+        sum_by_slot(d_out + at.asked * size, share + at.chunk * width, s, at.queries, width, d_slots);
         for (int slot = 0; slot < s.block; slot++)
-            turn_back(to(slot, s.heads + head), cos + (row + slot) * half, sin + (row + slot) * half, s.head_dim, 1.0f);
+            std::memcpy(to(slot, s.heads + s.kv_heads + head), d_slots + slot * size, sizeof(float) * size);
     });
 }
 

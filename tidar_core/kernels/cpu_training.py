@@ -19,7 +19,6 @@ from tidar_core.kernels.cpu_build import LANES, compiled_library
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address
 from tidar_core.kernels.ops import Rotary
 
-MOST_HEAD = 512  # as in `cpu_training.cpp`
 pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 
@@ -86,7 +85,7 @@ def supports_rows(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 def supports_masks(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether `mask_ops` fits a model's heads."""
-    return dtype is torch.float32 and config.head_dim % LANES == 0 and config.head_dim <= MOST_HEAD
+    return dtype is torch.float32 and config.head_dim % LANES == 0
 
 
 def row_ops(dtype: torch.dtype) -> RowOps:
