@@ -3,8 +3,9 @@
 It sees what the engine's paged attention sees, laid out for training: the clean rows' keys and values are computed
 once a step, without gradient, and serve every block behind them. In layers with a window a row sees of the clean rows
 those in the window that ends with its own position, and all slots of its block. On a CPU the mask rows of one document
-are taken in chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; on a
-GPU all of them are one call of a kernel of ours (`fused.py`), or of FlexAttention where that cannot be (`flex.py`).
+are taken in chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; what
+stands between the products our own kernels do in fp32 (`cpu_masks.py`). On a GPU all mask rows are one call of a kernel
+of ours (`fused.py`), or of FlexAttention where that cannot be (`flex.py`).
 """
 
 from collections.abc import Callable, Iterator
