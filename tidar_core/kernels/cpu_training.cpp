@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+struct MaskHeads { int32_t rows, heads, kv_heads, head_dim, block; };
+
 namespace {
 
 template <Activation A> inline f16v steeper(f16v x) {  // the derivative of `steep`
@@ -46,8 +48,6 @@ void norm_slope(const T* total, const T* weight, const T* d_normed, const T* d_t
     }
 }
 
-struct Heads { int rows, heads, kv_heads, head_dim, block; };
-
 // x [head_dim] turned, times `scale`. sign: -1 turns back.
 LANEWISE void turn(const float* x, const float* cos, const float* sin, int head_dim, float sign, float scale, float* out) {
     const int half = head_dim / 2;
@@ -58,27 +58,9 @@ LANEWISE void turn(const float* x, const float* cos, const float* sin, int head_
     }
 }
 
-// q [kv_heads, rows * groups, head_dim], scaled, and k and v [kv_heads, rows, head_dim], out of qkv.
-void lay_heads(const float* qkv, Heads s, const float* cos, const float* sin, float scale, float* q, float* k, float* v,
-               int threads) {
-    const int groups = s.heads / s.kv_heads, half = s.head_dim / 2;
-#pragma omp parallel for num_threads(threads)
-    for (int r = 0; r < s.rows; r++) {
-        const float* from = qkv + int64_t(r) * (s.heads + 2 * s.kv_heads) * s.head_dim;
-        const float *c = cos + int64_t(r) * half, *n = sin + int64_t(r) * half;
-        for (int h = 0; h < s.heads; h++, from += s.head_dim)
-            turn(from, c, n, s.head_dim, 1.0f, scale,
-                 q + ((int64_t(h / groups) * s.rows + r) * groups + h % groups) * s.head_dim);
-        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
-            turn(from, c, n, s.head_dim, 1.0f, 1.0f, k + (int64_t(h) * s.rows + r) * s.head_dim);
-        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
-            std::memcpy(v + (int64_t(h) * s.rows + r) * s.head_dim, from, sizeof(float) * s.head_dim);
-    }
-}
-
 // Blocks first … first + count - 1 as one chunk: its matrices are [kv_heads, count * block * groups, width], the first
 // `block` columns for the slots of a row's own block. Calls run(head, number of the block in the chunk).
-template <typename Run> void each_block(Heads s, int count, int threads, Run run) {
+template <typename Run> void each_block(MaskHeads s, int count, int threads, Run run) {
 #pragma omp parallel for num_threads(threads)
     for (int unit = 0; unit < s.kv_heads * count; unit++) run(unit / count, unit % count);
 }
@@ -86,7 +68,7 @@ template <typename Run> void each_block(Heads s, int count, int threads, Run run
 struct BlockRows {  // where the rows of one block and key/value head lie
     int queries;    // of the block: slots times groups
     int64_t slots, asked, chunk;  // first row among those of k and v, of q, of the chunk's matrices
-    BlockRows(Heads s, int first, int count, int head, int number)
+    BlockRows(MaskHeads s, int first, int count, int head, int number)
         : queries(s.block * (s.heads / s.kv_heads)),
           slots(int64_t(head) * s.rows + int64_t(first + number) * s.block),
           asked(slots * (s.heads / s.kv_heads)),
@@ -94,7 +76,7 @@ struct BlockRows {  // where the rows of one block and key/value head lie
 };
 
 // The slots' vectors [block, head_dim] beside each other: [head_dim, LANES].
-std::vector<float> beside(const float* rows, Heads s) {
+std::vector<float> beside(const float* rows, MaskHeads s) {
     std::vector<float> out(s.head_dim * LANES);
     for (int slot = 0; slot < s.block; slot++)
         for (int d = 0; d < s.head_dim; d++) out[d * LANES + slot] = rows[slot * s.head_dim + d];
@@ -131,10 +113,59 @@ template <typename Run> LANEWISE void in_lanes(int begin, int end, Run run) {
     if (begin < end) run(begin, end - begin);
 }
 
+// out [block, head_dim]: the queries' rows [queries, head_dim] summed, each with its weights [queries, width].
+void sum_by_slot(const float* rows, const float* weights, MaskHeads s, int queries, int width, float* out) {
+    constexpr int SIDE = 4;  // slots whose sums fit the registers
+    for (int i = 0; i < s.head_dim; i += LANES)
+        for (int slot = 0; slot < s.block; slot += SIDE)
+            with_count<SIDE>(std::min(SIDE, s.block - slot), [&](auto count) {
+                constexpr int N = decltype(count)::value;
+                f16v sums[N] = {};
+                for (int j = 0; j < queries; j++) {
+                    const f16v row = load(rows + j * s.head_dim + i);
+                    UNROLL for (int n = 0; n < N; n++) sums[n] += weights[int64_t(j) * width + slot + n] * row;
+                }
+                for (int n = 0; n < N; n++) store(out + (slot + n) * s.head_dim + i, sums[n]);
+            });
+}
+
+}  // namespace
+
+#define EXPORT_TRAINING(NAME, T)                                                                                       \
+    extern "C" void gate_slope_##NAME(const T* gate_up, const T* slope, T* out, int rows, int n, int activation,       \
+                                      int threads) {                                                                   \
+        if (activation == GELU_TANH) gate_slope_rows<T, GELU_TANH>(gate_up, slope, out, rows, n, threads);             \
+        else gate_slope_rows<T, SILU>(gate_up, slope, out, rows, n, threads); }                                        \
+    extern "C" void norm_slope_##NAME(const T* total, const T* weight, const T* d_normed, const T* d_total, T* out,    \
+                                      int rows, int n, float eps, int threads) {                                       \
+        norm_slope(total, weight, d_normed, d_total, out, rows, n, eps, threads); }
+EXPORT_TRAINING(bf16, bf16)
+EXPORT_TRAINING(float, float)
+
+extern "C" {
+
+// q [kv_heads, rows * groups, head_dim], scaled, and k and v [kv_heads, rows, head_dim], out of qkv.
+void mask_lay(const float* qkv, MaskHeads s, const float* cos, const float* sin, float scale, float* q, float* k, float* v,
+              int threads) {
+    const int groups = s.heads / s.kv_heads, half = s.head_dim / 2;
+#pragma omp parallel for num_threads(threads)
+    for (int r = 0; r < s.rows; r++) {
+        const float* from = qkv + int64_t(r) * (s.heads + 2 * s.kv_heads) * s.head_dim;
+        const float *c = cos + int64_t(r) * half, *n = sin + int64_t(r) * half;
+        for (int h = 0; h < s.heads; h++, from += s.head_dim)
+            turn(from, c, n, s.head_dim, 1.0f, scale,
+                 q + ((int64_t(h / groups) * s.rows + r) * groups + h % groups) * s.head_dim);
+        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
+            turn(from, c, n, s.head_dim, 1.0f, 1.0f, k + (int64_t(h) * s.rows + r) * s.head_dim);
+        for (int h = 0; h < s.kv_heads; h++, from += s.head_dim)
+            std::memcpy(v + (int64_t(h) * s.rows + r) * s.head_dim, from, sizeof(float) * s.head_dim);
+    }
+}
+
 // Scores of clean keys become shares of all that a row sees: its own block, up to itself where causal, and the clean
 // columns from begins[row] (0 where that is null) to ends[block].
-void shares(float* scores, const float* q, const float* k, Heads s, int first, int count, int width,
-            const int32_t* begins, const int32_t* ends, int causal, int threads) {
+void mask_shares(float* scores, const float* q, const float* k, MaskHeads s, int first, int count, int width,
+                 const int32_t* begins, const int32_t* ends, int causal, int threads) {
     const int groups = s.heads / s.kv_heads;
     constexpr float NEVER = -3.0e38f;
     each_block(s, count, threads, [&](int head, int number) {
@@ -173,8 +204,8 @@ void shares(float* scores, const float* q, const float* k, Heads s, int first, i
 }
 
 // out [rows, heads * head_dim]: what the clean values came to, and the own block's.
-void add_own(const float* mixed, const float* share, const float* v, Heads s, int first, int count, int width, float* out,
-             int threads) {
+void mask_add_own(const float* mixed, const float* share, const float* v, MaskHeads s, int first, int count, int width,
+                  float* out, int threads) {
     const int groups = s.heads / s.kv_heads;
     each_block(s, count, threads, [&](int head, int number) {
         const BlockRows at(s, first, count, head, number);
@@ -194,8 +225,8 @@ void add_own(const float* mixed, const float* share, const float* v, Heads s, in
 
 // The gradient with respect to a chunk's shares, of which the own block's columns are computed here, becomes that with
 // respect to its scores. d_out: as q.
-void score_slopes(float* d_share, const float* share, const float* d_out, const float* v, Heads s, int first, int count,
-                  int width, int threads) {
+void mask_score_slopes(float* d_share, const float* share, const float* d_out, const float* v, MaskHeads s, int first,
+                       int count, int width, int threads) {
     each_block(s, count, threads, [&](int head, int number) {
         const BlockRows at(s, first, count, head, number);
         const std::vector<float> values = beside(v + at.slots * s.head_dim, s);
@@ -215,26 +246,11 @@ void score_slopes(float* d_share, const float* share, const float* d_out, const 
     });
 }
 
-// out [block, head_dim]: the queries' rows [queries, head_dim] summed, each with its weights [queries, width].
-void sum_by_slot(const float* rows, const float* weights, Heads s, int queries, int width, float* out) {
-    constexpr int SIDE = 4;  // slots whose sums fit the registers
-    for (int i = 0; i < s.head_dim; i += LANES)
-        for (int slot = 0; slot < s.block; slot += SIDE)
-            with_count<SIDE>(std::min(SIDE, s.block - slot), [&](auto count) {
-                f16v sums[count] = {};
-                for (int j = 0; j < queries; j++) {
-                    const f16v row = load(rows + j * s.head_dim + i);
-                    UNROLL for (int n = 0; n < count; n++) sums[n] += weights[int64_t(j) * width + slot + n] * row;
-                }
-                for (int n = 0; n < count; n++) store(out + (slot + n) * s.head_dim + i, sums[n]);
-            });
-}
-
 // d_qkv [rows, (heads + 2 kv_heads) * head_dim], from what clean keys gave the chunk's scaled queries, d_q
 // [kv_heads, count * block * groups, head_dim], and from the own block.
-void head_slopes(const float* d_q, const float* d_scores, const float* share, const float* d_out, const float* q,
-                 const float* k, Heads s, int first, int count, int width, const float* cos, const float* sin,
-                 float scale, float* d_qkv, int threads) {
+void mask_head_slopes(const float* d_q, const float* d_scores, const float* share, const float* d_out, const float* q,
+                      const float* k, MaskHeads s, int first, int count, int width, const float* cos, const float* sin,
+                      float scale, float* d_qkv, int threads) {
     const int groups = s.heads / s.kv_heads, half = s.head_dim / 2, size = s.head_dim;
     each_block(s, count, threads, [&](int head, int number) {
         const BlockRows at(s, first, count, head, number);
@@ -262,37 +278,4 @@ void head_slopes(const float* d_q, const float* d_scores, const float* share, co
     });
 }
 
-}  // namespace
-
-#define EXPORT_TRAINING(NAME, T)                                                                                       \
-    extern "C" void gate_slope_##NAME(const T* gate_up, const T* slope, T* out, int rows, int n, int activation,       \
-                                      int threads) {                                                                   \
-        if (activation == GELU_TANH) gate_slope_rows<T, GELU_TANH>(gate_up, slope, out, rows, n, threads);             \
-        else gate_slope_rows<T, SILU>(gate_up, slope, out, rows, n, threads); }                                        \
-    extern "C" void norm_slope_##NAME(const T* total, const T* weight, const T* d_normed, const T* d_total, T* out,    \
-                                      int rows, int n, float eps, int threads) {                                       \
-        norm_slope(total, weight, d_normed, d_total, out, rows, n, eps, threads); }
-EXPORT_TRAINING(bf16, bf16)
-EXPORT_TRAINING(float, float)
-
-extern "C" void lay_mask_heads(const float* qkv, const Heads* s, const float* cos, const float* sin, float scale,
-                               float* q, float* k, float* v, int threads) {
-    lay_heads(qkv, *s, cos, sin, scale, q, k, v, threads);
-}
-extern "C" void mask_shares(float* scores, const float* q, const float* k, const Heads* s, int first, int count,
-                            int width, const int32_t* begins, const int32_t* ends, int causal, int threads) {
-    shares(scores, q, k, *s, first, count, width, begins, ends, causal, threads);
-}
-extern "C" void mask_add_own(const float* mixed, const float* share, const float* v, const Heads* s, int first, int count,
-                             int width, float* out, int threads) {
-    add_own(mixed, share, v, *s, first, count, width, out, threads);
-}
-extern "C" void mask_score_slopes(float* d_share, const float* share, const float* d_out, const float* v, const Heads* s,
-                                  int first, int count, int width, int threads) {
-    score_slopes(d_share, share, d_out, v, *s, first, count, width, threads);
-}
-extern "C" void mask_head_slopes(const float* d_q, const float* d_scores, const float* share, const float* d_out,
-                                 const float* q, const float* k, const Heads* s, int first, int count, int width,
-                                 const float* cos, const float* sin, float scale, float* d_qkv, int threads) {
-    head_slopes(d_q, d_scores, share, d_out, q, k, *s, first, count, width, cos, sin, scale, d_qkv, threads);
-}
+}  // extern "C"

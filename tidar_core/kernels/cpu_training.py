@@ -133,13 +133,13 @@ def row_ops(dtype: torch.dtype) -> RowOps:
 def mask_ops() -> MaskOps:
     """Raises CompileError."""
     library = compiled_library()
-    chunk_types = [integer] * 3
-    run_lay = _function(library, "lay_mask_heads", *[pointer] * 4, real, *[pointer] * 3, integer)
-    run_shares = _function(library, "mask_shares", *[pointer] * 4, *chunk_types, *[pointer] * 2, integer, integer)
-    run_add_own = _function(library, "mask_add_own", *[pointer] * 4, *chunk_types, pointer, integer)
-    run_score_slopes = _function(library, "mask_score_slopes", *[pointer] * 5, *chunk_types, integer)
+    chunk_types = [MaskHeads, *[integer] * 3]
+    run_lay = _function(library, "mask_lay", pointer, MaskHeads, *[pointer] * 2, real, *[pointer] * 3, integer)
+    run_shares = _function(library, "mask_shares", *[pointer] * 3, *chunk_types, *[pointer] * 2, integer, integer)
+    run_add_own = _function(library, "mask_add_own", *[pointer] * 3, *chunk_types, pointer, integer)
+    run_score_slopes = _function(library, "mask_score_slopes", *[pointer] * 4, *chunk_types, integer)
     run_head_slopes = _function(
-        library, "mask_head_slopes", *[pointer] * 7, *chunk_types, *[pointer] * 2, real, pointer, integer
+        library, "mask_head_slopes", *[pointer] * 6, *chunk_types, *[pointer] * 2, real, pointer, integer
     )
 
     def lay(qkv: Tensor, turning: Rotary, heads: MaskHeads) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,7 +147,7 @@ def mask_ops() -> MaskOps:
         q = qkv.new_empty(heads.kv_heads, rows * (heads.heads // heads.kv_heads), size)
         k, v = qkv.new_empty(2, heads.kv_heads, rows, size)
         run_lay(
-            qkv.data_ptr(), ctypes.addressof(heads), turning.cos.data_ptr(), turning.sin.data_ptr(), size**-0.5,
+            qkv.data_ptr(), heads, turning.cos.data_ptr(), turning.sin.data_ptr(), size**-0.5,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return q, k, v
@@ -163,13 +163,13 @@ def mask_ops() -> MaskOps:
         chunk: MaskChunk,
     ) -> None:
         run_shares(
-            scores.data_ptr(), q.data_ptr(), k.data_ptr(), ctypes.addressof(heads), *_sizes(heads, chunk),
+            scores.data_ptr(), q.data_ptr(), k.data_ptr(), heads, *_sizes(heads, chunk),
             address(begins), ends.data_ptr(), causal, torch.get_num_threads(),
         )  # fmt: skip
 
     def add_own(mixed: Tensor, shares: Tensor, v: Tensor, out: Tensor, heads: MaskHeads, chunk: MaskChunk) -> None:
         run_add_own(
-            mixed.data_ptr(), shares.data_ptr(), v.data_ptr(), ctypes.addressof(heads), *_sizes(heads, chunk),
+            mixed.data_ptr(), shares.data_ptr(), v.data_ptr(), heads, *_sizes(heads, chunk),
             out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ def mask_ops() -> MaskOps:
         d_shares: Tensor, shares: Tensor, d_out: Tensor, v: Tensor, heads: MaskHeads, chunk: MaskChunk
     ) -> None:
         run_score_slopes(
-            d_shares.data_ptr(), shares.data_ptr(), d_out.data_ptr(), v.data_ptr(), ctypes.addressof(heads),
+            d_shares.data_ptr(), shares.data_ptr(), d_out.data_ptr(), v.data_ptr(), heads,
             *_sizes(heads, chunk), torch.get_num_threads(),
         )  # fmt: skip
 
@@ -195,7 +195,7 @@ def mask_ops() -> MaskOps:
     ) -> None:
         given = (each.data_ptr() for each in (d_queries, d_scores, shares, d_out, q, k))
         run_head_slopes(
-            *given, ctypes.addressof(heads), *_sizes(heads, chunk), turning.cos.data_ptr(), turning.sin.data_ptr(),
+            *given, heads, *_sizes(heads, chunk), turning.cos.data_ptr(), turning.sin.data_ptr(),
             heads.head_dim**-0.5, d_qkv.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
 
