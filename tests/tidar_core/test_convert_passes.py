@@ -24,6 +24,7 @@ from tidar_core.convert.ops import PLAIN_ROWS, compiled, training_ops
 from tidar_core.engine.batch import build_batch
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.cpu_build import compiled_library
 from tidar_core.kernels.cpu_training import row_ops
 from tidar_core.kernels.ops import empty_cache, layer_windows
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
@@ -227,7 +228,7 @@ def test_flex_attentions_tiles_cover_what_is_seen(count, seed, block, causal):
 @pytest.mark.parametrize("gradient_of", ["normed", "total", "both"])
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_the_trainers_operations_are_the_references(by_kernels, dtype, gradient_of, activation):
-    rows = row_ops(dtype) if by_kernels else PLAIN_ROWS
+    rows = row_ops(compiled_library(), dtype) if by_kernels else PLAIN_ROWS
     ops, draw = training_ops(CPU, print, rows), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -148,6 +148,8 @@ class Chunk:
 
 
 def chunks_of(pack: Pack, blocks: Blocks) -> Iterator[Chunk]:
+    if blocks.block > LEAD:
+        raise ValueError(f"blocks of {blocks.block} slots, where {LEAD} have room")
     device = blocks.positions.device
     first = 0
     while first < len(blocks):
@@ -192,9 +194,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def seen_keys(chunk: Chunk, block: int) -> slice:
+def seen_keys(start: int, longest: int, block: int) -> slice:
     """The led keys of a chunk: one empty column for each slot, then the document's."""
-    return slice(chunk.start - block, chunk.start + chunk.longest)
+    return slice(start - block, start + longest)
 
 
 class _MaskAttention(torch.autograd.Function):
@@ -229,7 +231,8 @@ class _MaskAttention(torch.autograd.Function):
         for chunk in chunks:
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
-            slots, seen = slice(chunk.first * block, chunk.last * block), seen_keys(chunk, block)
+            slots = slice(chunk.first * block, chunk.last * block)
+            seen = seen_keys(chunk.start, chunk.longest, block)
             blocked, keys = (kv_heads, count, block * groups), (kv_heads, count, block, size)
             scores = (wide_q[:, mine] @ wide_clean[:, seen].transpose(1, 2)).view(*blocked, -1)
             scores[..., block:].masked_fill_(chunk.hidden, -torch.inf)
@@ -258,7 +261,8 @@ class _MaskAttention(torch.autograd.Function):
         for chunk, share in zip(ctx.chunks, shares, strict=True):
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
-            slots, seen = slice(chunk.first * block, chunk.last * block), seen_keys(chunk, block)
+            slots = slice(chunk.first * block, chunk.last * block)
+            seen = seen_keys(chunk.start, chunk.longest, block)
             blocked, keys = (kv_heads, count, block * groups, size), (kv_heads, count, block, size)
             d_mixed = d_out[:, mine].view(blocked)
             d_share = (d_out[:, mine] @ clean_v[:, seen].transpose(1, 2)).view(share.shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.convert.attention import Attention, CleanKV, chunks_of, led, led_places, norm_heads
+from tidar_core.convert.attention import Attention, CleanKV, chunks_of, led, led_places, norm_heads, seen_keys
 from tidar_core.convert.blocks import Blocks, Pack
 from tidar_core.kernels.cpu_training import MaskChunk, MaskHeads, MaskOps
 from tidar_core.kernels.ops import Rotary, layer_windows
@@ -64,11 +64,11 @@ class _CpuMaskAttention(torch.autograd.Function):
         ctx: Any, qkv: Tensor, turning: Rotary, clean_k: Tensor, clean_v: Tensor, seen: _Seen, ops: MaskOps
     ) -> Tensor:
         heads = seen.heads
-        q, k, v = ops.lay(qkv.contiguous(), turning, heads)
+        q, k, v = ops.lay(qkv, turning, heads)
         out = qkv.new_empty(heads.rows, heads.heads * heads.head_dim)
         shares = []
         for chunk, start in seen.chunks:
-            keys = slice(start - heads.block, start + chunk.keys)
+            keys = seen_keys(start, chunk.keys, heads.block)
             share = q[:, _queries(chunk, heads)] @ clean_k[:, keys].transpose(1, 2)
             ops.shares(share, q, k, seen.begins, seen.ends, seen.causal, heads, chunk)
             ops.add_own(share @ clean_v[:, keys], share, v, out, heads, chunk)
@@ -86,7 +86,7 @@ class _CpuMaskAttention(torch.autograd.Function):
         d_laid = d_out.reshape(heads.rows, kv_heads, groups, size).transpose(0, 1).contiguous()
         d_laid = d_laid.view(kv_heads, -1, size)
         for (chunk, start), share in zip(ctx.seen.chunks, shares, strict=True):
-            keys = slice(start - heads.block, start + chunk.keys)
+            keys = seen_keys(start, chunk.keys, heads.block)
             slopes = d_laid[:, _queries(chunk, heads)] @ clean_v[:, keys].transpose(1, 2)
             ctx.ops.score_slopes(slopes, share, d_laid, v, heads, chunk)
             d_queries = slopes @ clean_k[:, keys]

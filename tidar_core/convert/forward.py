@@ -13,7 +13,7 @@ from tidar_core.convert.blocks import Blocks, Pack
 from tidar_core.convert.cpu_masks import cpu_mask_attention
 from tidar_core.convert.flex import flex_clean_attention, flex_runs
 from tidar_core.convert.ops import PLAIN_ROWS, training_ops
-from tidar_core.kernels.cpu_build import CompileError
+from tidar_core.kernels.cpu_build import CompileError, compiled_library
 from tidar_core.kernels.cpu_training import RowOps, mask_ops, row_ops, supports_masks, supports_rows
 from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
@@ -78,14 +78,18 @@ def frozen_base(
 
 
 def cpu_ways(config: ModelConfig, dtype: torch.dtype, report: Callable[[str], None]) -> tuple[Attends, RowOps]:
-    """By our own kernels where they fit the model and can be compiled."""
+    """How rows attend and what else is done row by row: by our own kernels where they fit the model and can be
+    compiled, else in plain torch."""
+    masks_fit, rows_fit = supports_masks(config, dtype), supports_rows(config, dtype)
+    if not (masks_fit or rows_fit):
+        return PLAIN, PLAIN_ROWS
     try:
-        rows = row_ops(dtype) if supports_rows(config, dtype) else PLAIN_ROWS
-        masks = partial(cpu_mask_attention, mask_ops()) if supports_masks(config, dtype) else PLAIN.masks
+        library = compiled_library()
     except CompileError as error:
         report(f"training without compiled kernels, which is slower: {error}")
         return PLAIN, PLAIN_ROWS
-    return Attends(PLAIN.clean, masks), rows
+    masks = partial(cpu_mask_attention, mask_ops(library)) if masks_fit else PLAIN.masks
+    return Attends(PLAIN.clean, masks), row_ops(library, dtype) if rows_fit else PLAIN_ROWS
 
 
 def gpu_attends() -> Attends:

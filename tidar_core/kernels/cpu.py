@@ -27,11 +27,11 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
 
 def supports(config: ModelConfig, page_size: int) -> bool:
     """Whether the kernels fit a model's sizes and the page size."""
-    sizes = (config.hidden_size, *_inner_sizes(config), config.head_dim)
+    sizes = (config.hidden_size, *inner_sizes(config), config.head_dim)
     return page_size == LANES and all(size % LANES == 0 for size in sizes)
 
 
-def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:
+def inner_sizes(config: ModelConfig) -> tuple[int, ...]:
     """Of all MLPs of the model."""
     experts = config.experts
     if experts is None:
@@ -43,13 +43,13 @@ def _inner_sizes(config: ModelConfig) -> tuple[int, ...]:
 def _packs_whole(config: ModelConfig) -> bool:
     """Whether all matrices of the model have sizes that our own products take."""
     qkv = (config.heads + 2 * config.kv_heads) * config.head_dim
-    sizes = (config.hidden_size, qkv, *(2 * size for size in _inner_sizes(config)), config.vocab_size)
+    sizes = (config.hidden_size, qkv, *(2 * size for size in inner_sizes(config)), config.vocab_size)
     return all(size % (2 * LANES) == 0 for size in sizes)
 
 
 def _packs_rounded(config: ModelConfig, rounded: RoundedDType) -> bool:
     """Whether all matrices can be kept in fewer bits; those of 4 have groups of 32 inputs."""
-    inputs = (config.hidden_size, config.heads * config.head_dim, *_inner_sizes(config))
+    inputs = (config.hidden_size, config.heads * config.head_dim, *inner_sizes(config))
     return _packs_whole(config) and (rounded == "int8" or all(size % INT4_GROUP == 0 for size in inputs))
 
 

@@ -107,6 +107,9 @@ LANEWISE void store_some(float* p, f16v v, int count) {
     std::copy(t, t + count, p);
 }
 
+// Numbers that are not normal would make the products behind them slow.
+LANEWISE f16v normal_or_zero(f16v v) { return choose(v < splat(1.17549435e-38f), f16v{}, v); }
+
 // Calls run(i, count) for LANES numbers at a time, and for those that are left.
 template <typename Run> LANEWISE void in_lanes(int begin, int end, Run run) {
     for (; begin + LANES <= end; begin += LANES) run(begin, std::integral_constant<int, LANES>{});
@@ -179,24 +182,24 @@ void mask_shares(float* scores, const float* q, const float* k, MaskHeads s, int
             const int begin = begins ? std::min(begins[(first + number) * s.block + slot], end) : 0;
             float own[LANES];
             store(own, products(q + (at.asked + j) * s.head_dim, keys, s.head_dim));
-            f16v most = load_some(own, seen, NEVER);
-            const f16v asked = most;
+            const f16v own_scores = load_some(own, seen, NEVER);
+            f16v most = own_scores;
             in_lanes(begin, end, [&](int i, auto some) { most = max_of(most, load_some(clean + i, some, NEVER)); });
             float each[LANES];
             store(each, most);
             const float highest = *std::max_element(each, each + LANES);
-            store(own, exp_of(asked - highest));
-            const f16v mine = load_some(own, seen, 0.0f);
+            const f16v mine = exp_below(own_scores - highest);
             f16v total = mine;
             in_lanes(begin, end, [&](int i, auto some) {
-                store_some(clean + i, exp_of(load_some(clean + i, some, NEVER) - highest), some);
-                total += load_some(clean + i, some, 0.0f);  // what is not there would add the smallest number
+                const f16v e = exp_below(load_some(clean + i, some, NEVER) - highest);
+                store_some(clean + i, e, some);
+                total += e;
             });
             const float part = 1.0f / sum(total);
-            store_some(row, mine * part, s.block);
+            store_some(row, normal_or_zero(mine * part), s.block);
             std::fill(clean, clean + begin, 0.0f);
             in_lanes(begin, end, [&](int i, auto some) {
-                store_some(clean + i, load_some(clean + i, some, 0.0f) * part, some);
+                store_some(clean + i, normal_or_zero(load_some(clean + i, some, 0.0f) * part), some);
             });
             std::fill(clean + end, row + width, 0.0f);
         }

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import Activation, ModelConfig
-from tidar_core.kernels.cpu import SUFFIXES
-from tidar_core.kernels.cpu_build import LANES, compiled_library
+from tidar_core.kernels.cpu import SUFFIXES, inner_sizes
+from tidar_core.kernels.cpu_build import LANES
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address
 from tidar_core.kernels.ops import Rotary
 
@@ -76,11 +76,8 @@ class MaskOps:
 
 def supports_rows(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether `row_ops` fits a model's sizes."""
-    experts = config.experts
-    inner = [config.intermediate_size] if experts is None else [config.intermediate_size, experts.inner]
-    inner += [experts.shared_inner] if experts is not None and experts.shared_inner else []
-    sizes = (config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim, *inner)
-    return dtype in SUFFIXES and all(size % LANES == 0 for size in sizes)
+    sizes = (config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim)
+    return dtype in SUFFIXES and all(size % LANES == 0 for size in (*sizes, *inner_sizes(config)))
 
 
 def supports_masks(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -88,23 +85,24 @@ def supports_masks(config: ModelConfig, dtype: torch.dtype) -> bool:
     return dtype is torch.float32 and config.head_dim % LANES == 0
 
 
-def row_ops(dtype: torch.dtype) -> RowOps:
-    """In bf16 or fp32. Raises CompileError."""
-    library, suffix = compiled_library(), SUFFIXES[dtype]
+def row_ops(library: ctypes.CDLL, dtype: torch.dtype) -> RowOps:
+    """In bf16 or fp32, for rows and weights of that dtype alone."""
+    suffix = SUFFIXES[dtype]
     run_norm = _function(library, f"add_norm_{suffix}", *[pointer] * 4, integer, integer, real, integer, integer)
     run_norm_slope = _function(library, f"norm_slope_{suffix}", *[pointer] * 5, integer, integer, real, integer)
     run_gate = _function(library, f"gate_{suffix}", *[pointer] * 2, *[integer] * 4)
     run_gate_slope = _function(library, f"gate_slope_{suffix}", *[pointer] * 3, *[integer] * 4)
 
     def norm(total: Tensor, weight: Tensor, eps: float) -> Tensor:
-        total = total.contiguous()
+        total = _rows_of(dtype, total)
+        # The kernel keeps the sum where it is told to; here that is where it found it.
         out, at = torch.empty_like(total), total.data_ptr()
         run_norm(at, at, weight.data_ptr(), out.data_ptr(), *total.shape, eps, False, torch.get_num_threads())
         return out
 
     def norm_slope(total: Tensor, weight: Tensor, eps: float, d_normed: Tensor, d_total: Tensor | None) -> Tensor:
-        total, d_normed = total.contiguous(), d_normed.contiguous()
-        d_total = None if d_total is None else d_total.contiguous()
+        total, d_normed = _rows_of(dtype, total), _rows_of(dtype, d_normed)
+        d_total = None if d_total is None else _rows_of(dtype, d_total)
         out = torch.empty_like(total)
         run_norm_slope(
             total.data_ptr(), weight.data_ptr(), d_normed.data_ptr(), address(d_total), out.data_ptr(), *total.shape,
@@ -113,14 +111,14 @@ def row_ops(dtype: torch.dtype) -> RowOps:
         return out
 
     def gate(gate_up: Tensor, activation: Activation) -> Tensor:
-        gate_up, rows, width = gate_up.contiguous(), gate_up.shape[0], gate_up.shape[1] // 2
+        gate_up, rows, width = _rows_of(dtype, gate_up), gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
         code = ACTIVATIONS[activation]
         run_gate(gate_up.data_ptr(), out.data_ptr(), rows, width, code, torch.get_num_threads())
         return out
 
     def gate_slope(gate_up: Tensor, d_gated: Tensor, activation: Activation) -> Tensor:
-        gate_up, d_gated, code = gate_up.contiguous(), d_gated.contiguous(), ACTIVATIONS[activation]
+        gate_up, d_gated, code = _rows_of(dtype, gate_up), _rows_of(dtype, d_gated), ACTIVATIONS[activation]
         out = torch.empty_like(gate_up)
         run_gate_slope(
             gate_up.data_ptr(), d_gated.data_ptr(), out.data_ptr(), *d_gated.shape, code, torch.get_num_threads()
@@ -130,9 +128,7 @@ def row_ops(dtype: torch.dtype) -> RowOps:
     return RowOps(norm, norm_slope, gate, gate_slope)
 
 
-def mask_ops() -> MaskOps:
-    """Raises CompileError."""
-    library = compiled_library()
+def mask_ops(library: ctypes.CDLL) -> MaskOps:
     chunk_types = [MaskHeads, *[integer] * 3]
     run_lay = _function(library, "mask_lay", pointer, MaskHeads, *[pointer] * 2, real, *[pointer] * 3, integer)
     run_shares = _function(library, "mask_shares", *[pointer] * 3, *chunk_types, *[pointer] * 2, integer, integer)
@@ -143,7 +139,7 @@ def mask_ops() -> MaskOps:
     )
 
     def lay(qkv: Tensor, turning: Rotary, heads: MaskHeads) -> tuple[Tensor, Tensor, Tensor]:
-        rows, size = heads.rows, heads.head_dim
+        qkv, rows, size = _rows_of(torch.float32, qkv), heads.rows, heads.head_dim
         q = qkv.new_empty(heads.kv_heads, rows * (heads.heads // heads.kv_heads), size)
         k, v = qkv.new_empty(2, heads.kv_heads, rows, size)
         run_lay(
@@ -200,6 +196,13 @@ def mask_ops() -> MaskOps:
         )  # fmt: skip
 
     return MaskOps(lay, shares, add_own, score_slopes, head_slopes)
+
+
+def _rows_of(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """As the library reads rows, which is given an address alone."""
+    if x.dtype is not dtype:
+        raise TypeError(f"rows of {x.dtype} for kernels of {dtype}")
+    return x.contiguous()
 
 
 def _sizes(heads: MaskHeads, chunk: MaskChunk) -> tuple[int, int, int]:
