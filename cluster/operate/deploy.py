@@ -83,7 +83,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 # A cluster that is joined has its own.
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
-                    proxy = haproxy_settings(options.host)
+                    proxy = haproxy_settings(options.host, options.port)
                 with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | LEAN | front):
                     fit.result()
                     if address is not None:
@@ -203,8 +203,12 @@ def start_proxies(host: str, port: int) -> None:
         serve.start(proxy_location=ProxyLocation.EveryNode, http_options=listens, logging_config=QUIET)
     except (RayError, RuntimeError, TimeoutError) as error:
         if taken := re.search(TAKEN, str(error)):
-            check_port(host, port)  # somebody was quicker; a port that is ours by then says nothing
-            raise ConfigError(f"{taken[1] or taken[2]} was taken by another program meanwhile: try again") from error
+            address = taken[1] or taken[2]
+            if address.endswith(
+                f":{port}"
+            ):  # of another one that was taken, ours says nothing: we listen there by then
+                check_port(host, port)
+            raise ConfigError(f"{address} was taken by another program meanwhile: try again") from error
         late = isinstance(error, TimeoutError) or re.search(LATE, str(error), re.IGNORECASE)
         mend = ": try again, with less going on beside it" if late else ""
         raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error

@@ -61,11 +61,11 @@ AWAY = ApiError(503, "The server is starting or stopping. Try again.", code="not
 
 
 @contextmanager
-def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
-    """What Serve's processes read of their environment for HAProxy on `host`, with files and ports of its own, so that
-    several may run on one machine; nothing where none runs on this system or for this host, where its sockets find no
-    place, or where `ASKED` is 0. Raises ConfigError where it is 1 and none runs, and where too few files may be
-    open."""
+def haproxy_settings(host: str, port: int) -> Iterator[dict[str, str]]:
+    """What Serve's processes read of their environment for HAProxy on `host` and `port`, with files and ports of its
+    own, so that several may run on one machine; nothing where none runs on this system or for this host, where its
+    sockets find no place, or where `ASKED` is 0. Raises ConfigError where it is 1 and none runs, and where too few
+    files may be open."""
     asked = os.environ.get(ASKED)
     with ExitStack() as stack:
         directory = start = None
@@ -73,7 +73,7 @@ def haproxy_settings(host: str) -> Iterator[dict[str, str]]:
             with suppress(OSError):  # nothing may be written there
                 made = tempfile.TemporaryDirectory(prefix="tidar-", dir=where_sockets_fit())
                 directory = stack.enter_context(made)
-        metrics, stats, fallback, fallback_grpc = free_ports(4)
+        metrics, stats, fallback, fallback_grpc = free_ports(4, port)
         if directory is not None:
             start = write_start(directory, metrics, stats)
         if directory is None or start is None:
@@ -166,12 +166,14 @@ def http_answer(error: ApiError) -> bytes:
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of `PORTS` that nobody listens on at this moment."""
+def free_ports(count: int, kept: int | None = None) -> list[int]:
+    """Different ports of `PORTS` that nobody listens on at this moment. kept: for whom it will, not among them."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         if len(found) == count:
             break
+        if port == kept:
+            continue
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             found.append(port)

@@ -36,9 +36,9 @@ def test_a_proxy_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             said = told
             with pytest.raises(ConfigError, match=f"port {port} .* cannot be used"):
                 start_proxies("127.0.0.1", port)
-    said = "cannot bind socket (Address already in use) for [127.0.0.1:20810]\nsome listeners did not start"
-    with pytest.raises(ConfigError, match=r"^127.0.0.1:20810 was taken by another program meanwhile: try again$"):
-        start_proxies("127.0.0.1", port)
+        said = "cannot bind socket (Address already in use) for [127.0.0.1:20810]\nsome listeners did not start"
+        with pytest.raises(ConfigError, match=r"^127.0.0.1:20810 was taken by another program meanwhile: try again$"):
+            start_proxies("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("said", ["was killed by `ray.kill`.", "never ran - it was cancelled", "Timed out"])

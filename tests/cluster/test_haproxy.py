@@ -43,7 +43,7 @@ async def run(api, most):
     print(sum(await asyncio.gather(*[answers(reader) for reader, _ in opened])))
     await api.stop()
 
-with haproxy_settings("127.0.0.1") as settings:
+with haproxy_settings("127.0.0.1", port) as settings:
     os.environ.update(settings)
     os.environ.update({"RAY_SERVE_HAPROXY_MAXCONN": number for number in sys.argv[3:]})
     from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
@@ -68,7 +68,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", ["/tmp", "/not-there", "/tmp/somewhere/where/sockets/do/not/fit"])
 def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", place)
-    with haproxy_settings("127.0.0.1") as one, haproxy_settings("0.0.0.0") as other:
+    with haproxy_settings("127.0.0.1", 8000) as one, haproxy_settings("0.0.0.0", 8000) as other:
         assert one[ASKED] == other[ASKED] == "1"
         paths = [Path(settings[name]) for settings in (one, other) for name in one if settings[name].startswith("/")]
         assert len(set(paths)) == len(paths) == 12
@@ -81,7 +81,7 @@ def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeyp
 
 
 def test_one_that_outlived_its_watcher_is_ended() -> None:
-    with haproxy_settings("127.0.0.1") as settings, haproxy_settings("127.0.0.1") as others:
+    with haproxy_settings("127.0.0.1", 8000) as settings, haproxy_settings("127.0.0.1", 8000) as others:
         left, other = (
             subprocess.Popen(["sh", "-c", "sleep 60; exit", "-f", each["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]])
             for each in (others, settings)
@@ -96,30 +96,37 @@ def test_ports_differ() -> None:
     assert len(set(free_ports(20))) == 20
 
 
+def test_the_port_to_be_served_on_is_given_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, *others = ports = free_ports(5)
+    monkeypatch.setattr("cluster.operate.haproxy.PORTS", ports)
+    with haproxy_settings("127.0.0.1", served) as settings:
+        assert {int(settings[name]) for name in settings if name.endswith("_PORT")} == set(others)
+
+
 @pytest.mark.parametrize("host", ["::1", "10.1.2.3", "localhost"])
 def test_none_on_an_address_where_it_would_not_find_the_ingress(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with haproxy_settings(host) as settings:
+    with haproxy_settings(host, 8000) as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match="unset it"), haproxy_settings(host):
+    with pytest.raises(ConfigError, match="unset it"), haproxy_settings(host, 8000):
         pass
 
 
 @pytest.mark.usefixtures("unusable")
 def test_none_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with haproxy_settings("127.0.0.1") as settings:
+    with haproxy_settings("127.0.0.1", 8000) as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1"):
+    with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1", 8000):
         pass
 
 
 def test_none_where_its_sockets_find_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.operate.haproxy.where_sockets_fit", lambda: str(tmp_path / "gone"))
-    with haproxy_settings("127.0.0.1") as settings:
+    with haproxy_settings("127.0.0.1", 8000) as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match=f"a place for files in {tmp_path}"), haproxy_settings("127.0.0.1"):
+    with pytest.raises(ConfigError, match=f"a place for files in {tmp_path}"), haproxy_settings("127.0.0.1", 8000):
         pass
 
 
@@ -128,10 +135,10 @@ def test_it_is_allowed_what_fits_the_limit_on_files(
     files: int, connections: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files))
-    with haproxy_settings("127.0.0.1") as settings:
+    with haproxy_settings("127.0.0.1", 8000) as settings:
         assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
-    with pytest.raises(ConfigError, match="only 256 files may be open"), haproxy_settings("127.0.0.1"):
+    with pytest.raises(ConfigError, match="only 256 files may be open"), haproxy_settings("127.0.0.1", 8000):
         pass
 
 
@@ -156,7 +163,7 @@ def test_with_serves_own_number_it_does_not() -> None:
 
 def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ASKED, "0")
-    with haproxy_settings("127.0.0.1") as settings:
+    with haproxy_settings("127.0.0.1", 8000) as settings:
         assert settings == {}
 
 
