@@ -1,5 +1,6 @@
 """Training's own kernels on a CPU: mask rows' attention against plain torch, and what runs where they do not fit."""
 
+import shutil
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from tidar_core.kernels.cpu_training import MaskChunk, MaskHeads, mask_ops, row_
 from tidar_core.kernels.ops import rotary_tables
 from tidar_core.layout import WithinBlock
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 NO_NORMS = SimpleNamespace(layers=[SimpleNamespace(q_norm=None, k_norm=None)] * 2)  # heads go as they are
 
 
@@ -36,6 +38,7 @@ def shape(kv_heads: int, groups: int, head_dim: int, window: int | None) -> Mode
     )  # fmt: skip
 
 
+@needs_compiler
 @settings(deadline=None, max_examples=60)
 @given(
     heads=st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 80, 128])),
@@ -70,6 +73,7 @@ def test_attention_and_its_gradient_are_those_of_plain_torch(
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 
 
+@needs_compiler
 def test_far_gates_are_finite() -> None:
     """What overflows on the way to a share of 0 or 1 is such a share."""
     rows = row_ops(compiled_library(), torch.float32)
@@ -95,6 +99,7 @@ def shares_of(scores: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return laid[0]
 
 
+@needs_compiler
 def test_shares_of_far_scores_are_nothing_and_of_no_number_are_none() -> None:
     """What is not normal would make the products behind it slow; a loss that is no number must be seen."""
     draw = torch.Generator().manual_seed(0)
@@ -109,6 +114,7 @@ def test_shares_of_far_scores_are_nothing_and_of_no_number_are_none() -> None:
     assert found[1].isnan().all()
 
 
+@needs_compiler
 def test_rows_of_another_dtype_and_blocks_without_room_are_refused() -> None:
     with pytest.raises(TypeError, match=r"rows of torch\.bfloat16 for kernels of torch\.float32"):
         row_ops(compiled_library(), torch.float32).norm(torch.ones(2, 16, dtype=torch.bfloat16), torch.ones(16), 1e-5)
@@ -118,6 +124,7 @@ def test_rows_of_another_dtype_and_blocks_without_room_are_refused() -> None:
         list(chunks_of(pack, blocks))
 
 
+@needs_compiler
 def test_what_does_not_fit_is_plain(tmp_path) -> None:
     config = tiny_base(tmp_path).base.config
     assert supports_rows(config, torch.bfloat16)

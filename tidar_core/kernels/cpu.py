@@ -139,6 +139,13 @@ def add_low_rank(y: Tensor, x: Tensor, low_rank: LowRank | None, first_mask_row:
     return y
 
 
+def bound(library: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
+    """A function of the compiled library that takes these types and gives nothing."""
+    found: Callable[..., None] = getattr(library, name)
+    found.argtypes, found.restype = types, None  # type: ignore[attr-defined]
+    return found
+
+
 def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | None = None) -> Ops:
     """The CPU's `Ops` for a model in one dtype (bf16 or fp32), the base's matrices in fewer bits where `rounded` says
     so.
@@ -148,18 +155,16 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     library, suffix = compiled_library(), SUFFIXES[dtype]
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
-    def function(name: str, *types: type) -> Callable[..., None]:
-        found = getattr(library, f"{name}_{suffix}")
-        found.argtypes, found.restype = types, None
-        return found
-
     row_shape = [integer] * 5
-    run_norm = function("add_norm", *[pointer] * 4, integer, integer, real, integer, integer)
-    run_gate = function("gate", pointer, pointer, integer, integer, integer, integer)
-    run_rotate = function("rotate_and_store", pointer, *row_shape, *[pointer] * 5, real, *[pointer] * 3, integer)
-    run_attend = function(
-        "attend", pointer, *row_shape, *[pointer] * 6, integer, integer, pointer, pointer, real, pointer, integer
+    run_norm = bound(library, f"add_norm_{suffix}", *[pointer] * 4, integer, integer, real, integer, integer)
+    run_gate = bound(library, f"gate_{suffix}", pointer, pointer, integer, integer, integer, integer)
+    run_rotate = bound(
+        library, f"rotate_and_store_{suffix}", pointer, *row_shape, *[pointer] * 5, real, *[pointer] * 3, integer
     )
+    run_attend = bound(
+        library, f"attend_{suffix}", pointer, *row_shape, *[pointer] * 6, integer, integer, pointer, pointer, real,
+        pointer, integer,
+    )  # fmt: skip
 
     def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(x) if residual is None else residual

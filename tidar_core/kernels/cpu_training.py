@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import Activation, ModelConfig
-from tidar_core.kernels.cpu import SUFFIXES, inner_sizes
+from tidar_core.kernels.cpu import SUFFIXES, bound, inner_sizes
 from tidar_core.kernels.cpu_build import LANES
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address
 from tidar_core.kernels.ops import Rotary
@@ -88,10 +88,10 @@ def supports_masks(config: ModelConfig, dtype: torch.dtype) -> bool:
 def row_ops(library: ctypes.CDLL, dtype: torch.dtype) -> RowOps:
     """In bf16 or fp32, for rows and weights of that dtype alone."""
     suffix = SUFFIXES[dtype]
-    run_norm = _function(library, f"add_norm_{suffix}", *[pointer] * 4, integer, integer, real, integer, integer)
-    run_norm_slope = _function(library, f"norm_slope_{suffix}", *[pointer] * 5, integer, integer, real, integer)
-    run_gate = _function(library, f"gate_{suffix}", *[pointer] * 2, *[integer] * 4)
-    run_gate_slope = _function(library, f"gate_slope_{suffix}", *[pointer] * 3, *[integer] * 4)
+    run_norm = bound(library, f"add_norm_{suffix}", *[pointer] * 4, integer, integer, real, integer, integer)
+    run_norm_slope = bound(library, f"norm_slope_{suffix}", *[pointer] * 5, integer, integer, real, integer)
+    run_gate = bound(library, f"gate_{suffix}", *[pointer] * 2, *[integer] * 4)
+    run_gate_slope = bound(library, f"gate_slope_{suffix}", *[pointer] * 3, *[integer] * 4)
 
     def norm(total: Tensor, weight: Tensor, eps: float) -> Tensor:
         total = _rows_of(dtype, total)
@@ -130,11 +130,11 @@ def row_ops(library: ctypes.CDLL, dtype: torch.dtype) -> RowOps:
 
 def mask_ops(library: ctypes.CDLL) -> MaskOps:
     chunk_types = [MaskHeads, *[integer] * 3]
-    run_lay = _function(library, "mask_lay", pointer, MaskHeads, *[pointer] * 2, real, *[pointer] * 3, integer)
-    run_shares = _function(library, "mask_shares", *[pointer] * 3, *chunk_types, *[pointer] * 2, integer, integer)
-    run_add_own = _function(library, "mask_add_own", *[pointer] * 3, *chunk_types, pointer, integer)
-    run_score_slopes = _function(library, "mask_score_slopes", *[pointer] * 4, *chunk_types, integer)
-    run_head_slopes = _function(
+    run_lay = bound(library, "mask_lay", pointer, MaskHeads, *[pointer] * 2, real, *[pointer] * 3, integer)
+    run_shares = bound(library, "mask_shares", *[pointer] * 3, *chunk_types, *[pointer] * 2, integer, integer)
+    run_add_own = bound(library, "mask_add_own", *[pointer] * 3, *chunk_types, pointer, integer)
+    run_score_slopes = bound(library, "mask_score_slopes", *[pointer] * 4, *chunk_types, integer)
+    run_head_slopes = bound(
         library, "mask_head_slopes", *[pointer] * 6, *chunk_types, *[pointer] * 2, real, pointer, integer
     )
 
@@ -207,9 +207,3 @@ def _rows_of(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 def _sizes(heads: MaskHeads, chunk: MaskChunk) -> tuple[int, int, int]:
     return chunk.first, chunk.count, heads.block + chunk.keys
-
-
-def _function(library: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
-    found = getattr(library, name)
-    found.argtypes, found.restype = types, None
-    return found  # type: ignore[no-any-return]
