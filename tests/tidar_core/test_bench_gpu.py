@@ -84,6 +84,23 @@ def test_whoever_ends_the_bench_ends_the_phase_under_way(tmp_path):
         os.kill(int(told.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_ends_it_while_a_phase_is_being_started_ends_that_too(number, monkeypatch):
+    begun = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *given, **more):
+            super().__init__(*given, **more)
+            begun.append(self.pid)
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_gpu_bench([Phase("any", ("kernels",), 60)], 1.0, lambda line: None, lambda found: None)
+    with pytest.raises(ProcessLookupError):
+        os.kill(begun[0], signal.SIGKILL)
+
+
 def test_a_signal_that_is_ignored_stays_so_and_the_others_are_as_before(monkeypatch):
     numbers = signal.SIGTERM, signal.SIGHUP
     before, during = [signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.signal(signal.SIGHUP, signal.SIG_IGN)], []

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,23 @@ def _interrupted_by_every_end() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Interrupts come when this is over: amid a phase's start one would leave behind a process that nobody knows."""
+    came: list[int] = []
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    caught = {one: handler for one, handler in before.items() if callable(handler)}
+    for one in caught:
+        signal.signal(one, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for one, handler in caught.items():
+            signal.signal(one, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
 @_interrupted_by_every_end()
 def run_gpu_bench(
     chosen: Sequence[Phase], minutes: float, report: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
@@ -127,15 +144,20 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
         path = Path(scratch) / "record.json"
         program = [sys.executable, "-c", "from tidar_core.cli import main; main()", "bench"]
         with open(Path(scratch) / "output", "w+", encoding="utf-8", errors="replace") as output:
-            process = subprocess.Popen(
-                [*program, *phase.command, "--json", str(path)], stdout=output, stderr=output, start_new_session=True
-            )
+            process: subprocess.Popen[bytes] | None = None
+            status: int | None = None
             try:
-                status: int | None = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                status = None
+                with _interrupts_wait():
+                    process = subprocess.Popen(
+                        [*program, *phase.command, "--json", str(path)],
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(seconds)
             finally:
-                if process.poll() is None:
+                if process is not None and process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             output.seek(0)
