@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -18,27 +19,40 @@ from tidar_core.engine import Engine, drafting
 from tidar_core.engine.batch import BatchSize
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.flight import Flight, launch
-from tidar_core.engine.graphs import CAPTURE_AT, REMEMBERED, Graphs, Replay, bucket
+from tidar_core.engine.graphs import CAPTURE_AT, LEAST_PAGES, REMEMBERED, Graphs, Replay, bucket, short_buckets
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
 
 CPU = torch.device("cpu")
+RUNNING = 12  # sequences at most, mostly
 SIZES = st.builds(BatchSize, st.integers(1, 600), st.integers(0, 600), st.integers(2, 300), st.integers(1, 3000))
 
 
-@given(SIZES)
-def test_a_bucket_holds_its_batch(size: BatchSize) -> None:
-    found = bucket(replace(size, sequences=min(size.sequences, size.verify + 1)))
+@given(SIZES, st.integers(1, 300))
+def test_a_bucket_holds_its_batch(size: BatchSize, sequences: int) -> None:
+    size = replace(size, sequences=min(size.sequences, size.verify + 1))  # the trash page has a row too
+    found = bucket(size, sequences)
     if found is None:
         assert size.verify > 512 or size.mask > 512
         return
     assert found.verify >= size.verify
     assert found.mask >= size.mask
     assert found.pages >= size.pages
-    assert found.sequences == found.verify + 1  # any number of sequences, and the trash page's row
-    assert bucket(found) == found
+    assert found.sequences >= size.sequences
+    assert bucket(found, sequences) == found
+
+
+@given(st.data(), st.integers(1, 150), st.sampled_from((0, 4, 8, 16)))
+def test_steps_behind_short_texts_have_a_bucket_among_those_captured_beforehand(data, sequences, block):
+    """Sequences that decode, with or without proposals for all that may come of their drafts, beside a prompt."""
+    decoding = data.draw(st.lists(st.tuples(st.integers(1, max(1, block)), st.booleans()), max_size=sequences - 1))
+    verify = sum(rows for rows, _ in decoding) + data.draw(st.integers(1, 512))
+    mask = block * sum(rows for rows, drafts in decoding if drafts)
+    size = BatchSize(verify, mask, len(decoding) + 2, data.draw(st.integers(1, LEAST_PAGES)))
+    found = bucket(size, sequences)
+    assert found is None or found in short_buckets(sequences, block)
 
 
 def repeat(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
@@ -89,7 +103,7 @@ def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams])
 def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap, capture_at):
     """Mixed traffic, all kinds of drafts, greedy and sampled; results are used before the next replay."""
     engine = tiny_engine(tmp_path, within_block=within_block, overlap=overlap)
-    graphs = Graphs(Spoiling(), capture_at)
+    graphs = Graphs(Spoiling(), RUNNING, capture_at)
     params = [
         SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
         for index, mode in enumerate(("off", "auto", "full") * 3)
@@ -143,14 +157,14 @@ def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, picked):
         SamplingParams(max_tokens=14, seed=5, ignore_eos=True, drafts=mode, block=block, **picked)
         for mode, block in (("full", None), ("off", None), ("full", 2), ("auto", None))
     ]
-    decoded(engine, Graphs(repeat, 1), params)
+    decoded(engine, Graphs(repeat, RUNNING, 1), params)
     assert len(launches) > 12
 
 
 def test_captured_proposals_draft_the_same(tmp_path):
     """Proposals of several lengths at once, and of numbers that graphs are not made for."""
     engine = tiny_engine(tmp_path)
-    graphs = Graphs(repeat, 1)
+    graphs = Graphs(repeat, RUNNING, 1)
     params = [
         SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full", block=block)
         for block in (None, 3, 2, None, None)
@@ -162,7 +176,7 @@ def test_captured_proposals_draft_the_same(tmp_path):
 
 
 def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tmp_path):
-    engine, graphs = tiny_engine(tmp_path), Graphs(Spoiling(), 1)
+    engine, graphs = tiny_engine(tmp_path), Graphs(Spoiling(), RUNNING, 1)
     runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
     draw = torch.Generator().manual_seed(2)
     drafting._filled_up.cache_clear()
@@ -180,28 +194,31 @@ def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tm
 
 def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
     engine = tiny_engine(tmp_path)
-    graphs, told = Graphs(repeat), []
-    runner = replace(engine._runner, graphs=graphs)
-    capture_graphs(runner, 8, lambda done, total: told.append((done, total)))
+    graphs, told = Graphs(repeat, RUNNING), []
+    runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
+    capture_graphs(runner, RUNNING, lambda done, total: told.append((done, total)))
     assert told[-1][0] == told[-1][1] == len(told)
     before = len(graphs)
     assert before > 10
     assert runner.cache.keys[:, 1:].eq(0).all()  # only the trash page was written
-    engine._runner = runner
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, drafts="off")
-    answer_all(engine, [(5,), (6,), (7,), (8,)], [params] * 4)
+    params = [
+        SamplingParams(max_tokens=14, seed=index, ignore_eos=True, drafts=mode, block=block)
+        for index, (mode, block) in enumerate(product(("off", "auto", "full"), (None, 2, 3, None)))
+    ]
+    decoded(engine, graphs, params)
     assert len(graphs) == before
+    assert graphs.untypical == 0
 
 
 def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     runner = tiny_engine(tmp_path, adapter="none")._runner
-    assert rows_are_exact(replace(runner, graphs=Graphs(repeat, 1)))
+    assert rows_are_exact(replace(runner, graphs=Graphs(repeat, RUNNING, 1)))
 
 
 def test_no_round_counts_in_which_steps_were_captured(tmp_path):
     """Of sizes that come once a round the third round captures some."""
     engine = tiny_engine(tmp_path)
-    graphs = Graphs(repeat)
+    graphs = Graphs(repeat, RUNNING)
     engine._runner = replace(engine._runner, graphs=graphs)
     (off, full) = measure_decode(
         engine, [(5,), (6, 7)], batches=[2], modes=["off", "full"], rounds=2, at_least=2,
@@ -218,14 +235,14 @@ def test_without_room_for_a_graph_the_step_runs_without() -> None:
     def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         raise torch.cuda.OutOfMemoryError("no room")
 
-    graphs = Graphs(full, 1)
+    graphs = Graphs(full, RUNNING, 1)
     for number in range(3):
         assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
     assert list(graphs._captured.values()) == [None]
 
 
 def test_what_comes_seldom_is_not_captured() -> None:
-    graphs = Graphs(Spoiling())
+    graphs = Graphs(Spoiling(), RUNNING)
 
     def run(key: object, number: int) -> Tensor:
         return graphs.run(key, CPU, lambda x: x + 1, torch.tensor(number))
@@ -245,7 +262,7 @@ def test_what_comes_seldom_is_not_captured() -> None:
 
 
 def test_warm_up_captures_at_once() -> None:
-    graphs = Graphs(repeat)
+    graphs = Graphs(repeat, RUNNING)
     graphs.at_once().run("key", CPU, lambda x: x, torch.tensor(0))
     assert len(graphs) == 1
     own = graphs.fresh()
@@ -257,14 +274,14 @@ def test_warm_up_captures_at_once() -> None:
 def test_passes_before_a_capture_teach_nothing_of_costs(tmp_path, monkeypatch):
     engine, taught = tiny_engine(tmp_path), []
     monkeypatch.setattr(type(engine._scheduler.policy), "took", lambda self, size, seconds: taught.append(size))
-    engine._runner = replace(engine._runner, graphs=Graphs(repeat))
+    engine._runner = replace(engine._runner, graphs=Graphs(repeat, RUNNING))
     answer_all(engine, [(5,)], [SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, drafts="off")])
     assert engine.captured == 1
     assert len(taught) == 9 - CAPTURE_AT
 
 
 def test_a_replay_reads_new_inputs() -> None:
-    graphs = Graphs(repeat, 1)
+    graphs = Graphs(repeat, RUNNING, 1)
     found = [graphs.run("key", CPU, lambda x, y: x * y, torch.tensor(a), torch.tensor(3)).item() for a in (2, 5, 7)]
     assert found == [6, 15, 21]
     assert len(graphs) == 1

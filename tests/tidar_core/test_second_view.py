@@ -117,7 +117,7 @@ def test_steps_ahead_say_and_draft_the_same(tmp_path: Path, params: SamplingPara
 def test_captured_steps_give_the_same_answers(tmp_path: Path, overlap: bool) -> None:
     engine = engine_of(second_view_checkpoint(tmp_path / "model"), overlap=overlap)
     params = [replace(FULL, drafts=mode, temperature=heat, seed=5) for mode in ("full", "off") for heat in (0.0, 0.8)]
-    graphs = Graphs(Spoiling(), 1)
+    graphs = Graphs(Spoiling(), 64, 1)
     expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert sum(step.accepted for answer in found for step in answer.steps) > 0

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.laid import Laid, lay
+from tidar_core.engine.laid import Int32Array, Laid, lay
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.kernels.ops import StepRows
@@ -91,12 +91,8 @@ def build_batch(
     owned = np.array([len(own) for own in pages])
     verify_rows, mask_rows = len(laid.verify_owner), len(laid.mask_slots)
     size = padded(BatchSize(verify_rows, mask_rows, len(plans) + 1, int(owned.max())))
-    ends = list(accumulate(_lengths(size), initial=0))
-    numbers = np.zeros(ends[-1], dtype=np.int32)
-    columns, table, write_slots, tokens, slots, repeats = (numbers[start:end] for start, end in pairwise(ends))
-    columns, table = columns.reshape(5, -1), table.reshape(size.sequences, size.pages)
-    columns[1], columns[2] = size.sequences - 1, 1
-
+    numbers = padding(size)
+    columns, table, write_slots, tokens, slots, repeats = _parts(numbers, size)
     table[: len(plans)][np.arange(size.pages) < owned[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int32)
     starts = np.array([plan.start for plan in plans], dtype=np.int32)
     owner = laid.verify_owner
@@ -110,7 +106,6 @@ def build_batch(
         words += plan.drafts
     tokens[:verify_rows] = words
 
-    repeats[:] = -1
     if mask_rows:
         own = columns[:, size.verify : size.verify + mask_rows]
         own[:] = laid.mask_columns
@@ -118,3 +113,19 @@ def build_batch(
         own[2] += starts[own[1]]
         slots[:mask_rows], repeats[:mask_rows] = laid.mask_slots, laid.repeats
     return Batch(size, torch.from_numpy(numbers), laid)
+
+
+def padding(size: BatchSize) -> Int32Array:
+    """The numbers of a batch that is padding alone."""
+    numbers = np.zeros(sum(_lengths(size)), dtype=np.int32)
+    columns, *_, repeats = _parts(numbers, size)
+    columns[1], columns[2] = size.sequences - 1, 1
+    repeats[:] = -1
+    return numbers
+
+
+def _parts(numbers: Int32Array, size: BatchSize) -> tuple[Int32Array, ...]:
+    """The parts of a batch's numbers, without a copy, those of several rows as such."""
+    ends = list(accumulate(_lengths(size), initial=0))
+    columns, table, *others = (numbers[start:end] for start, end in pairwise(ends))
+    return columns.reshape(5, -1), table.reshape(size.sequences, size.pages), *others

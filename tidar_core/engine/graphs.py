@@ -1,10 +1,13 @@
-"""Steps as CUDA graphs: sizes come in buckets, each is captured once it is common and replayed over static buffers.
+"""Steps as CUDA graphs: sizes come in buckets, each is captured and replayed over static buffers.
 
 A step of a small model is hundreds of launches of a few microseconds each, more than a processor can launch in that
 time. A graph is one launch for all of them, of fixed tensors and fixed sizes; so a batch is padded up to the next of a
 few sizes with rows that see and write the trash page alone, and its numbers are copied into the graph's own. What a
-graph gives is what the same work gives without one; where a size cannot be captured it runs without, and so does one
-that came seldom: capturing takes longer than a few steps without a graph.
+graph gives is what the same work gives without one; where a size cannot be captured it runs without.
+
+All buckets of texts that are not long are captured before the engine serves (`warmup.capture_graphs`): drafts make
+steps of many sizes, and amid traffic each that is new would hold up every answer. A bucket of longer texts is captured
+once it is common: capturing takes longer than a few steps without a graph.
 """
 
 import logging
@@ -17,10 +20,10 @@ from torch import Tensor
 
 from tidar_core.engine.batch import BatchSize
 
-VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # a chunk of a prompt too
+VERIFY_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a chunk of a prompt too
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-LEAST_PAGES = 16  # of the page table's width, which doubles from bucket to bucket
-CAPTURE_AT = 3  # comings of a size while requests are served; many sizes never come so often
+LEAST_PAGES, WIDER = 64, 4  # of the page table's width, and how many times as wide the next is
+CAPTURE_AT = 3  # comings of a size while requests are served; of long texts' many sizes most never come so often
 REMEMBERED = 256  # sizes that came less often, the latest
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
 
@@ -31,16 +34,27 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Records some work; gives what repeats it, and the tensor that holds its result then."""
 
 
-def bucket(size: BatchSize) -> BatchSize | None:
-    """The size that a batch is padded up to; None for one that is too large for a graph: it is bound by arithmetic, and
-    launching does not matter."""
+def bucket(size: BatchSize, sequences: int) -> BatchSize | None:
+    """The size that a batch is padded up to where mostly no more than `sequences` run; None for one that is too large
+    for a graph: it is bound by arithmetic, and launching does not matter."""
     if size.verify > VERIFY_ROWS[-1] or size.mask > MASK_ROWS[-1]:
         return None
     verify, mask = VERIFY_ROWS[bisect_left(VERIFY_ROWS, size.verify)], MASK_ROWS[bisect_left(MASK_ROWS, size.mask)]
-    pages = LEAST_PAGES
+    table, pages = 1 + min(verify, sequences), LEAST_PAGES
     while pages < size.pages:
-        pages *= 2
-    return BatchSize(verify, mask, verify + 1, pages)  # every sequence has a verify row
+        pages *= WIDER
+    return BatchSize(verify, mask, 1 + verify if size.sequences > table else table, pages)
+
+
+def short_buckets(sequences: int, block_length: int) -> list[BatchSize]:
+    """The buckets of all steps of `sequences` at most whose texts the narrowest page table holds, the smallest
+    first."""
+    found = []
+    for verify in VERIFY_ROWS:
+        drafting = block_length * min(verify, block_length * sequences)  # each row of a draft may have a proposal
+        masks = MASK_ROWS[: bisect_left(MASK_ROWS, drafting) + 1]
+        found += [BatchSize(verify, mask, 1 + min(verify, sequences), LEAST_PAGES) for mask in masks]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +66,11 @@ class _Captured:
 
 class Graphs:
     """Work that was captured, by key, when the key came for the `capture_at`-th time. A result may be overwritten by
-    the next run of any key: use it before. untypical: how many runs took longer than further ones of their key will,
-    before its capture or with it."""
+    the next run of any key: use it before. sequences: of a step, mostly. untypical: how many runs took longer than
+    further ones of their key will, before its capture or with it."""
 
-    def __init__(self, capture: Capture, capture_at: int = CAPTURE_AT):
+    def __init__(self, capture: Capture, sequences: int, capture_at: int = CAPTURE_AT):
+        self.sequences = sequences
         self.untypical = 0
         self._capture = capture
         self._capture_at = capture_at
@@ -88,7 +103,7 @@ class Graphs:
 
     def fresh(self) -> "Graphs":
         """The same way of capturing, each key when it first comes, and nothing captured yet."""
-        return Graphs(self._capture, 1)
+        return Graphs(self._capture, self.sequences, 1)
 
     def _is_common(self, key: Hashable) -> bool:
         came = self._came.pop(key, 0) + 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.engine.batch import Batch, BatchSize, build_batch, inputs_of
+from tidar_core.engine.batch import Batch, BatchSize, build_batch, inputs_of, padding
 from tidar_core.engine.graphs import Graphs, bucket
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops
@@ -54,7 +54,7 @@ class Runner:
 
     def padded(self, size: BatchSize) -> BatchSize:
         """The size that a batch is filled up to here."""
-        found = None if self.graphs is None else bucket(size)
+        found = None if self.graphs is None else bucket(size, self.graphs.sequences)
         if found is not None:
             return found
         multiple = self.ops.row_multiple
@@ -77,9 +77,15 @@ class Runner:
             numbers = sent(numbers, self.device)
             inputs = inputs_of(numbers, batch.size)
             self.ops.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, self.cache.page_size)
-        if self.graphs is None or bucket(batch.size) != batch.size:
+        if self.graphs is None or bucket(batch.size, self.graphs.sequences) != batch.size:
             return work(numbers.to(self.device))
         return self.graphs.run(batch.size, self.device, work, numbers)
+
+    @torch.inference_mode()
+    def forward_padding(self, size: BatchSize) -> None:
+        """Runs a bucket's rows, as `forward` does, on the trash page alone."""
+        if self.graphs is not None:
+            self.graphs.run(size, self.device, partial(self._run, size), torch.from_numpy(padding(size)))
 
     def _run(self, size: BatchSize, numbers: Tensor) -> Tensor:
         inputs = inputs_of(numbers, size)

@@ -86,7 +86,7 @@ def load_engine(
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
-        Graphs(cuda_capture(device))
+        Graphs(cuda_capture(device), config.max_running)
         if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name
         else None
     )

@@ -1,6 +1,7 @@
 """What an engine finds out about itself before it serves: whether its rows are exact, and what they cost."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.batch import Batch, BatchSize
+from tidar_core.engine.batch import Batch
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.flight import launch
-from tidar_core.engine.graphs import LEAST_PAGES, VERIFY_ROWS, bucket
+from tidar_core.engine.graphs import short_buckets
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, curve_at
@@ -31,9 +32,6 @@ PROBE_MULTIPLES_GPU = (*PROBE_MULTIPLES, 65, 130)  # whose kernels have other ti
 MOST_PROBED = 8  # drafts up to which each number of them is probed, before every outcome; of more the last alone
 COST_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 COST_ROWS_GPU = (*COST_ROWS, 192, 256)
-CAPTURED_PAGES = (
-    64  # of context that the graphs made beforehand reach to; longer ones are captured once they are common
-)
 COST_PAGES, CONTEXT_ROWS = 24, 8  # pages of context, and rows that have them, where its price is measured
 TRIAL_BYTES = 128 << 20  # most that the pages for it take
 REPEATS, FEWEST_REPEATS = 5, 2
@@ -229,31 +227,16 @@ def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
 
 
 def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int], None]) -> None:
-    """Captures the graphs of the commonest steps, with `sequences` at most; progress gets (done, of so many). What is
-    computed on the way goes to the trash page."""
-    block = runner.block_length
-    if runner.graphs is not None:
-        runner = replace(runner, graphs=runner.graphs.at_once())
-    counts = [rows for rows in VERIFY_ROWS if rows <= sequences]
-    shapes = [(count, PLAIN) for count in counts]
-    if block:
-        shapes += [(count, Shape(0, (1,), block)) for count in counts]
-        shapes += [(1, full_shape(block, drafts)) for drafts in range(1, block)]
-    widths = [LEAST_PAGES]
-    while widths[-1] < CAPTURED_PAGES:
-        widths.append(2 * widths[-1])
-
-    def may_be_captured(count: int, shape: Shape) -> bool:
-        return bucket(BatchSize(count * shape.verify_rows, count * shape.mask_rows, count + 1, LEAST_PAGES)) is not None
-
-    def step(width: int, count: int, shape: Shape) -> object:
-        plans = [_plan([1] * (1 + shape.drafts), 0, 1, shape.drafts, shape, [0] * width) for _ in range(count)]
-        return runner.forward(runner.batch(plans))
-
-    captured = [(count, shape) for count, shape in shapes if may_be_captured(count, shape)]
-    todo = [partial(step, width, count, shape) for width in widths for count, shape in captured]
-    if block:
-        todo += [partial(_drafting, runner, count, block - 1) for count in GRAPHED if count <= sequences]
+    """Captures the graphs of all steps of `sequences` at most behind texts of no great length, and of their drafts;
+    longer texts' are captured once they are common. progress gets (done, of so many). What is computed on the way goes
+    to the trash page."""
+    if runner.graphs is None:
+        return
+    runner, block = replace(runner, graphs=runner.graphs.at_once()), runner.block_length
+    largest_first = reversed(short_buckets(sequences, block))  # smaller ones use again what memory these have taken
+    todo: list[Callable[[], object]] = [partial(runner.forward_padding, size) for size in largest_first]
+    proposals = GRAPHED[: bisect_left(GRAPHED, sequences) + 1]
+    todo += [partial(_drafting, runner, count, slots) for slots in range(1, block) for count in proposals]
     for done, work in enumerate(todo):
         work()
         progress(done + 1, len(todo))
