@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,21 +20,33 @@ from tidar_core.engine import Engine, drafting
 from tidar_core.engine.batch import BatchSize
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.flight import Flight, launch
-from tidar_core.engine.graphs import CAPTURE_AT, LEAST_PAGES, REMEMBERED, Graphs, Replay, bucket, short_buckets
+from tidar_core.engine.graphs import (
+    CAPTURE_AT,
+    NARROWEST,
+    REMEMBERED,
+    Graphs,
+    Reach,
+    Replay,
+    bucket,
+    narrow_buckets,
+)
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import SamplingParams
 from tidar_core.sampling import TokenRule
 
 CPU = torch.device("cpu")
-RUNNING = 12  # sequences at most, mostly
+REACH = Reach(sequences=12, pages=128)
 SIZES = st.builds(BatchSize, st.integers(1, 600), st.integers(0, 600), st.integers(2, 300), st.integers(1, 3000))
 
 
-@given(SIZES, st.integers(1, 300))
-def test_a_bucket_holds_its_batch(size: BatchSize, sequences: int) -> None:
+REACHES = st.builds(Reach, st.integers(1, 300), st.integers(1, 3000))
+
+
+@given(SIZES, REACHES)
+def test_a_bucket_holds_its_batch(size: BatchSize, reach: Reach) -> None:
     size = replace(size, sequences=min(size.sequences, size.verify + 1))  # the trash page has a row too
-    found = bucket(size, sequences)
+    found = bucket(size, reach)
     if found is None:
         assert size.verify > 512 or size.mask > 512
         return
@@ -41,18 +54,26 @@ def test_a_bucket_holds_its_batch(size: BatchSize, sequences: int) -> None:
     assert found.mask >= size.mask
     assert found.pages >= size.pages
     assert found.sequences >= size.sequences
-    assert bucket(found, sequences) == found
+    assert found.pages <= max(size.pages, reach.pages) or size.pages > reach.pages
+    assert bucket(found, reach) == found
 
 
-@given(st.data(), st.integers(1, 150), st.sampled_from((0, 4, 8, 16)))
-def test_steps_behind_short_texts_have_a_bucket_among_those_captured_beforehand(data, sequences, block):
-    """Sequences that decode, with or without proposals for all that may come of their drafts, beside a prompt."""
-    decoding = data.draw(st.lists(st.tuples(st.integers(1, max(1, block)), st.booleans()), max_size=sequences - 1))
-    verify = sum(rows for rows, _ in decoding) + data.draw(st.integers(1, 512))
+@given(st.data(), REACHES, st.sampled_from((0, 4, 8, 16)))
+def test_steps_behind_texts_that_are_not_very_long_have_a_bucket_that_is_captured_beforehand(data, reach, block):
+    """Sequences that decode, with or without proposals for all that may come of drafts, beside a prompt or not."""
+    decoding = data.draw(
+        st.lists(st.tuples(st.integers(1, max(1, block)), st.booleans()), min_size=1, max_size=reach.sequences)
+    )
+    verify = sum(rows for rows, _ in decoding)
     mask = block * sum(rows for rows, drafts in decoding if drafts)
-    size = BatchSize(verify, mask, len(decoding) + 2, data.draw(st.integers(1, LEAST_PAGES)))
-    found = bucket(size, sequences)
-    assert found is None or found in short_buckets(sequences, block)
+    reads = len(decoding) < reach.sequences and data.draw(st.booleans())
+    if reads:
+        verify += data.draw(st.integers(1, 512))
+        mask += block * data.draw(st.integers(0, 1))  # the end of a prompt drafts what comes behind it
+    pages = data.draw(st.integers(1, min(NARROWEST, reach.pages)))
+    found = bucket(BatchSize(verify, mask, len(decoding) + reads + 1, pages), reach)
+    assert (found is None) == (verify > 512 or mask > 512)
+    assert found is None or found in narrow_buckets(reach, block)
 
 
 def repeat(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
@@ -103,7 +124,7 @@ def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams])
 def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap, capture_at):
     """Mixed traffic, all kinds of drafts, greedy and sampled; results are used before the next replay."""
     engine = tiny_engine(tmp_path, within_block=within_block, overlap=overlap)
-    graphs = Graphs(Spoiling(), RUNNING, capture_at)
+    graphs = Graphs(Spoiling(), REACH, capture_at)
     params = [
         SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
         for index, mode in enumerate(("off", "auto", "full") * 3)
@@ -157,14 +178,14 @@ def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, picked):
         SamplingParams(max_tokens=14, seed=5, ignore_eos=True, drafts=mode, block=block, **picked)
         for mode, block in (("full", None), ("off", None), ("full", 2), ("auto", None))
     ]
-    decoded(engine, Graphs(repeat, RUNNING, 1), params)
+    decoded(engine, Graphs(repeat, REACH, 1), params)
     assert len(launches) > 12
 
 
 def test_captured_proposals_draft_the_same(tmp_path):
     """Proposals of several lengths at once, and of numbers that graphs are not made for."""
     engine = tiny_engine(tmp_path)
-    graphs = Graphs(repeat, RUNNING, 1)
+    graphs = Graphs(repeat, REACH, 1)
     params = [
         SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True, drafts="full", block=block)
         for block in (None, 3, 2, None, None)
@@ -176,7 +197,7 @@ def test_captured_proposals_draft_the_same(tmp_path):
 
 
 def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tmp_path):
-    engine, graphs = tiny_engine(tmp_path), Graphs(Spoiling(), RUNNING, 1)
+    engine, graphs = tiny_engine(tmp_path), Graphs(Spoiling(), REACH, 1)
     runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
     draw = torch.Generator().manual_seed(2)
     drafting._filled_up.cache_clear()
@@ -194,9 +215,9 @@ def test_many_proposals_are_one_graph_and_what_they_are_told_of_slots_is_kept(tm
 
 def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
     engine = tiny_engine(tmp_path)
-    graphs, told = Graphs(repeat, RUNNING), []
+    graphs, told = Graphs(repeat, REACH), []
     runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
-    capture_graphs(runner, RUNNING, lambda done, total: told.append((done, total)))
+    capture_graphs(runner, lambda done, total: told.append((done, total)), refuse)
     assert told[-1][0] == told[-1][1] == len(told)
     before = len(graphs)
     assert before > 10
@@ -210,15 +231,69 @@ def test_what_was_captured_beforehand_is_not_captured_again(tmp_path):
     assert graphs.untypical == 0
 
 
+def refuse(line: str) -> None:
+    raise AssertionError(line)
+
+
+@pytest.mark.parametrize("room", [0, 1, 7])
+def test_an_engine_starts_with_the_graphs_that_memory_holds(tmp_path: Path, room: int) -> None:
+    """Once there are so many no further one is captured; what it would compute is not computed without one."""
+    engine, reports = tiny_engine(tmp_path), []
+
+    def narrow(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if len(graphs) >= room:
+            raise torch.OutOfMemoryError("no room")
+        return repeat(work)
+
+    graphs = Graphs(narrow, REACH)
+    capture_graphs(replace(engine._runner, graphs=graphs), lambda done, total: None, reports.append)
+    assert len(graphs) == room
+    (line,) = reports
+    assert line.startswith(f"{room} of ")
+    assert "no room" in line
+    params = [SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, drafts="full")] * 2
+    expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
+
+
+def test_the_largest_step_may_be_too_large_for_a_graph(tmp_path: Path) -> None:
+    engine, graphs = tiny_engine(tmp_path), Graphs(Largest(), REACH)
+    capture_graphs(replace(engine._runner, graphs=graphs), lambda done, total: None, refuse)
+    assert len(graphs) == len(narrow_buckets(REACH, engine.info.block_length)) - 1
+
+
+class Largest:
+    """A capture for which the first work is too large."""
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if not self.refused:
+            self.refused = True
+            raise torch.OutOfMemoryError("no room")
+        return repeat(work)
+
+
+@pytest.mark.parametrize("drafter", [True, False])
+def test_without_a_slot_head_no_drafts_are_computed_beforehand(tmp_path: Path, monkeypatch, drafter: bool) -> None:
+    runner = tiny_engine(tmp_path)._runner
+    adapter = replace(runner.adapter, slot_head=None) if drafter else None  # type: ignore[type-var]
+    monkeypatch.setattr("tidar_core.engine.warmup.pick_drafts", refuse)
+    graphs = Graphs(repeat, REACH)
+    capture_graphs(replace(runner, adapter=adapter, graphs=graphs), lambda done, total: None, refuse)
+    assert len(graphs) == len(narrow_buckets(REACH, 4 if drafter else 0))
+
+
 def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     runner = tiny_engine(tmp_path, adapter="none")._runner
-    assert rows_are_exact(replace(runner, graphs=Graphs(repeat, RUNNING, 1)))
+    assert rows_are_exact(replace(runner, graphs=Graphs(repeat, REACH, 1)))
 
 
 def test_no_round_counts_in_which_steps_were_captured(tmp_path):
     """Of sizes that come once a round the third round captures some."""
     engine = tiny_engine(tmp_path)
-    graphs = Graphs(repeat, RUNNING)
+    graphs = Graphs(repeat, REACH)
     engine._runner = replace(engine._runner, graphs=graphs)
     (off, full) = measure_decode(
         engine, [(5,), (6, 7)], batches=[2], modes=["off", "full"], rounds=2, at_least=2,
@@ -235,14 +310,14 @@ def test_without_room_for_a_graph_the_step_runs_without() -> None:
     def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         raise torch.cuda.OutOfMemoryError("no room")
 
-    graphs = Graphs(full, RUNNING, 1)
+    graphs = Graphs(full, REACH, 1)
     for number in range(3):
         assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
     assert list(graphs._captured.values()) == [None]
 
 
 def test_what_comes_seldom_is_not_captured() -> None:
-    graphs = Graphs(Spoiling(), RUNNING)
+    graphs = Graphs(Spoiling(), REACH)
 
     def run(key: object, number: int) -> Tensor:
         return graphs.run(key, CPU, lambda x: x + 1, torch.tensor(number))
@@ -262,7 +337,7 @@ def test_what_comes_seldom_is_not_captured() -> None:
 
 
 def test_warm_up_captures_at_once() -> None:
-    graphs = Graphs(repeat, RUNNING)
+    graphs = Graphs(repeat, REACH)
     graphs.at_once().run("key", CPU, lambda x: x, torch.tensor(0))
     assert len(graphs) == 1
     own = graphs.fresh()
@@ -274,14 +349,14 @@ def test_warm_up_captures_at_once() -> None:
 def test_passes_before_a_capture_teach_nothing_of_costs(tmp_path, monkeypatch):
     engine, taught = tiny_engine(tmp_path), []
     monkeypatch.setattr(type(engine._scheduler.policy), "took", lambda self, size, seconds: taught.append(size))
-    engine._runner = replace(engine._runner, graphs=Graphs(repeat, RUNNING))
+    engine._runner = replace(engine._runner, graphs=Graphs(repeat, REACH))
     answer_all(engine, [(5,)], [SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, drafts="off")])
     assert engine.captured == 1
     assert len(taught) == 9 - CAPTURE_AT
 
 
 def test_a_replay_reads_new_inputs() -> None:
-    graphs = Graphs(repeat, RUNNING, 1)
+    graphs = Graphs(repeat, REACH, 1)
     found = [graphs.run("key", CPU, lambda x, y: x * y, torch.tensor(a), torch.tensor(3)).item() for a in (2, 5, 7)]
     assert found == [6, 15, 21]
     assert len(graphs) == 1

@@ -24,7 +24,7 @@ from tidar_core.convert.run import convert
 from tidar_core.convert.screen import TerminalScreen
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.engine import Engine, load_engine, start
-from tidar_core.engine.graphs import Graphs
+from tidar_core.engine.graphs import Graphs, Reach
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
 from tidar_core.model.adapter import identify_base, load_trained
@@ -117,7 +117,7 @@ def test_steps_ahead_say_and_draft_the_same(tmp_path: Path, params: SamplingPara
 def test_captured_steps_give_the_same_answers(tmp_path: Path, overlap: bool) -> None:
     engine = engine_of(second_view_checkpoint(tmp_path / "model"), overlap=overlap)
     params = [replace(FULL, drafts=mode, temperature=heat, seed=5) for mode in ("full", "off") for heat in (0.0, 0.8)]
-    graphs = Graphs(Spoiling(), 64, 1)
+    graphs = Graphs(Spoiling(), Reach(64, 64), 1)
     expected, found = decoded(engine, None, params), decoded(engine, graphs, params)
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
     assert sum(step.accepted for answer in found for step in answer.steps) > 0

@@ -63,7 +63,7 @@ def measure_decode(
     for batch in batches:
         count = -(-at_least // batch) * batch
         found: list[dict[DraftMode, _Turns]] = []
-        # On a GPU kernels are compiled, and most sizes captured, in a round before those that count.
+        # On a GPU kernels are compiled in a round before those that count, and steps of very long texts captured.
         for number in range(-1 if engine.info.device == "cuda" else 0, rounds):
             chosen = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
             for attempt in range(TRIES if number >= 0 else 1):

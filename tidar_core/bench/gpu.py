@@ -45,7 +45,7 @@ def phases(model: str) -> list[Phase]:
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
         Phase("decode", (*decode, *batches), 140),
-        Phase("exact", exact, 90),
+        Phase("exact", exact, 110),
         Phase("exact, nothing overlaps", (*exact, *one_by_one), 90, where_failed="exact"),  # whose fault is it?
         Phase(f"steps {small}", ("steps", "--shape", small), 60),
     ]

@@ -90,10 +90,11 @@ def build_batch(
     pages = [plan.sequence.pages for plan in plans]
     owned = np.array([len(own) for own in pages])
     verify_rows, mask_rows = len(laid.verify_owner), len(laid.mask_slots)
-    size = padded(BatchSize(verify_rows, mask_rows, len(plans) + 1, int(owned.max())))
+    widest = int(owned.max())
+    size = padded(BatchSize(verify_rows, mask_rows, len(plans) + 1, widest))
     numbers = padding(size)
     columns, table, write_slots, tokens, slots, repeats = _parts(numbers, size)
-    table[: len(plans)][np.arange(size.pages) < owned[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int32)
+    table[: len(plans), :widest][np.arange(widest) < owned[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int32)
     starts = np.array([plan.start for plan in plans], dtype=np.int32)
     owner = laid.verify_owner
     positions = starts[owner] + laid.verify_place

@@ -5,7 +5,7 @@ time. A graph is one launch for all of them, of fixed tensors and fixed sizes; s
 few sizes with rows that see and write the trash page alone, and its numbers are copied into the graph's own. What a
 graph gives is what the same work gives without one; where a size cannot be captured it runs without.
 
-All buckets of texts that are not long are captured before the engine serves (`warmup.capture_graphs`): drafts make
+All buckets of texts that are not very long are captured before the engine serves (`warmup.capture_graphs`): drafts make
 steps of many sizes, and amid traffic each that is new would hold up every answer. A bucket of longer texts is captured
 once it is common: capturing takes longer than a few steps without a graph.
 """
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from tidar_core.engine.batch import BatchSize
 
-VERIFY_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # a chunk of a prompt too
+VERIFY_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # a chunk of a prompt too
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-LEAST_PAGES, WIDER = 64, 4  # of the page table's width, and how many times as wide the next is
-CAPTURE_AT = 3  # comings of a size while requests are served; of long texts' many sizes most never come so often
+NARROWEST = 512  # pages of a page table; wider ones double from bucket to bucket
+CAPTURE_AT = 3  # comings of a size while requests are served; of very long texts' many sizes most never come so often
 REMEMBERED = 256  # sizes that came less often, the latest
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
+LEFT_FREE = 512 << 20  # bytes of the GPU's memory that no graph takes: steps without one, and scores, want some
 
 log = logging.getLogger("tidar")
 
@@ -34,27 +35,39 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 """Records some work; gives what repeats it, and the tensor that holds its result then."""
 
 
-def bucket(size: BatchSize, sequences: int) -> BatchSize | None:
-    """The size that a batch is padded up to where mostly no more than `sequences` run; None for one that is too large
-    for a graph: it is bound by arithmetic, and launching does not matter."""
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Sequences of a step, and pages of a sequence, at most; before an engine serves there may be more."""
+
+    sequences: int
+    pages: int
+
+
+def bucket(size: BatchSize, reach: Reach) -> BatchSize | None:
+    """The size that a batch is padded up to; None for one that is too large for a graph: it is bound by arithmetic, and
+    launching does not matter."""
     if size.verify > VERIFY_ROWS[-1] or size.mask > MASK_ROWS[-1]:
         return None
     verify, mask = VERIFY_ROWS[bisect_left(VERIFY_ROWS, size.verify)], MASK_ROWS[bisect_left(MASK_ROWS, size.mask)]
-    table, pages = 1 + min(verify, sequences), LEAST_PAGES
+    table, pages = 1 + min(verify, reach.sequences), min(NARROWEST, reach.pages)
     while pages < size.pages:
-        pages *= WIDER
+        pages *= 2
+    if size.pages <= reach.pages:
+        pages = min(pages, reach.pages)
     return BatchSize(verify, mask, 1 + verify if size.sequences > table else table, pages)
 
 
-def short_buckets(sequences: int, block_length: int) -> list[BatchSize]:
-    """The buckets of all steps of `sequences` at most whose texts the narrowest page table holds, the smallest
-    first."""
-    found = []
+def narrow_buckets(reach: Reach, block_length: int) -> list[BatchSize]:
+    """The buckets of all steps whose texts the narrowest page table holds, from few verify rows to many."""
+    found, fewer = [], 0
+    decoding = block_length * reach.sequences  # rows of a step that reads no prompt
     for verify in VERIFY_ROWS:
-        drafting = block_length * min(verify, block_length * sequences)  # each row of a draft may have a proposal
-        masks = MASK_ROWS[: bisect_left(MASK_ROWS, drafting) + 1]
-        found += [BatchSize(verify, mask, 1 + min(verify, sequences), LEAST_PAGES) for mask in masks]
-    return found
+        beside_prompt = decoding - block_length + 1
+        proposals = min(verify, decoding if fewer < decoding else beside_prompt)  # one for each draft row at most
+        masks = MASK_ROWS[: bisect_left(MASK_ROWS, block_length * proposals) + 1]
+        found += [bucket(BatchSize(verify, mask, 1, 1), reach) for mask in masks]
+        fewer = verify
+    return [size for size in found if size is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +79,11 @@ class _Captured:
 
 class Graphs:
     """Work that was captured, by key, when the key came for the `capture_at`-th time. A result may be overwritten by
-    the next run of any key: use it before. sequences: of a step, mostly. untypical: how many runs took longer than
+    the next run of any key: use it before; its memory stays with the graph. untypical: how many runs took longer than
     further ones of their key will, before its capture or with it."""
 
-    def __init__(self, capture: Capture, sequences: int, capture_at: int = CAPTURE_AT):
-        self.sequences = sequences
+    def __init__(self, capture: Capture, reach: Reach, capture_at: int = CAPTURE_AT):
+        self.reach = reach
         self.untypical = 0
         self._capture = capture
         self._capture_at = capture_at
@@ -86,7 +99,11 @@ class Graphs:
         if key not in self._captured:
             self.untypical += 1
             if self._is_common(key):
-                self._captured[key] = self._record(device, work, inputs)
+                try:
+                    self._captured[key] = self._recorded(device, work, inputs)
+                except RuntimeError as error:  # no memory for it, or something in the work that cannot be captured
+                    self._captured[key] = None
+                    log.warning("a step runs without a CUDA graph: %s", str(error).partition("\n")[0])
         captured = self._captured.get(key)
         if captured is None:
             return work(*(each.to(device, non_blocking=True) for each in inputs))
@@ -94,6 +111,12 @@ class Graphs:
             static.copy_(given, non_blocking=True)
         captured.replay()
         return captured.result
+
+    def prepare(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> None:
+        """Captures what `run` is given later. Raises RuntimeError where that cannot be, torch.OutOfMemoryError where
+        there is no memory for it; nothing is tried then."""
+        if key not in self._captured:
+            self._captured[key] = self._recorded(device, work, inputs)
 
     def at_once(self) -> "Graphs":
         """These graphs, where each further key is captured when it first comes."""
@@ -103,7 +126,7 @@ class Graphs:
 
     def fresh(self) -> "Graphs":
         """The same way of capturing, each key when it first comes, and nothing captured yet."""
-        return Graphs(self._capture, self.sequences, 1)
+        return Graphs(self._capture, self.reach, 1)
 
     def _is_common(self, key: Hashable) -> bool:
         came = self._came.pop(key, 0) + 1
@@ -114,23 +137,21 @@ class Graphs:
             del self._came[next(iter(self._came))]
         return False
 
-    def _record(
-        self, device: torch.device, work: Callable[..., Tensor], inputs: tuple[Tensor, ...]
-    ) -> _Captured | None:
-        try:
-            static = tuple(each.to(device, copy=True) for each in inputs)
-            replay, result = self._capture(lambda: work(*static))
-        except RuntimeError as error:  # no memory for it, or something in the work that cannot be captured
-            log.warning("a step runs without a CUDA graph: %s", str(error).partition("\n")[0])
-            return None
+    def _recorded(self, device: torch.device, work: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> _Captured:
+        static = tuple(each.to(device, copy=True) for each in inputs)
+        replay, result = self._capture(lambda: work(*static))
         return _Captured(static, replay, result)
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Captures CUDA graphs that share one pool of memory, since they never run side by side."""
+    """Captures CUDA graphs that share one pool of memory, since they never run side by side. What captures raises
+    torch.OutOfMemoryError where little memory is free."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < LEFT_FREE:
+            raise torch.OutOfMemoryError(f"only {free >> 20} MiB of the GPU's memory are free")
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):

@@ -54,7 +54,7 @@ class Runner:
 
     def padded(self, size: BatchSize) -> BatchSize:
         """The size that a batch is filled up to here."""
-        found = None if self.graphs is None else bucket(size, self.graphs.sequences)
+        found = None if self.graphs is None else bucket(size, self.graphs.reach)
         if found is not None:
             return found
         multiple = self.ops.row_multiple
@@ -77,15 +77,15 @@ class Runner:
             numbers = sent(numbers, self.device)
             inputs = inputs_of(numbers, batch.size)
             self.ops.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, self.cache.page_size)
-        if self.graphs is None or bucket(batch.size, self.graphs.sequences) != batch.size:
+        if self.graphs is None or bucket(batch.size, self.graphs.reach) != batch.size:
             return work(numbers.to(self.device))
         return self.graphs.run(batch.size, self.device, work, numbers)
 
     @torch.inference_mode()
-    def forward_padding(self, size: BatchSize) -> None:
-        """Runs a bucket's rows, as `forward` does, on the trash page alone."""
+    def capture(self, size: BatchSize) -> None:
+        """Captures a bucket's step beforehand, as `Graphs.prepare` does; what it computes goes to the trash page."""
         if self.graphs is not None:
-            self.graphs.run(size, self.device, partial(self._run, size), torch.from_numpy(padding(size)))
+            self.graphs.prepare(size, self.device, partial(self._run, size), torch.from_numpy(padding(size)))
 
     def _run(self, size: BatchSize, numbers: Tensor) -> Tensor:
         inputs = inputs_of(numbers, size)

@@ -12,7 +12,7 @@ from tidar_core.config import ConfigError, EngineConfig, KVDType, ModelConfig, R
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
-from tidar_core.engine.graphs import Graphs, cuda_capture
+from tidar_core.engine.graphs import Graphs, Reach, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
@@ -86,7 +86,7 @@ def load_engine(
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
     graphs = (
-        Graphs(cuda_capture(device), config.max_running)
+        Graphs(cuda_capture(device), Reach(config.max_running, -(-positions // config.page_size)))
         if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name
         else None
     )
@@ -122,7 +122,7 @@ def load_engine(
     )
     if graphs is not None:
         report("capturing CUDA graphs")
-        capture_graphs(runner, config.max_running, progress)
+        capture_graphs(runner, progress, report)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     if overlap:
         fly_once(runner, cost)

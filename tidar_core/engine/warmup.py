@@ -16,7 +16,7 @@ from torch import Tensor
 from tidar_core.engine.batch import Batch
 from tidar_core.engine.drafting import GRAPHED, pick_drafts
 from tidar_core.engine.flight import launch
-from tidar_core.engine.graphs import short_buckets
+from tidar_core.engine.graphs import narrow_buckets
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, curve_at
@@ -226,19 +226,29 @@ def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
     return list(zip([*before, cost.head_seconds(more)], now, strict=True))
 
 
-def capture_graphs(runner: Runner, sequences: int, progress: Callable[[int, int], None]) -> None:
-    """Captures the graphs of all steps of `sequences` at most behind texts of no great length, and of their drafts;
-    longer texts' are captured once they are common. progress gets (done, of so many). What is computed on the way goes
-    to the trash page."""
+def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report: Callable[[str], None]) -> None:
+    """Captures the graphs of all steps behind texts that are not very long, and of their drafts; longer texts' are
+    captured once they are common. What is computed on the way goes to the trash page. progress gets (done, of so many),
+    report a line where memory does not hold all of them."""
     if runner.graphs is None:
         return
-    runner, block = replace(runner, graphs=runner.graphs.at_once()), runner.block_length
-    largest_first = reversed(short_buckets(sequences, block))  # smaller ones use again what memory these have taken
-    todo: list[Callable[[], object]] = [partial(runner.forward_padding, size) for size in largest_first]
-    proposals = GRAPHED[: bisect_left(GRAPHED, sequences) + 1]
-    todo += [partial(_drafting, runner, count, slots) for slots in range(1, block) for count in proposals]
+    graphs, block = runner.graphs.at_once(), runner.block_length
+    *rising, largest = narrow_buckets(graphs.reach, block)
+    # The others use the largest's memory again; where that is all there is, the small ones are the commonest.
+    todo: list[Callable[[], object]] = [partial(runner.capture, size) for size in (largest, *rising)]
+    if runner.adapter is not None and runner.adapter.slot_head is not None:  # else proposals are drafted without one
+        proposals = GRAPHED[: bisect_left(GRAPHED, graphs.reach.sequences) + 1]
+        drafting = replace(runner, graphs=graphs)
+        todo += [partial(_drafting, drafting, count, slots) for slots in range(1, block) for count in proposals]
+    there = 0
     for done, work in enumerate(todo):
-        work()
+        try:
+            work()
+            there += 1
+        except RuntimeError as error:  # no memory, mostly
+            if done:
+                report(f"{there} of {len(todo)} CUDA graphs are there, the others come when they are common: {error}")
+                return
         progress(done + 1, len(todo))
 
 
