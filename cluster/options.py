@@ -14,6 +14,7 @@ from tidar_core.model.sources import cached_as
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
+Running = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Place = Annotated[str, Field(min_length=1)]
 
@@ -26,7 +27,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 class FurtherModel(BaseModel):
     """Another base beside the first, on engines of its own. What is left out (None) is as with the first.
 
-    model, adapter, dtype, kv_dtype, drafts, max_model_len, generation_config: as in `tidar_core.config.EngineConfig`.
+    model, adapter, dtype, kv_dtype, drafts, max_model_len, max_running, cache_tokens, generation_config: as in
+    `tidar_core.config.EngineConfig`.
     replicas: engines, always so many.
     """
 
@@ -38,6 +40,8 @@ class FurtherModel(BaseModel):
     kv_dtype: KVDType | None = None
     drafts: DraftMode | None = None
     max_model_len: Count | None = None
+    max_running: Running | None = None
+    cache_tokens: Count | None = None
     generation_config: GenerationConfig | None = None
     replicas: Annotated[int, Field(ge=1)] | None = None
 
@@ -57,7 +61,7 @@ ONLY_ASLEEP = ("downscale_to_zero_delay_s", "wake_seconds")  # options that say 
 class ServeOptions(BaseModel):
     """The models behind the API; also the `args` of the application builder in a Serve config file.
 
-    model, adapter, dtype, kv_dtype, device, drafts, max_model_len, generation_config: as in
+    model, adapter, dtype, kv_dtype, device, drafts, max_model_len, max_running, cache_tokens, generation_config: as in
     `tidar_core.config.EngineConfig`.
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
@@ -112,6 +116,8 @@ class ServeOptions(BaseModel):
     overlap: bool | None = None
     threads: Count = 0
     max_model_len: Count = 0
+    max_running: Running = EngineConfig().max_running
+    cache_tokens: Count = 0
     generation_config: GenerationConfig = "auto"
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
@@ -222,6 +228,8 @@ class ServeOptions(BaseModel):
             threads=self.threads,
             drafts=self.drafts,
             max_model_len=self.max_model_len,
+            max_running=self.max_running,
+            cache_tokens=self.cache_tokens,
             generation_config=self.generation_config,
             exact=self.exact,
             graphs=self.graphs,

@@ -84,9 +84,15 @@ def up(
     exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers that each engine decodes at once.")] = 64,
+    cache_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens whose K/V each engine holds; 0: what a share of the memory allows.")
+    ] = 0,
     generation_config: Makers = "auto",
     name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    max_ongoing: Annotated[int, typer.Option(min=1, help="Answers under way for each engine, before a 429.")] = 1024,
+    max_ongoing: Annotated[
+        int, typer.Option(min=1, help="Answers under way for each engine, running or not, before a 429.")
+    ] = 1024,
     api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
     metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
     cors_origin: Annotated[
@@ -114,7 +120,8 @@ def up(
             "name": name, "dtype": dtype, "kv_dtype": kv_dtype, "device": device, "drafts": drafts,
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "reasoning": reasoning, "exact": exact, "graphs": graphs, "max_model_len": max_model_len,
-            "generation_config": generation_config, "max_ongoing": max_ongoing,
+            "max_running": max_running, "cache_tokens": cache_tokens, "generation_config": generation_config,
+            "max_ongoing": max_ongoing,
             "api_keys": api_keys, "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)

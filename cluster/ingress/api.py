@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
-from cluster.ingress.auth import KeyGuard, Keys, read_keys
+from cluster.ingress.auth import KeyFile, KeyGuard
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import Outcomes, outcome_of
 from cluster.ingress.plans import Plan, chat_plan, completion_plan, responses_plan
@@ -54,7 +54,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions, page:
     app = FastAPI(title="TiDAR Cluster", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(ApiError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_middleware(KeyGuard, keys=Keys(read_keys(options.api_keys), read_keys(options.metrics_keys)))
+    app.add_middleware(KeyGuard, api=KeyFile(options.api_keys), metrics=KeyFile(options.metrics_keys))
     app.add_middleware(Outcomes, metrics=metrics)
     if options.cors_origins:
         # Around all others: a browser asks first without a key, and shows an error only where it may read it.

@@ -1,8 +1,13 @@
-"""API keys: who may ask. With none set, everybody."""
+"""API keys: who may ask. With none set, everybody. A file of keys that changes is read again, so that a key can be
+taken back while the server runs."""
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -12,7 +17,10 @@ from cluster.errors import ApiError
 from tidar_core.config import ConfigError
 
 METRICS = "/metrics"
+LOOK_SECONDS = 1.0  # between two looks at a file
 OPEN = ("/", "/health")  # the page is an application of its own, and asks for a key when one is wanted
+
+log = logging.getLogger("tidar")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,45 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
     return keys
 
 
+@dataclass(slots=True)
+class KeyFile:
+    """The keys of a file as it is now. Raises ConfigError where it is of no use at first; where it is later, or is
+    being written, the keys that were read last go on counting, with a line in the log."""
+
+    path: str | None
+    clock: Callable[[], float] = time.monotonic
+    _keys: tuple[bytes, ...] = field(init=False)
+    _seen: tuple[int, ...] | None = field(init=False)
+    _looked: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seen, self._looked = _state(self.path), self.clock()
+        self._keys = read_keys(self.path)
+
+    def keys(self) -> tuple[bytes, ...]:
+        """Digests, as `read_keys` gives them."""
+        if self.path is not None and self.clock() - self._looked >= LOOK_SECONDS:
+            self._looked, seen = self.clock(), _state(self.path)
+            if seen != self._seen:
+                self._seen = seen
+                try:
+                    self._keys = read_keys(self.path)
+                except ConfigError as error:
+                    log.warning("%s; the keys that were read before go on counting", error)
+        return self._keys
+
+
+def _state(path: str | None) -> tuple[int, ...] | None:
+    """What differs once a file has changed; None where there is none."""
+    if path is None:
+        return None
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def route_of(scope: Scope) -> str:
     """The path as routes have it: without the prefix that a Serve config may put the application under."""
     root, path = scope.get("root_path", "").rstrip("/"), str(scope["path"])
@@ -64,14 +111,15 @@ def route_of(scope: Scope) -> str:
 class KeyGuard:
     """Answers 401 to a request without a key that is wanted, before anything else looks at it."""
 
-    def __init__(self, app: ASGIApp, keys: Keys):
+    def __init__(self, app: ASGIApp, api: KeyFile, metrics: KeyFile):
         self._app = app
-        self._keys = keys
+        self._api, self._metrics = api, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-            if not self._keys.admit(route_of(scope), given.strip() if scheme.lower() == "bearer" else None):
+            keys = Keys(self._api.keys(), self._metrics.keys())
+            if not keys.admit(route_of(scope), given.strip() if scheme.lower() == "bearer" else None):
                 error = ApiError(
                     401, "This server wants an API key: send it as a bearer token.", code="invalid_api_key"
                 )

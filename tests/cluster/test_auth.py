@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 from cluster.carry.directory import Directory
 from cluster.ingress.api import build_api
-from cluster.ingress.auth import Keys, digest, read_keys, route_of
+from cluster.ingress.auth import LOOK_SECONDS, KeyFile, Keys, digest, read_keys, route_of
 from cluster.options import ServeOptions
 from tests.cluster.test_api import NoReplica
 from tidar_core.config import ConfigError
@@ -72,6 +72,36 @@ def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) ->
         path.write_text(content)
     with pytest.raises(ConfigError, match="key file"):
         read_keys(str(path))
+
+
+def test_a_key_that_is_taken_out_of_its_file_opens_nothing_any_more(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.ingress.auth.LOOK_SECONDS", 0.0)
+
+    def opens(key: str) -> bool:
+        return client.get("/v1/no/such/route", headers=bearer(key)).status_code != 401
+
+    assert opens("first-key")
+    (tmp_path / "new").write_text("second-key\nthird-key\n")
+    (tmp_path / "new").replace(tmp_path / "keys")
+    assert [opens(key) for key in ("first-key", "second-key", "third-key")] == [False, True, True]
+    (tmp_path / "keys").write_text("# none\n")
+    assert [opens(key) for key in ("first-key", "third-key", "")] == [False, True, False]
+    (tmp_path / "keys").unlink()
+    assert [opens(key) for key in ("first-key", "third-key", "")] == [False, True, False]
+    (tmp_path / "keys").write_text("first-key\n")
+    assert [opens(key) for key in ("first-key", "third-key")] == [True, False]
+
+
+def test_a_key_file_is_looked_at_once_a_while(tmp_path: Path) -> None:
+    now = [0.0]
+    (tmp_path / "keys").write_text("a\n")
+    file = KeyFile(str(tmp_path / "keys"), lambda: now[0])
+    (tmp_path / "keys").write_text("other\n")
+    assert file.keys() == (digest("a"),)
+    now[0] += LOOK_SECONDS
+    assert file.keys() == (digest("other"),)
 
 
 def test_an_editors_mark_at_a_files_start_is_no_part_of_a_key(tmp_path: Path) -> None:

@@ -276,11 +276,11 @@ def test_every_name_has_a_deployment_of_its_own() -> None:
 def test_what_is_left_out_is_as_with_the_first() -> None:
     common = {
         "name": "one", "dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300, "exact": False,
-        "replicas": 3, "generation_config": "none",
+        "replicas": 3, "generation_config": "none", "max_running": 128, "cache_tokens": 4096,
     }  # fmt: skip
     own = {
         "dtype": "bfloat16", "kv_dtype": "model", "drafts": "off", "max_model_len": 0, "replicas": 1, "adapter": "none",
-        "generation_config": "auto",
+        "generation_config": "auto", "max_running": 8, "cache_tokens": 0,
     }  # fmt: skip
     options = read_options(
         ServeOptions, {**common, "adapter": "a", "adapters": {"two": "b"}, "models": {"x": OTHER, "y": OTHER | own}}
@@ -295,9 +295,10 @@ def test_what_is_left_out_is_as_with_the_first() -> None:
     first, x, y = (served[name].config for name in ("one", "x", "y"))
     assert replace(x, model=first.model, adapter="a") == first
     assert x.kv_dtype == "float8"
+    assert [(one.max_running, one.cache_tokens) for one in (first, x, y)] == [(128, 4096), (128, 4096), (8, 0)]
     assert (x.generation_config, y.generation_config) == ("none", "auto")
-    stated = {"dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300}
-    assert replace(y, **stated, adapter="default", generation_config="none") == x
+    stated = {"dtype": "float32", "kv_dtype": "float8", "drafts": "full", "max_model_len": 300, "max_running": 128}
+    assert replace(y, **stated, adapter="default", generation_config="none", cache_tokens=4096) == x
     assert [replica_count(options, one)["num_replicas"] for one in served.values()] == [3, 3, 3, 1]
     assert options.most_engines == 10
 

@@ -69,6 +69,12 @@ def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tok
     assert len(answer.tokens) == tokens - 3
 
 
+def test_more_tokens_than_memory_holds_are_refused_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    with pytest.raises(ConfigError, match=r"values of 65536 tokens want .* GiB are free .* lower cache_tokens"):
+        tiny_engine(tmp_path, cache_tokens=65536)
+
+
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ConfigError, match="no memory is left for keys and values"):

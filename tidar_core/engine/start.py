@@ -262,16 +262,24 @@ def _cache_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
 ) -> int:
     """Pages to hold, at least one; no more than all sequences at their longest could use. Raises ConfigError where
-    there is no memory for one."""
+    there is no memory for one, or for those that are asked for."""
     most = -(-positions // config.page_size) * config.max_running
-    if config.cache_tokens:
-        return max(1, min(most, config.cache_tokens // config.page_size))
     head_bytes = model.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FLOAT8 else 0)
     page_bytes = 2 * model.layers * model.kv_heads * config.page_size * head_bytes
     if device.type == "cuda":
-        room = GPU_CACHE_SHARE * torch.cuda.mem_get_info(device)[0]
+        free = torch.cuda.mem_get_info(device)[0]
+        room = GPU_CACHE_SHARE * free
     else:
-        room = min(CPU_CACHE_SHARE * psutil.virtual_memory().available, CPU_CACHE_MOST)
+        free = psutil.virtual_memory().available
+        room = min(CPU_CACHE_SHARE * free, CPU_CACHE_MOST)
+    if config.cache_tokens:
+        pages = max(1, min(most, config.cache_tokens // config.page_size))
+        if pages * page_bytes > free:
+            raise ConfigError(
+                f"keys and values of {pages * config.page_size} tokens want {pages * page_bytes / GIB:.1f} GiB, and "
+                f"{free / GIB:.1f} GiB are free on {device.type}: lower cache_tokens"
+            )
+        return pages
     if room < page_bytes:
         raise ConfigError(
             f"no memory is left for keys and values beside the weights of {model.architecture}: free some on "
