@@ -26,7 +26,7 @@ from opentelemetry.trace import Tracer
 
 from cluster.carry.attempts import Attempt, Start, ended_badly
 from cluster.carry.channels import Call, Channels, Lost, Turn
-from cluster.errors import ApiError
+from cluster.errors import ApiError, not_ready
 from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.observe.tracing import AttemptSpan
@@ -330,6 +330,8 @@ class Carrier:
         """Raises ApiError where there shall be no further attempt."""
         assert story.lost_at is not None
         patience, lost_ones = self._patience, len(set(story.losses))
+        if story.replica is None and not self._replicas.replicas and not patience.wake:
+            raise not_ready() from lost  # as whoever comes now is told: all went as this one came, at a stop perhaps
         give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
         stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
         if lost_ones >= patience.losses:

@@ -195,6 +195,20 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     assert [way.marks for way in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
 
 
+def test_a_request_that_nobody_had_when_the_last_replica_went_is_told_so_at_once() -> None:
+    """As whoever comes then; one that a replica had waits for the next."""
+    patience, nobody = Patience(silence=0.1, give_up=60), [Act(end="never accepts"), Act()]
+    cast = Cast(nobody, replicas=())
+    with pytest.raises(ApiError) as caught:
+        carry(cast, patience)
+    assert (caught.value.status, caught.value.code, len(cast.calls)) == (503, "not_ready", 1)
+    begun = Cast([Act(3), *nobody], replicas=())
+    asleep = Cast(nobody, replicas=())
+    for waits, patient in ((begun, patience), (asleep, replace(patience, wake=60))):
+        outputs, _ = carry(waits, patient)
+        assert [token for output in outputs for token in output.tokens] == undisturbed()
+
+
 def test_a_stream_waits_for_a_replica_that_fits_for_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `carry_seconds` of ten minutes that is more than a thousand looks."""
     monkeypatch.setattr(handover, "LONGEST_PAUSE_SECONDS", 0)
