@@ -22,10 +22,16 @@ processors, most = map(int, sys.argv[1:])
 multiprocessing.cpu_count = lambda: processors
 ray_cluster.OWN_RAY["num_cpus"] = processors
 
+def is_idle(process):
+    try:
+        return "IDLE" in process.name()
+    except psutil.NoSuchProcess:  # it ended since it was listed
+        return False
+
 def waiting(enough):
     end = time.monotonic() + 60
     while True:
-        seen = sum("IDLE" in process.name() for process in psutil.Process().children(recursive=True))
+        seen = sum(is_idle(process) for process in psutil.Process().children(recursive=True))
         if enough(seen) or time.monotonic() > end:
             return seen
         time.sleep(0.1)
