@@ -14,7 +14,7 @@ from tidar_core.model.sources import cached_as
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, Field(ge=0)]
-Running = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Place = Annotated[str, Field(min_length=1)]
 
@@ -40,10 +40,10 @@ class FurtherModel(BaseModel):
     kv_dtype: KVDType | None = None
     drafts: DraftMode | None = None
     max_model_len: Count | None = None
-    max_running: Running | None = None
+    max_running: Positive | None = None
     cache_tokens: Count | None = None
     generation_config: GenerationConfig | None = None
-    replicas: Annotated[int, Field(ge=1)] | None = None
+    replicas: Positive | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ServeOptions(BaseModel):
     drafts: DraftMode = "auto"
     replicas: int = 1
     min_replicas: Count = 1
-    max_replicas: Annotated[int, Field(ge=1)] | None = None
+    max_replicas: Positive | None = None
     target_ongoing_requests: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     upscale_delay_s: Seconds = 3.0
     downscale_delay_s: Seconds = 300.0
@@ -116,12 +116,12 @@ class ServeOptions(BaseModel):
     overlap: bool | None = None
     threads: Count = 0
     max_model_len: Count = 0
-    max_running: Running = EngineConfig().max_running
+    max_running: Positive = EngineConfig().max_running
     cache_tokens: Count = 0
     generation_config: GenerationConfig = "auto"
-    max_ongoing: Annotated[int, Field(ge=1)] = 1024
+    max_ongoing: Positive = 1024
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
-    ingresses: Annotated[int, Field(ge=1)] = 1
+    ingresses: Positive = 1
     chunk_rate: Count = 0
     stall_seconds: Annotated[float, Field(ge=0.5, allow_inf_nan=False)] = 1.5
     carry_seconds: Seconds = 60.0

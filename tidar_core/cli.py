@@ -84,7 +84,9 @@ def up(
     exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
     graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
     max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
-    max_running: Annotated[int, typer.Option(min=1, help="Answers that each engine decodes at once.")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers that each engine decodes at once.")] = (
+        EngineConfig().max_running
+    ),
     cache_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose K/V each engine holds; 0: what a share of the memory allows.")
     ] = 0,

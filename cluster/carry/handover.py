@@ -57,8 +57,8 @@ class Replicas(Protocol):
 class Patience:
     """silence: a replica that says nothing for so many seconds hangs, if others are there. give_up: a stream may be
     without a replica, or at one that is the only one and says nothing, for so many, or where none has had it yet for
-    `wake`, if that is longer. losses: it may lose so many replicas without a new token, lest a request that breaks
-    engines goes round."""
+    `wake`, if that is longer; what none has had is not kept once none is there, unless the model may sleep. losses: it
+    may lose so many replicas without a new token, lest a request that breaks engines goes round."""
 
     silence: float
     give_up: float

@@ -14,6 +14,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,14 +60,13 @@ def bucket(size: BatchSize, reach: Reach) -> BatchSize | None:
 
 def narrow_buckets(reach: Reach, block_length: int) -> list[BatchSize]:
     """The buckets of all steps whose texts the narrowest page table holds, from few verify rows to many."""
-    found, fewer = [], 0
+    found = []
     decoding = block_length * reach.sequences  # rows of a step that reads no prompt
-    for verify in VERIFY_ROWS:
-        beside_prompt = decoding - block_length + 1
+    beside_prompt = decoding - block_length + 1
+    for fewer, verify in pairwise((0, *VERIFY_ROWS)):
         proposals = min(verify, decoding if fewer < decoding else beside_prompt)  # one for each draft row at most
         masks = MASK_ROWS[: bisect_left(MASK_ROWS, block_length * proposals) + 1]
         found += [bucket(BatchSize(verify, mask, 1, 1), reach) for mask in masks]
-        fewer = verify
     return [size for size in found if size is not None]
 
 
@@ -114,7 +114,7 @@ class Graphs:
 
     def prepare(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> None:
         """Captures what `run` is given later. Raises RuntimeError where that cannot be, torch.OutOfMemoryError where
-        there is no memory for it; nothing is tried then."""
+        there is no memory for it; the key is as new then."""
         if key not in self._captured:
             self._captured[key] = self._recorded(device, work, inputs)
 

@@ -247,7 +247,8 @@ def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report:
             there += 1
         except RuntimeError as error:  # no memory, mostly
             if done:
-                report(f"{there} of {len(todo)} CUDA graphs are there, the others come when they are common: {error}")
+                why = str(error).partition("\n")[0]
+                report(f"{there} of {len(todo)} CUDA graphs are there, the others come when they are common: {why}")
                 return
         progress(done + 1, len(todo))
 
