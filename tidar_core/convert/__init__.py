@@ -18,7 +18,7 @@ needed.
     blocks.py         anchors at random, mask blocks behind them, whole or of several sizes
     forward.py        the two passes of a step: clean rows once without gradient, mask rows behind them
     attention.py      what they see, in plain torch; on a GPU flex.py, and fused.py for the mask rows, which on a CPU
-                      have cpu_masks.py
+                      have cpu_blocks.py
     ops.py            the decoder's operations with gradients written out
     losses.py         KL and total variation, slot weights; loss and gradient a few rows at a time
     vocabulary.py     the part of the vocabulary that a step's loss is computed over

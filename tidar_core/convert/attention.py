@@ -2,10 +2,11 @@
 
 It sees what the engine's paged attention sees, laid out for training: the clean rows' keys and values are computed
 once a step, without gradient, and serve every block behind them. In layers with a window a row sees of the clean rows
-those in the window that ends with its own position, and all slots of its block. On a CPU the mask rows of one document
-are taken in chunks of neighbouring blocks, each as one matrix product over the clean keys that any of them sees; what
-stands between the products our own kernels do in fp32 (`cpu_masks.py`). On a GPU all mask rows are one call of a kernel
-of ours (`fused.py`), or of FlexAttention where that cannot be (`flex.py`).
+those in the window that ends with its own position, and all slots of its block.
+
+Here it is plain torch: the mask rows of one document are taken in chunks of neighbouring blocks, each as one matrix
+product over the clean keys that any of them sees. On a CPU kernels of our own do it in fp32 (`cpu_blocks.py`). On a GPU
+all mask rows are one call of a kernel of ours (`fused.py`), or of FlexAttention where that cannot be (`flex.py`).
 """
 
 from collections.abc import Callable, Iterator
@@ -98,7 +99,7 @@ def mask_attention(
 ) -> Attention:
     """Attention of mask rows in plain torch with a gradient of its own; any device, made for a CPU."""
     geometry = _Geometry(config.heads, config.kv_heads, config.head_dim, blocks.block, within_block == "causal")
-    chunks, places = tuple(chunks_of(pack, blocks)), led_places(pack)
+    chunks, places = tuple(_chunks_of(pack, blocks)), _led_places(pack)
     windows = layer_windows(config)
     windowed = tuple(_windowed(chunk, blocks, geometry.groups, config.window or 0) for chunk in chunks if windows)
     here = rotary.at(blocks.positions)
@@ -107,7 +108,7 @@ def mask_attention(
         norms = layer_qk_norm(weights.layers[layer], config.norm_eps)
         if norms is not None:
             qkv = norm_heads(qkv, config, norms)
-        keys, values = led(clean.keys[layer], places), led(clean.values[layer], places)
+        keys, values = _led(clean.keys[layer], places), _led(clean.values[layer], places)
         turning = here.of(layer)
         mine = windowed if windows and windows[layer] else chunks
         return _MaskAttention.apply(qkv, turning.cos[:, None], turning.sin[:, None], keys, values, mine, geometry)
@@ -135,7 +136,7 @@ class _Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class _Chunk:
     """Blocks first … last - 1 of one document, which see at most its first `longest` rows; `hidden`, bool
     [blocks, 1 or slots * groups, longest], has those that a block, or one of its slots, does not see. start: where its
     keys begin among the led ones."""
@@ -147,7 +148,7 @@ class Chunk:
     hidden: Tensor
 
 
-def chunks_of(pack: Pack, blocks: Blocks) -> Iterator[Chunk]:
+def _chunks_of(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
     if blocks.block > LEAD:
         raise ValueError(f"blocks of {blocks.block} slots, where {LEAD} have room")
     device = blocks.positions.device
@@ -161,24 +162,24 @@ def chunks_of(pack: Pack, blocks: Blocks) -> Iterator[Chunk]:
         longest = int(ends.max())
         hidden = torch.arange(longest) >= ends[:, None]
         start = pack.spans[document][0] + (int(document) + 1) * LEAD
-        yield Chunk(first, last, start, longest, hidden[:, None].to(device))
+        yield _Chunk(first, last, start, longest, hidden[:, None].to(device))
         first = last
 
 
-def _windowed(chunk: Chunk, blocks: Blocks, groups: int, window: int) -> Chunk:
+def _windowed(chunk: _Chunk, blocks: Blocks, groups: int, window: int) -> _Chunk:
     """The same blocks where a slot sees no further back than `window` from its own position."""
     positions = blocks.positions[chunk.first * blocks.block : chunk.last * blocks.block].view(-1, blocks.block, 1)
     outside = torch.arange(chunk.longest, device=positions.device) <= positions - window
     return replace(chunk, hidden=chunk.hidden | outside.repeat_interleave(groups, 1))
 
 
-def led_places(pack: Pack) -> Tensor:
+def _led_places(pack: Pack) -> Tensor:
     """Where each row goes when every document is led by `LEAD` more."""
     shifts = torch.arange(1, len(pack.spans) + 1).repeat_interleave(torch.tensor([span[1] for span in pack.spans]))
     return (torch.arange(len(shifts)) + shifts * LEAD).to(pack.tokens.device)
 
 
-def led(rows: Tensor, places: Tensor) -> Tensor:
+def _led(rows: Tensor, places: Tensor) -> Tensor:
     """rows [kv_heads, rows, head_dim] with zeros in the lead of every document, so that a product over some of them
     leaves columns for the slots of the own block beside the document's."""
     return rows.new_zeros(rows.shape[0], int(places[-1]) + 1, rows.shape[2]).index_copy_(1, places, rows)
@@ -194,7 +195,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def seen_keys(start: int, longest: int, block: int) -> slice:
+def _seen_keys(start: int, longest: int, block: int) -> slice:
     """The led keys of a chunk: one empty column for each slot, then the document's."""
     return slice(start - block, start + longest)
 
@@ -214,7 +215,7 @@ class _MaskAttention(torch.autograd.Function):
         sin: Tensor,
         clean_k: Tensor,
         clean_v: Tensor,
-        chunks: tuple[Chunk, ...],
+        chunks: tuple[_Chunk, ...],
         geometry: _Geometry,
     ) -> Tensor:
         rows, dtype = qkv.shape[0], qkv.dtype
@@ -232,7 +233,7 @@ class _MaskAttention(torch.autograd.Function):
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
             slots = slice(chunk.first * block, chunk.last * block)
-            seen = seen_keys(chunk.start, chunk.longest, block)
+            seen = _seen_keys(chunk.start, chunk.longest, block)
             blocked, keys = (kv_heads, count, block * groups), (kv_heads, count, block, size)
             scores = (wide_q[:, mine] @ wide_clean[:, seen].transpose(1, 2)).view(*blocked, -1)
             scores[..., block:].masked_fill_(chunk.hidden, -torch.inf)
@@ -262,7 +263,7 @@ class _MaskAttention(torch.autograd.Function):
             count = chunk.last - chunk.first
             mine = slice(chunk.first * block * groups, chunk.last * block * groups)
             slots = slice(chunk.first * block, chunk.last * block)
-            seen = seen_keys(chunk.start, chunk.longest, block)
+            seen = _seen_keys(chunk.start, chunk.longest, block)
             blocked, keys = (kv_heads, count, block * groups, size), (kv_heads, count, block, size)
             d_mixed = d_out[:, mine].view(blocked)
             d_share = (d_out[:, mine] @ clean_v[:, seen].transpose(1, 2)).view(share.shape)

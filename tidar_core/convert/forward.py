@@ -10,11 +10,12 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV, clean_attention, mask_attention
 from tidar_core.convert.blocks import Blocks, Pack
-from tidar_core.convert.cpu_masks import cpu_mask_attention
+from tidar_core.convert.cpu_blocks import cpu_clean_attention, cpu_mask_attention
 from tidar_core.convert.flex import flex_clean_attention, flex_runs
 from tidar_core.convert.ops import PLAIN_ROWS, training_ops
+from tidar_core.kernels.cpu_blocks import block_ops, supports_blocks
 from tidar_core.kernels.cpu_build import CompileError, compiled_library
-from tidar_core.kernels.cpu_training import RowOps, mask_ops, row_ops, supports_masks, supports_rows
+from tidar_core.kernels.cpu_training import RowOps, row_ops, supports_rows
 from tidar_core.kernels.ops import Ops, Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
 from tidar_core.model.decoder import run_layers
@@ -80,16 +81,19 @@ def frozen_base(
 def cpu_ways(config: ModelConfig, dtype: torch.dtype, report: Callable[[str], None]) -> tuple[Attends, RowOps]:
     """How rows attend and what else is done row by row: by our own kernels where they fit the model and can be
     compiled, else in plain torch."""
-    masks_fit, rows_fit = supports_masks(config, dtype), supports_rows(config, dtype)
-    if not (masks_fit or rows_fit):
+    blocks_fit, rows_fit = supports_blocks(config, dtype), supports_rows(config, dtype)
+    if not (blocks_fit or rows_fit):
         return PLAIN, PLAIN_ROWS
     try:
         library = compiled_library()
     except CompileError as error:
         report(f"training without compiled kernels, which is slower: {error}")
         return PLAIN, PLAIN_ROWS
-    masks = partial(cpu_mask_attention, mask_ops(library)) if masks_fit else PLAIN.masks
-    return Attends(PLAIN.clean, masks), row_ops(library, dtype) if rows_fit else PLAIN_ROWS
+    attends = PLAIN
+    if blocks_fit:
+        ops = block_ops(library)
+        attends = Attends(partial(cpu_clean_attention, ops), partial(cpu_mask_attention, ops))
+    return attends, row_ops(library, dtype) if rows_fit else PLAIN_ROWS
 
 
 def gpu_attends() -> Attends:

@@ -2,7 +2,7 @@
 
 Only the adapter learns, so the base's weights get no gradient, and what autograd would keep or compute for them is
 left out. `rotate_and_store` and `attend` are absent: the trainer has its own attention (`attention.py`, `flex.py`,
-`fused.py`, `cpu_masks.py`), without pages.
+`fused.py`, `cpu_blocks.py`), without pages.
 """
 
 from collections.abc import Callable

@@ -7,9 +7,11 @@ anywhere and is the oracle of every faster one. `cpu.py` binds `cpu_kernels.cpp`
 is in bf16 does so (`cpu_tiles.cpp`, `cpu_attention_tiles.cpp`; for few queries `cpu_attention_few.cpp`). `cpu_pass.py`
 binds `cpu_pass.cpp`, all layers as one call, `cpu_experts.py` `cpu_experts.cpp`, the experts of one layer,
 `cpu_pick.py` binds `cpu_pick.cpp`, the tokens of all rows as one, and `cpu_slots.py` binds `cpu_slots.cpp`, the drafts
-of whole proposals as one. For training alone `cpu_training.py` binds `cpu_training.cpp`, gradients and mask rows'
-attention. They are written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512, two with AVX2, four
-elsewhere. `rules.py` makes token rules numbers, for all that pick.
+of whole proposals as one. For training alone `cpu_training.py` binds `cpu_training.cpp`, gradients of the row-wise
+operations, and `cpu_blocks.py` `cpu_blocks.cpp`, attention and its gradient. They are written in `cpu_lanes.cpp`:
+sixteen lanes at once, one register with AVX-512, two with AVX2, four elsewhere. `rules.py` makes token rules numbers,
+for all that pick.
+
 The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention over
 a list of work that the device makes itself, row-wise operations, and products with one tile of outputs and one order of
 sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the products done

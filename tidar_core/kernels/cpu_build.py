@@ -39,6 +39,7 @@ SOURCES = (
     "cpu_pick.cpp",
     "cpu_slots.cpp",
     "cpu_training.cpp",
+    "cpu_blocks.cpp",
 )  # one unit: they share names
 FLAGS = (
     "-O3",
