@@ -47,6 +47,7 @@ KVDType = Literal["model", "float8"]
 GenerationConfig = Literal["auto", "none"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+KNOWN_ROWS = 512
 
 
 class ConfigError(ValueError):
@@ -171,7 +172,8 @@ class EngineConfig:
     drafts: how much is drafted where a request does not say, for whoever makes requests.
     max_model_len: positions a sequence may use; 0 for the model's own limit.
     cache_tokens: K/V positions to hold; 0 for what a share of the memory allows. page_size: those of a page.
-    max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most.
+    max_running: sequences decoded at once. step_rows: rows of known tokens computed in one step at most;
+        0 for as many as leave prompts room beside that many sequences.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
     overlap: plan the next step while one runs; None where there is a GPU that runs it.
@@ -190,10 +192,16 @@ class EngineConfig:
     cache_tokens: int = 0
     page_size: int = 16
     max_running: int = 64
-    step_rows: int = 512
+    step_rows: int = 0
     exact: bool = True
     graphs: bool = True
     overlap: bool | None = None
     overlap_launches: bool = True
     kv_dtype: KVDType = "model"
     generation_config: GenerationConfig = "auto"
+
+    @property
+    def known_rows(self) -> int:
+        """Rows of known tokens in a step, at most. Each sequence that decodes has one of them; where these were all,
+        no prompt would ever be read beside them."""
+        return self.step_rows or max(KNOWN_ROWS, 2 * self.max_running)

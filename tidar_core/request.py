@@ -116,6 +116,8 @@ class SamplingParams:
             raise RequestError("draft_trust must lie between 0 and 1", "tidar.draft_trust")
         if self.draft_trust < 1.0 and self.drafts == "off":
             raise RequestError("draft_trust below 1 needs drafts: leave one of both out", "tidar.draft_trust")
+        if self.draft_trust < 1.0 and self.block == 1:
+            raise RequestError("draft_trust below 1 needs drafts, and blocks of 1 have none", "tidar.block")
         if self.block is not None and self.block < 1:
             raise RequestError("block must be at least 1", "tidar.block")
         if any(not text for text in self.stop):

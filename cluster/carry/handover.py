@@ -79,7 +79,7 @@ class Story:
     `heard_at`. kind: of the engine that said the first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
-    `losing_since`; refused: those that said no;
+    `losing_since`; refused: those that said no, and what the last of them said;
     tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
     prefixes.
     """
@@ -97,6 +97,7 @@ class Story:
     losses: list[str] = field(default_factory=list)
     losing_since: float = 0.0
     refused: set[str] = field(default_factory=set)
+    objection: str = ""
     tries: int = 0
     lost_at: float | None = None
     cause: str = ""
@@ -277,6 +278,7 @@ class Carrier:
         """Keep clear of who lost an attempt, or would not have it."""
         if lost.refused is not None:
             story.refused.add(lost.refused)
+            story.objection = f", and the last one said: {lost.cause}"
         if lost.replica is not None:
             self._replicas.silence(lost.replica)
 
@@ -341,7 +343,7 @@ class Carrier:
         elif lost.waited > patience.give_up:
             why = f"the only engine replica gave no sign of life for {lost.waited:.0f} s"
         elif now - story.lost_at > give_up:
-            why = f"no engine replica took this request on within {give_up:g} s"
+            why = f"no engine replica took this request on within {give_up:g} s{story.objection}"
         else:
             return
         log.error("request %s is given up: %s (%s)", story.request.request_id, why, lost.cause)

@@ -125,7 +125,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             requests_for(head.id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
             bool(body.tidar.trace),
             plan.echoes,
-            tells_prompt=body.prompt_logprobs is not None,
+            of_prompt=body.prompt_logprobs,
             tells_end=not chat,
             tells_ids=bool(body.return_token_ids),
             tools=plan.tools,

@@ -114,9 +114,10 @@ def echoes_of(body: CompletionBody, prompts: Prompts, backend: Tokenizer) -> lis
         given if isinstance(given, str) else decode(backend, prompt)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
-    logprobs = body.logprobs is not None
     pairs = zip(texts, prompts, strict=True)
-    return [Echo(text, prompt[0], logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)]
+    return [
+        Echo(text, prompt[0], body.logprobs, body.reads_alone) for text, prompt in pairs for _ in range(body.n or 1)
+    ]
 
 
 def check(body: Body) -> None:

@@ -1,5 +1,6 @@
 """How well drafts did: counts over the decode steps of one answer, under vLLM's names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,16 +59,20 @@ class Acceptance:
         return metrics
 
 
-def answer_metrics(choices: list[Acceptance], seed: int, per_step: bool, draft_trust: float = 1.0) -> dict[str, Any]:
+def answer_metrics(
+    choices: list[Acceptance], seeds: Sequence[int], per_step: bool, draft_trust: float = 1.0
+) -> dict[str, Any]:
     """The `metrics` object of a response: vLLM's figures for a single choice (null for several), and ours for all.
 
     tokens_per_step is emitted / decode steps, the token of the prefill left out; null where there was no decode step.
-    draft_trust is told where drafts had a say in the text.
+    seeds: of each choice; one that makes them all anew is told as `seed`, others as `seeds` (several prompts for which
+    no seed was asked have one each). draft_trust is told where drafts had a say in the text.
     """
     steps = sum(choice.decode_steps for choice in choices)
     tokens = sum(choice.decode_tokens for choice in choices)
     own: dict[str, Any] = {
-        "decode_steps": steps, "tokens_per_step": tokens / steps if steps else None, "seed": seed,
+        "decode_steps": steps, "tokens_per_step": tokens / steps if steps else None,
+        **({"seed": seeds[0]} if len(set(seeds)) == 1 else {"seeds": list(seeds)}),
     }  # fmt: skip
     if draft_trust < 1.0:
         own["draft_trust"] = draft_trust

@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.card import ModelCard
 from cluster.wire.acceptance import Acceptance, answer_metrics
+from cluster.wire.logprobs import with_likeliest
 from cluster.wire.spelling import Spelling
 from cluster.wire.thoughts import Thinking, Thought, ThoughtParser
 from cluster.wire.tool_calls import CallDelta, ToolParser
@@ -47,11 +48,12 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt that is repeated in front of its answer: its text and its first token, of which no log-probability
-    can be told. logprobs: whether those of the others are. alone: no answer is told behind it."""
+    can be told. logprobs: of how many of the likeliest tokens those of the others are told beside their own, None where
+    none are. alone: no answer is told behind it."""
 
     text: str
     first: int
-    logprobs: bool
+    logprobs: int | None
     alone: bool
 
 
@@ -100,8 +102,8 @@ class Choice:
         entries = output.logprobs if self.tells_end else output.logprobs[: len(shown)]
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         if self.echo is not None:
-            if self.echo.logprobs:
-                entries = (*output.prompt_logprobs, *entries)
+            if self.echo.logprobs is not None:
+                entries = (*with_likeliest(output.prompt_logprobs, self.echo.logprobs), *entries)
             text, self.echo = self.echo.text + text, None
         told = runs(self._told(text))
         thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
@@ -127,15 +129,15 @@ class Answer:
     """All choices of one HTTP request, under one set of sampling parameters a prompt.
 
     tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
-    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. tells_ids: vLLM's
-    `return_token_ids`.
+    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. of_prompt: of how many of the
+    likeliest tokens vLLM's `prompt_logprobs` tells, None where none were asked for. tells_ids: its `return_token_ids`.
     """
 
     card: ModelCard
     requests: Sequence[Request]
     trace: bool
     echoes: Sequence[Echo] = ()
-    tells_prompt: bool = False
+    of_prompt: int | None = None
     tells_end: bool = False
     tells_ids: bool = False
     tools: Toolbox | None = None
@@ -164,7 +166,8 @@ class Answer:
         """The `metrics` object of the response; per step too where the answer is traced."""
         params = self.requests[0].params
         counts = [choice.acceptance for choice in self.choices]
-        return answer_metrics(counts, params.seed, self.trace, params.draft_trust)
+        seeds = [request.params.seed for request in self.requests]
+        return answer_metrics(counts, seeds, self.trace, params.draft_trust)
 
     def account(self) -> dict[str, int | list[str]]:
         """What came of it so far, as attributes of a span, under OpenTelemetry's names for generative AI."""

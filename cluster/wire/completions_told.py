@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, server_error
 from cluster.wire.answer import Answer, Choice, Piece
 from cluster.wire.encoding import Json, as_json
-from cluster.wire.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from cluster.wire.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, with_likeliest
 from cluster.wire.tool_calls import CallDelta
 from tidar_core.request import Finish, FinishReason, TokenLogprobs
 from tidar_core.text import token_bytes, token_text
@@ -84,7 +84,8 @@ def streamed_logprobs(head: Head, answer: Answer, piece: Piece, offsets: dict[in
 
 def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
     """vLLM's `prompt_logprobs`."""
-    return prompt_logprobs(choice.prompt_logprobs, partial(token_text, answer.card.tokenizer))
+    entries = with_likeliest(choice.prompt_logprobs, answer.of_prompt or 0)
+    return prompt_logprobs(entries, partial(token_text, answer.card.tokenizer))
 
 
 def prompt_ids(head: Head, answer: Answer, choice: int) -> tuple[int, ...]:
@@ -145,13 +146,13 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
             **({"message": one.message()} if head.chat else {"text": one.text}),
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
-        if answer.tells_prompt and not head.chat:
+        if answer.of_prompt is not None and not head.chat:
             told["prompt_logprobs"] = told_of_prompt(answer, choice)
         if answer.tells_ids:
             told["token_ids"] = one.tokens
             (extra if head.chat else told)["prompt_token_ids"] = prompt_ids(head, answer, choice.number)
         made.append(told)
-    if answer.tells_prompt and head.chat:
+    if answer.of_prompt is not None and head.chat:
         extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
     return as_json(told_object(head, "chat.completion", made, extra))
 

@@ -1,6 +1,7 @@
 """Log-probabilities on the wire, in the forms of OpenAI's two endpoints."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -54,6 +55,11 @@ def completion_logprobs(
         "tokens": [name(token) for token in tokens],
         "top_logprobs": [*untold, *top],
     }
+
+
+def with_likeliest(entries: Sequence[TokenLogprobs], count: int) -> list[TokenLogprobs]:
+    """The entries with at most so many of the likeliest tokens: more were asked for elsewhere."""
+    return [replace(entry, top=entry.top[:count]) for entry in entries]
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs], spell: Spell) -> list[dict[str, Any] | None]:

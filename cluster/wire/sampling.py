@@ -52,7 +52,8 @@ def sampling_params(
     wanted = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
-    if isinstance(body, CompletionBody) and body.reads_alone:
+    alone = isinstance(body, CompletionBody) and body.reads_alone
+    if alone:
         wanted = 1  # which a step says anyway, and nobody is told
     if wanted is not None and wanted < 1:
         raise bad_request(f"{name} must be at least 1", name)
@@ -78,11 +79,11 @@ def sampling_params(
             logit_bias=bias,
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.wanted_of_prompt,
-            min_tokens=body.min_tokens or 0,
+            min_tokens=0 if alone else body.min_tokens or 0,
             stop=tuple(body.stop or ()),
             stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
-            grammar=grammar,
+            grammar=None if alone else grammar,
             drafts=drafts,
             draft_trust=trust,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),

@@ -262,7 +262,8 @@ class CompletionBody(Body):
 
     @property
     def wanted_of_prompt(self) -> int | None:
-        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        echoed = self.logprobs if self.echo else None
+        return max((wanted for wanted in (echoed, self.prompt_logprobs) if wanted is not None), default=None)
 
 
 class ChatBody(Templated, Body):

@@ -41,7 +41,7 @@ def test_figures_of_a_small_answer() -> None:
         "per_step_accepted": [3, 0, 1],
         "per_step_drafted": [3, 3, 2],
     }
-    assert answer_metrics([acceptance], seed=9, per_step=False)["tidar"] == {
+    assert answer_metrics([acceptance], [9], per_step=False)["tidar"] == {
         "decode_steps": 4,
         "tokens_per_step": (4 + 1 + 1 + 2) / 4,
         "seed": 9,
@@ -51,7 +51,7 @@ def test_figures_of_a_small_answer() -> None:
 def test_an_answer_without_drafts() -> None:
     acceptance = Acceptance(max_drafts=0)
     acceptance.add(step(0, 0, 0))
-    metrics = answer_metrics([acceptance], seed=1, per_step=True)
+    metrics = answer_metrics([acceptance], [1], per_step=True)
     assert metrics["tidar"] == {"decode_steps": 0, "tokens_per_step": None, "seed": 1}
     assert metrics["speculative_decoding"]["mean_acceptance_length"] == 1.0
     assert metrics["speculative_decoding"]["draft_acceptance_rate"] == 0.0
@@ -62,9 +62,12 @@ def test_several_choices_have_no_single_acceptance() -> None:
     choices = [Acceptance(3), Acceptance(3)]
     choices[0].add(step(1, 3, 1))
     choices[1].add(step(1, 0, 0))
-    metrics = answer_metrics(choices, seed=1, per_step=False)
+    metrics = answer_metrics(choices, [1] * len(choices), per_step=False)
     assert metrics["speculative_decoding"] is None
-    assert metrics["tidar"]["tokens_per_step"] == 1.5
+    assert (metrics["tidar"]["tokens_per_step"], metrics["tidar"]["seed"]) == (1.5, 1)
+    several = answer_metrics(choices, range(len(choices)), per_step=False)["tidar"]
+    assert "seed" not in several
+    assert several["seeds"] == list(range(len(choices)))
 
 
 @given(st.lists(st.integers(0, 5).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))))

@@ -282,6 +282,12 @@ def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     assert isinstance(event, Refusal)
 
 
+def test_who_waits_in_vain_hears_why_it_was_refused() -> None:
+    fits_nobody = [Act(2), Act(end="refuses"), *[Act(end="fits nobody")] * 40]
+    with pytest.raises(ApiError, match=r"within 0\.2 s, and the last one said: refused: "):
+        carry(Cast(fits_nobody), Patience(silence=0.1, give_up=0.2))
+
+
 def test_a_full_server_says_so_at_once() -> None:
     class Full(Cast):
         def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:

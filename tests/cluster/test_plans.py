@@ -35,7 +35,7 @@ def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
     assert [params.seed for params in plan.params] == [first] * 3 + [second] * 3
     assert second == (first + 1) % 2**plans.SEED_BITS
     assert all(params.logit_bias is plan.params[0].logit_bias for params in plan.params), "made once for all"
-    echoes = [Echo(decode(BACKEND, prompt), prompt[0], False, False) for prompt in ((300, 301), (302,))]
+    echoes = [Echo(decode(BACKEND, prompt), prompt[0], None, False) for prompt in ((300, 301), (302,))]
     assert plan.echoes == [echoes[0]] * 3 + [echoes[1]] * 3
     assert completion(prompt="a", seed=4).params[0].seed == 4
 

@@ -266,7 +266,8 @@ def test_echo_is_for_completions() -> None:
     assert chat(echo=False).wanted_of_prompt is None
     assert completion(echo=True).wanted_of_prompt is None
     assert completion(echo=True, logprobs=2).wanted_of_prompt == 2
-    assert completion(echo=True, logprobs=2, prompt_logprobs=1).wanted_of_prompt == 1
+    assert completion(echo=True, logprobs=2, prompt_logprobs=1).wanted_of_prompt == 2
+    assert completion(logprobs=2, prompt_logprobs=1).wanted_of_prompt == 1
 
 
 def test_zero_logprobs_is_a_wish_for_logprobs(card: ModelCard) -> None:

@@ -135,6 +135,36 @@ def test_prompt_log_probabilities_in_vllms_form(http: httpx.Client) -> None:
         assert (refused.status_code, "prompt_logprobs" in refused.text) == (400, True)
 
 
+@pytest.mark.parametrize(("logprobs", "of_prompt"), [(5, 0), (1, 4)])
+def test_an_echoed_prompt_has_as_many_of_the_likeliest_as_its_answer(
+    http: httpx.Client, logprobs: int, of_prompt: int
+) -> None:
+    body = {"prompt": "In the", "max_tokens": 2, "echo": True, "logprobs": logprobs, "prompt_logprobs": of_prompt}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    nothing, *told = choice["logprobs"]["top_logprobs"]
+    assert nothing is None
+    assert all(logprobs <= len(one) <= logprobs + 1 for one in told)
+    assert all(of_prompt <= len(one) <= of_prompt + 1 for one in choice["prompt_logprobs"][1:])
+
+
+def test_scoring_asks_nothing_of_the_answer(http: httpx.Client) -> None:
+    """With max_tokens 0 there is none that a least length or a form could hold for."""
+    body = {"prompt": "In the", "max_tokens": 0, "echo": True, "logprobs": 0}
+    plain = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    held = body | {"min_tokens": 2, "structured_outputs": {"regex": "[0-9]+"}}
+    assert http.post("/v1/completions", json=held).json()["choices"][0]["logprobs"] == plain
+
+
+def test_several_prompts_are_told_the_seeds_that_make_their_answers_anew(http: httpx.Client) -> None:
+    body = {"prompt": ["In the", "On a"], "max_tokens": 6, "temperature": 1}
+    answer = http.post("/v1/completions", json=body).json()
+    seeds = answer["metrics"]["tidar"]["seeds"]
+    for choice, prompt, seed in zip(answer["choices"], body["prompt"], seeds, strict=True):
+        again = http.post("/v1/completions", json=body | {"prompt": prompt, "seed": seed}).json()
+        assert again["choices"][0]["text"] == choice["text"]
+        assert again["metrics"]["tidar"]["seed"] == seed
+
+
 def test_the_token_that_ends_a_completion_has_a_log_probability(client: openai.OpenAI) -> None:
     """Evaluations count on as many as there are tokens; in a chat OpenAI tells none of it."""
     ends: Any = {"model": "tiny", "logit_bias": {"2": 100}, "temperature": 0, "max_tokens": 4}

@@ -378,6 +378,8 @@ def test_trust_needs_drafts(tmp_path):
         plain.submit(Request("r", (5,), SamplingParams(4, draft_trust=0.5)))
     with pytest.raises(RequestError, match="needs drafts"):
         SamplingParams(4, drafts="off", draft_trust=0.5)
+    with pytest.raises(RequestError, match="blocks of 1 have none"):
+        SamplingParams(4, block=1, draft_trust=0.5)
 
 
 def test_a_drafter_gone_mad_changes_no_token(engine):

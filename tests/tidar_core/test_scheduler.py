@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
+from tidar_core.config import EngineConfig
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request, SamplingParams
 
@@ -51,6 +52,19 @@ def test_a_long_prompt_of_greater_urgency_leaves_others_a_row(tmp_path):
         assert "runs" in told
         spoke += told
     assert spoke.count("runs") == 20, "300 tokens, 15 rows a step"
+
+
+def test_beside_many_that_decode_prompts_are_still_read(tmp_path):
+    assert EngineConfig().known_rows == 512
+    assert EngineConfig(max_running=600).known_rows == 1200
+    assert EngineConfig(max_running=600, step_rows=16).known_rows == 16
+    engine = tiny_engine(tmp_path, max_running=600, max_model_len=32, cache_tokens=600 * 32)
+    short = replace(GREEDY, max_tokens=8, drafts="off")
+    for number in range(600):
+        engine.submit(Request(f"r{number}", (5, 6, 7 + number % 400), short))
+    while engine.has_work and len(engine._scheduler.running) < 600:
+        engine.step()
+    assert engine.has_work, "some were over before all had begun"
 
 
 def test_who_was_admitted_last_gives_way(tmp_path):

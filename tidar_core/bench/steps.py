@@ -162,7 +162,7 @@ def measure_steps(
 
 
 def measure_prefill(
-    subject: Subject, model: _Model, lengths: tuple[int, ...], chunk: int = EngineConfig().step_rows
+    subject: Subject, model: _Model, lengths: tuple[int, ...], chunk: int = EngineConfig().known_rows
 ) -> Iterator[PrefillTime]:
     """Prompts of each length that the model has room for, read in chunks of as many rows as the engine reads a step;
     unlike the engine's, all of them are one graph."""

@@ -132,7 +132,9 @@ class Engine:
                 "max_tokens",
             )
         if known >= wanted:
-            raise RequestError("all of max_tokens was emitted already", "max_tokens")
+            whole = len(request.emitted) >= params.max_tokens
+            why = "all of max_tokens" if whole else f"all that the {wanted} positions of this engine hold"
+            raise RequestError(f"{why} was emitted already", "max_tokens")
         if params.draft_trust < 1.0 and not self.info.block_length:
             raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
         watch = TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens) if params.stop else None

@@ -97,7 +97,7 @@ def load_engine(
     report("checking exactness and measuring step costs")
     trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
     exact, cost = _proven(config, trial, adapter, base.fingerprint, arithmetic)
-    limits = Limits(config.max_running, config.step_rows, positions, config.page_size, frozenset(model.eos_ids))
+    limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
     info = EngineInfo(
         model=source.name,
         adapter=adapter.name if adapter else None,
