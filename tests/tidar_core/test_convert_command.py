@@ -331,6 +331,19 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
 
+def test_an_out_that_is_no_place_for_a_drafter_is_told_before_anything_is_gathered(tmp_path):
+    model, out = tiny_checkpoint(tmp_path / "model", **BRIEF), tmp_path / "out"
+    status, output = run_command(model, "--out", out, "--data", out / "data", "--steps", 1, *SMALL)
+    assert (status, output) == (
+        1, f"tidar: {out / 'data'} lies in {out}: choose a folder outside of --out for --data\n"
+    )  # fmt: skip
+    out.symlink_to(tmp_path / "unmounted")
+    status, output = run_command(model, "--out", out, "--steps", 1, *SMALL)
+    assert status == 1
+    assert output == f"tidar: {out} is a link to what is not there: mend it, or choose a new folder for --out\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+
+
 KILLED = """
 import sys
 import tidar_core.convert.own_words as own_words, tidar_core.convert.trainer as trainer

@@ -23,7 +23,7 @@ from tidar_core.config import ConfigError
 from tidar_core.convert import full, full_run
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
-from tidar_core.convert.full_folder import check_replaceable, kept_tokens_per_step, part_of
+from tidar_core.convert.full_folder import check_replaceable, full_steps, kept_tokens_per_step, part_of
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import Budget
 from tidar_core.model.contract import read_own_drafter
@@ -197,22 +197,26 @@ def test_the_best_is_known_after_a_kill(tiny, monkeypatch):
     assert kept_tokens_per_step(tiny.out) == 2.5
 
 
-def test_the_best_is_known_where_the_kill_came_before_its_checkpoint(tiny, monkeypatch):
-    measured_as(monkeypatch, 1.5, 1.75)
-    tiny.train(1)
-    measured_as(monkeypatch, 1.5, 2.5)
+@pytest.mark.parametrize("killed", ["save", "write_model"])
+def test_a_kill_as_the_best_is_kept_leaves_what_the_next_run_goes_on_from(tiny, monkeypatch, killed):
+    """What stands in `out` has a checkpoint behind it: without one the same command would be refused."""
 
-    def killed(*_) -> None:
+    def kill(*_) -> None:
         raise Killed
 
+    measured_as(monkeypatch, 1.5, 2.5)
+    tiny.train(0)
+    assert full_steps(tiny.out) == 0
+    measured_as(monkeypatch, 1.5, 2.5)
     with monkeypatch.context() as patched:
-        patched.setattr(full_run, "save", killed)
+        patched.setattr(full_run, killed, kill)
         with pytest.raises(Killed):
-            tiny.train(2)
-    assert load_checkpoint(tiny.directory / "work", {})[0].best == 1.75
-    measured_as(monkeypatch, 2.0, 2.25)
-    tiny.train(2)
-    assert kept_tokens_per_step(tiny.out) == 2.5
+            tiny.train(1)
+    assert full_steps(tiny.out) == 0
+    assert kept_tokens_per_step(tiny.out) == 1.5
+    measured_as(monkeypatch, 2.25, 2.25)
+    assert tiny.train(1).best == 2.25
+    assert kept_tokens_per_step(tiny.out) == 2.25
 
 
 def test_the_time_that_checkpoints_take_counts(tiny, monkeypatch):

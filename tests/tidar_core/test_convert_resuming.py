@@ -185,4 +185,8 @@ def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(tiny, corpus, t
         patched.setattr(os, "fsync", full)
         with pytest.raises(ConfigError, match="the disk is full"):
             train(tiny, corpus, tmp_path, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", lambda *given, **named: full(0))
+        with pytest.raises(ConfigError, match="the disk is full"):
+            train(tiny, corpus, tmp_path, 4)
     assert load_checkpoint(tmp_path, {})[0].step == 2

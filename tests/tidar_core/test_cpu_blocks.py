@@ -21,6 +21,7 @@ from tidar_core.kernels.ops import Rotary, rotary_tables
 from tidar_core.layout import WithinBlock
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+HEADS = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 7, 17]), st.sampled_from([16, 48, 64, 80, 128, 256]))
 NO_NORMS = SimpleNamespace(layers=[SimpleNamespace(q_norm=None, k_norm=None)] * 2)  # heads go as they are
 
 
@@ -36,7 +37,7 @@ def shape(kv_heads: int, groups: int, head_dim: int, window: int | None) -> Mode
 @needs_compiler
 @settings(deadline=None, max_examples=60)
 @given(
-    heads=st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 80, 128])),
+    heads=HEADS,
     block=st.integers(2, 16),
     per_document=st.integers(1, 40),
     window=st.sampled_from([None, 1, 5, 40]),
@@ -72,7 +73,7 @@ def test_mask_rows_attend_as_in_plain_torch_and_so_does_the_gradient(
 @needs_compiler
 @settings(deadline=None, max_examples=60)
 @given(
-    heads=st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 32, 48, 64, 80, 128])),
+    heads=HEADS,
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=4),
     window=st.sampled_from([None, 1, 5, 40]),
     seed=st.integers(0, 999),

@@ -81,6 +81,8 @@ def counts_of(corpus: Corpus) -> tuple[Counts, Counts]:
 
 def check_folder(out: Path) -> None:
     """Raises ConfigError where a drafter cannot be written to `out`, or would be among other things there."""
+    if out.is_symlink() and not out.exists():
+        raise ConfigError(f"{out} is a link to what is not there: mend it, or choose a new folder for --out")
     try:
         found = {path.name for path in out.iterdir() if path.suffix != ".part"} if out.exists() else set()
     except OSError as error:

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.shards import write_atomically
+from tidar_core.convert.shards import cannot_write, write_atomically
 
 KEPT = 2
 PARAMETER = "parameter/"
@@ -44,9 +44,9 @@ class Progress:
         self.held_out = held_out
 
     def knows(self, kept: float) -> None:
-        """What earlier runs left measures `kept`: it may be newer than the checkpoint, and better than all that this
-        knows of. At 0 it is gone, and anything is better."""
-        self.best = max(self.best, kept) if kept else 0.0
+        """What earlier runs left measures `kept`, which decides what is better: it may be newer than the checkpoint, or
+        older, where a kill came between the two. At 0 it is gone, and anything is better."""
+        self.best = kept
 
     def goes_on(self, used: float) -> None:
         """A run begins with this share of the budget used up: one that had come to its end has been given more."""
@@ -69,7 +69,10 @@ def save_training(
 ) -> None:
     """Writes a checkpoint of what is trained, and the moments of its optimizer; names: of the parameters of all its
     groups, in order. Raises ConfigError on a full disk."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(directory, error) from None
     held = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
     save_checkpoint(directory, settings, progress, held)
 

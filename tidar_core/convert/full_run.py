@@ -1,7 +1,9 @@
 """`tidar convert --mode full`: from a checkpoint and a text to full TiDAR weights that serve themselves.
 
 The folder that comes out is a checkpoint in transformers' layout with `tidar.json` beside it (`model.contract`).
-The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document.
+The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document. A
+checkpoint takes 12 bytes a parameter more of the host's memory while it is written, and as many again where the device
+is a GPU.
 """
 
 import json
@@ -73,17 +75,18 @@ def train_full(
     progress.measured_on(digest_of(column for part in parts for column in part))
     progress.goes_on(budget.used(progress))
     while True:
-        used, best = budget.used(progress), False
+        used, kept = budget.used(progress), False
         if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
-            began = time.monotonic()
-            best = measure(
-                training, judged, out, tokenizer, source, screen, counts=measured_at >= 0 and used >= SETTLED
-            )
+            began, before = time.monotonic(), progress.seconds
+            found, best = measure(training, judged, screen, counts=measured_at >= 0 and used >= SETTLED)
+            if kept := best and progress.step > 0:  # first: of a model in `out` that no checkpoint has nothing goes on
+                saved = save(training, work)
+            if best or not (out / CONTRACT_FILE).exists():
+                write_model(training, out, tokenizer, source, found, len(judged))
             measuring = time.monotonic() - began
-            progress.seconds += measuring
-            measured_at = progress.seconds
+            measured_at = progress.seconds = before + measuring
         over = used >= 1.0 or progress.stale >= patience
-        if over or (best and progress.step):  # what is in `out` now was the best, also for the run after a kill
+        if over and not kept:
             saved = save(training, work)
         if over:
             return progress
@@ -109,13 +112,10 @@ def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:
 def measure(
     training: FullTraining,
     documents: list[tuple[np.ndarray, np.ndarray]],
-    out: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    source: ModelSource,
     screen: Screen,
     counts: bool = True,
-) -> bool:
-    """Tokens a step on held-out documents; the best model so far is written to `out`. Gives whether this is it.
+) -> tuple[FullDrafts, bool]:
+    """What drafts are worth on held-out documents, and whether this is the best model so far.
 
     counts: whether a measurement without gain brings the training's end nearer; the first of a run does not, nor those
     before the learning rate falls.
@@ -130,9 +130,7 @@ def measure(
         f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(documents)} held-out documents"
         f"{', kept' if best else ''}"
     )
-    if best or not (out / CONTRACT_FILE).exists():
-        write_model(training, out, tokenizer, source, found, len(documents))
-    return best
+    return found, best
 
 
 def state_dtype(config: Path, dtype: str) -> None:

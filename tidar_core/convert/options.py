@@ -21,8 +21,9 @@ class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
     fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
     from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a new one adapts,
-    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, which learn from
-    `text` alone where it is given."""
+    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, for which nothing
+    is generated where `text` is given, but for `prompts` or `own_tokens`: what `data` holds already is learnt from,
+    too."""
 
     model: str
     out: Path

@@ -115,7 +115,6 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     def measured(result: HeldOutResult, adapter: AdapterWeights, progress: Progress, best: bool) -> None:
         screen.measured(result, progress, best)
         if best or not (options.out / WEIGHTS_FILE).exists():
-            options.out.mkdir(parents=True, exist_ok=True)
             write_folder(options.out, made, adapter, progress, result)
 
     watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
@@ -138,6 +137,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_replaceable(options.out, [path for path in read if path is not None])
     else:
         check_folder(options.out)
+        if options.shards.resolve().is_relative_to(options.out.resolve()):  # which would then hold something else
+            raise ConfigError(f"{options.shards} lies in {options.out}: choose a folder outside of --out for --data")
     _check_result(options)
     base = _base_of(source, device)
     if options.mode == "full" or options.generator == "transformers":
