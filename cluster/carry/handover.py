@@ -79,7 +79,7 @@ class Story:
     `heard_at`. kind: of the engine that said the first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
-    `losing_since`; refused: those that said no, and what the last of them said;
+    `losing_since`; refused: those that said no, objection: what the last of them said;
     tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
     prefixes.
     """

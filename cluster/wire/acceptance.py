@@ -65,8 +65,8 @@ def answer_metrics(
     """The `metrics` object of a response: vLLM's figures for a single choice (null for several), and ours for all.
 
     tokens_per_step is emitted / decode steps, the token of the prefill left out; null where there was no decode step.
-    seeds: of each choice; one that makes them all anew is told as `seed`, others as `seeds` (several prompts for which
-    no seed was asked have one each). draft_trust is told where drafts had a say in the text.
+    seeds: of each choice; told as `seed` where one makes them all anew, else as `seeds` (several prompts for which no
+    seed was asked have one each). draft_trust is told where drafts had a say in the text.
     """
     steps = sum(choice.decode_steps for choice in choices)
     tokens = sum(choice.decode_tokens for choice in choices)

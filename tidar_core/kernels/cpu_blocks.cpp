@@ -1,5 +1,5 @@
 // Attention of blocks of neighbouring rows in training, with its gradient, in fp32: a row sees rows of its document that
-// were laid before, and those of its own block. Layouts: cpu_training.py.
+// were laid before, and those of its own block. Layouts: cpu_blocks.py.
 //
 // One key/value head of one block is a unit of work. The group's queries of all its slots are rows beside each other
 // [queries, head_dim], slot by slot; what they see is columns [queries, width]: LANES for the slots of the block, then
