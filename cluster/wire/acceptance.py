@@ -65,15 +65,16 @@ def answer_metrics(
     """The `metrics` object of a response: vLLM's figures for a single choice (null for several), and ours for all.
 
     tokens_per_step is emitted / decode steps, the token of the prefill left out; null where there was no decode step.
-    seeds: of each choice; told as `seed` where one makes them all anew, else as `seeds` (several prompts for which no
-    seed was asked have one each). draft_trust is told where drafts had a say in the text.
+    seeds: of each choice. `seed` is the first's; where it does not make all choices anew, `seeds` has each one's
+    (several prompts for which no seed was asked). draft_trust is told where drafts had a say in the text.
     """
     steps = sum(choice.decode_steps for choice in choices)
     tokens = sum(choice.decode_tokens for choice in choices)
     own: dict[str, Any] = {
-        "decode_steps": steps, "tokens_per_step": tokens / steps if steps else None,
-        **({"seed": seeds[0]} if len(set(seeds)) == 1 else {"seeds": list(seeds)}),
+        "decode_steps": steps, "tokens_per_step": tokens / steps if steps else None, "seed": seeds[0],
     }  # fmt: skip
+    if len(set(seeds)) > 1:
+        own["seeds"] = list(seeds)
     if draft_trust < 1.0:
         own["draft_trust"] = draft_trust
     return {
