@@ -316,6 +316,10 @@ def test_an_answer_may_end_with_the_positions_of_the_engine(engine):
     for known in (prompt + (5,) * 4, prompt + (5,) * 9):
         with pytest.raises(RequestError, match="exceed the 1024 positions"):
             engine.submit(Request("none", known, params, cut=True))
+    with pytest.raises(RequestError, match="all that the 1024 positions of this engine hold was emitted already"):
+        engine.submit(Request("full", prompt, params, emitted=(5,) * 4, cut=True))
+    with pytest.raises(RequestError, match="all of max_tokens was emitted already"):
+        engine.submit(Request("over", (5, 6, 7), params, emitted=(5,) * 50, cut=True))
 
 
 def test_abort_is_idempotent_and_ends_with_one_output(engine):

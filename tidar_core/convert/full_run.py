@@ -83,8 +83,9 @@ def train_full(
                 saved = save(training, work)
             if best or not (out / CONTRACT_FILE).exists():
                 write_model(training, out, tokenizer, source, found, len(judged))
-            measuring = time.monotonic() - began
-            measured_at = progress.seconds = before + measuring
+            measuring = time.monotonic() - began - (progress.seconds - before)  # what the checkpoint took is counted
+            progress.seconds += measuring
+            measured_at = progress.seconds
         over = used >= 1.0 or progress.stale >= patience
         if over and not kept:
             saved = save(training, work)
