@@ -47,6 +47,15 @@ class EngineKind:
 
 
 @dataclass(frozen=True, slots=True)
+class Alive:
+    """A replica's sign of life. max_model_len: positions that its memory has for one sequence, which may be fewer than
+    another's."""
+
+    replica: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """All that a request's own call says: who has it."""
 

@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard, prepare
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
-from cluster.line import PROMPT_MARKS, Accepted, Address, Batch, EngineKind, Way
+from cluster.line import PROMPT_MARKS, Accepted, Address, Alive, Batch, EngineKind, Way
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
@@ -39,7 +39,8 @@ class Wake:
 
 
 class Directory:
-    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card.
+    """Asks all replicas every second whether they live, and whenever others do, one of them for the model's card. What
+    it promises of a sequence's length holds wherever a request goes: it is the least of all.
 
     wake: where there may be no replica because nobody asked for one.
     """
@@ -55,6 +56,7 @@ class Directory:
         self._ticks = 0  # not time: while this event loop is held up nobody can be heard
         self._ticking: asyncio.Task[None] | None = None
         self._heard: dict[str, int] = {}  # the tick of each one's last word
+        self._max_model_lens: dict[str, int] = {}
         self._model: tuple[ModelCard, Tokenizer] | None = None
         self._task: asyncio.Task[None] | None = None
         self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
@@ -230,24 +232,29 @@ class Directory:
             told, strangers = await asyncio.gather(
                 self._try_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)
             )
-            alive = strangers | {name for name, answer in told.items() if not isinstance(answer, BaseException)}
+            signs = strangers + [answer for answer in told.values() if isinstance(answer, Alive)]
+            alive = {sign.replica for sign in signs}
             # The router's word: those are gone, not silent, and no name is used again.
             gone = {name for name, answer in told.items() if type(answer) is LookupError}
             self.silent = (self.silent | known) - alive - gone
             self._heard = {name: heard for name, heard in self._heard.items() if name not in gone}
         else:
-            alive = {answer for answer in answers if isinstance(answer, str)}
+            signs = [answer for answer in answers if isinstance(answer, Alive)]
+            alive = {sign.replica for sign in signs}
             self.silent = frozenset()
             self._heard = {name: heard for name, heard in self._heard.items() if name in alive}
         if alive and self._model is None:
             await self._read_card(alive)  # before anybody is told that they are there: without it nothing is served
         self._heard |= dict.fromkeys(alive, self._ticks)
+        lengths = self._max_model_lens | {sign.replica: sign.max_model_len for sign in signs}
+        self._max_model_lens = {name: length for name, length in lengths.items() if name in self._heard}
         if alive:
             self._found.set()
         if alive - self._described or (alive and self._describer not in alive):
             await self._read_card(alive)
         elif alive:  # some are gone: to read the same card again would keep streams waiting that they leave behind
             self._described = alive
+        self._promise_the_least()
 
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers, or fails of."""
@@ -266,13 +273,19 @@ class Directory:
             response.cancel()
             raise
 
-    async def _ask_a_stranger(self, known: set[str]) -> set[str]:
-        """The name of a replica beside the known ones, if there is one that answers."""
+    async def _ask_a_stranger(self, known: set[str]) -> list[Alive]:
+        """A replica beside the known ones, if there is one that answers."""
         try:
-            return {await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", self._name)}
+            return [await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", self._name)]
         except Exception as error:
             log.debug("no other replica answers: %s", error)
-        return set()
+        return []
+
+    def _promise_the_least(self) -> None:
+        least = min((self._max_model_lens[name] for name in self.replicas), default=None)
+        if self._model is not None and least is not None:
+            card, tokenizer = self._model
+            self._model = replace(card, max_model_len=least), tokenizer
 
     async def _read_card(self, alive: set[str]) -> None:
         """Ask a replica for the card, a new one where there is one: it may have another drafter.

@@ -20,6 +20,7 @@ from cluster.line import (
     PUBLISHED_MARKS,
     Accepted,
     Address,
+    Alive,
     Batch,
     EngineKind,
     Event,
@@ -220,11 +221,11 @@ class EngineReplica:
         """What the ingress must know of the model."""
         return self._card
 
-    async def alive(self, ingress: str, way: Way = ANYWHERE) -> str:
-        """The replica's name; raises where its engine failed or hangs. To ask is a sign of life of the ingress."""
+    async def alive(self, ingress: str, way: Way = ANYWHERE) -> Alive:
+        """Raises where the engine failed or hangs. To ask is a sign of life of the ingress."""
         self._silences[ingress] = 0
         self.check_health()
-        return self._replica
+        return Alive(self._replica, self._card.max_model_len)
 
     async def metrics(self, way: Way = ANYWHERE) -> list[Metric]:
         """All Prometheus series of this replica."""

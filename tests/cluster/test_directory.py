@@ -14,7 +14,7 @@ from cluster.carry.directory import Directory, Wake
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.ingress.models import Models
-from cluster.line import ANYWHERE, Way
+from cluster.line import ANYWHERE, Alive, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from tests.cluster.test_schemas import card_for
@@ -30,6 +30,7 @@ class Handle:
     def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
         self.there, self.hung, self.card = there, hung, card
         self.woken = 0
+        self.lengths: dict[str, int] = {}
         self._method = ""
 
     def options(self, method_name: str) -> "Handle":
@@ -39,12 +40,15 @@ class Handle:
     def broadcast(self, method: str, ingress: str) -> "Handle":
         return self
 
-    async def results_async(self, **_: Any) -> list[str]:
+    async def results_async(self, **_: Any) -> list[Alive]:
         if not self.there:
             raise RuntimeError("no replica")
         if self.hung:
             raise TimeoutError
-        return sorted(self.there)
+        return [self.sign(name) for name in sorted(self.there)]
+
+    def sign(self, name: str) -> Alive:
+        return Alive(name, self.lengths.get(name, self.card.max_model_len))
 
     async def answer(self, method: str, way: Way) -> Any:
         self.woken += not self.there
@@ -56,7 +60,10 @@ class Handle:
         name = next((sorted(self.there)[place] for place in places if sorted(self.there)[place] not in self.hung), None)
         if name is None:
             await asyncio.sleep(60)
-        return self.card if method == "describe" else name
+        assert name is not None
+        if method == "describe":
+            return replace(self.card, max_model_len=self.sign(name).max_model_len)
+        return self.sign(name)
 
 
 @pytest.fixture
@@ -161,7 +168,7 @@ def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard
             self.asked = method
             return self
 
-        async def results_async(self, **_: Any) -> list[str]:
+        async def results_async(self, **_: Any) -> list[Alive]:
             if self.asked in self.cancels:
                 self.cancels = tuple(name for name in self.cancels if name != self.asked)
                 raise asyncio.CancelledError
@@ -301,8 +308,8 @@ def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
 
     class Handles(Handle):
         async def answer(self, method: str, way: Way) -> Any:
-            name = await super().answer("alive", way)
-            return replace(self.card, adapter=f"of {name}") if method == "describe" else name
+            sign = await super().answer("alive", way)
+            return replace(self.card, adapter=f"of {sign.replica}") if method == "describe" else sign
 
     async def run() -> None:
         handle = Handles({"r1"}, card)
@@ -314,5 +321,30 @@ def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
             while directory.model[0].adapter != "of r2":
                 await asyncio.sleep(0.02)
         await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_the_card_promises_what_every_replica_holds(card: ModelCard) -> None:
+    """Where memory holds fewer positions at one of them, an answer that fits the card ended early there."""
+
+    async def run() -> None:
+        handle = Handle({"r0", "r1"}, card)
+        handle.lengths = {"r0": 4096, "r1": 1024, "r2": 2048, "r3": 512}
+        directory = Directory(handle)  # type: ignore[arg-type]
+
+        async def promised() -> int:
+            await directory._look()
+            return directory.model[0].max_model_len
+
+        assert await promised() == 1024
+        handle.hung = frozenset({"r1"})
+        assert await promised() == 1024, "one that hangs may speak again"
+        handle.there, handle.hung = {"r0", "r2", "r3"}, frozenset({"r2"})
+        assert await promised() == 512, "a stranger beside one that hangs"
+        handle.there, handle.hung = {"r0", "r2"}, frozenset()
+        assert await promised() == 2048
+        handle.there = {"r0"}
+        assert await promised() == 4096
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ import pytest
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
+from cluster.line import Alive
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 
@@ -24,7 +25,7 @@ class Stubborn:
     def broadcast(self, method: str, ingress: str) -> "Stubborn":
         return self
 
-    async def results_async(self, **_: Any) -> list[str]:
+    async def results_async(self, **_: Any) -> list[Alive]:
         self.looks += 1
         if self.looks == 2:
             self.second.set()
@@ -32,7 +33,7 @@ class Stubborn:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 return []
-        return ["one"]
+        return [Alive("one", 64)]
 
 
 def test_it_stops_though_a_cancellation_is_swallowed() -> None:
@@ -56,8 +57,8 @@ class Living:
     def broadcast(self, method: str, ingress: str) -> "Living":
         return self
 
-    async def results_async(self, **_: Any) -> list[str]:
-        return [self.name]
+    async def results_async(self, **_: Any) -> list[Alive]:
+        return [Alive(self.name, 64)]
 
 
 class Undescribed(Directory):
@@ -133,12 +134,12 @@ class Coming:
     def broadcast(self, method: str, ingress: str) -> "Coming":
         return self
 
-    async def results_async(self, **_: Any) -> list[str]:
+    async def results_async(self, **_: Any) -> list[Alive]:
         self.looks += 1
         await asyncio.sleep(0.01)
         if not self.there:
             raise RuntimeError("no replica yet")
-        return ["one"]
+        return [Alive("one", 64)]
 
 
 class Described(Directory):
