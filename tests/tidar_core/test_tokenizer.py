@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import edit_json, tiny_checkpoint
@@ -87,3 +88,40 @@ def test_tekken_with_the_cuts_of_llama_3_is_put_right(tmp_path: Path) -> None:
 
 def test_a_mistral_with_llama_3s_own_words_is_left_as_it_is(tmp_path: Path) -> None:
     assert pieces(mistral(tmp_path, splits._LLAMA3[0])) == ["helloWorld", "Ġ", "123", "45"]
+
+
+SPACED = "Hello 2024 and  2 more:\n    return 12345 # é 你"
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "TokenizersBackend", None])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_tokenizer_json_is_read_as_it_is_whatever_class_is_named(
+    tmp_path: Path, family: Literal["llama", "qwen2", "qwen3"], named: str | None
+) -> None:
+    """SmolLM2 names GPT-2's class and takes digits one by one; many of Qwen2's architecture have Llama's vocabulary.
+    Transformers' own classes have cuts of their own."""
+    model = tiny_checkpoint(tmp_path, family)
+    stated = json.loads((model / "tokenizer.json").read_text())
+    digits = {"type": "Digits", "individual_digits": True}
+    rest = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    stated["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, rest]}
+    (model / "tokenizer.json").write_text(json.dumps(stated))
+    edit_json(model / "tokenizer_config.json", tokenizer_class=named)
+    tokenizer, meant = load_tokenizer(find_model(str(model))), Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert tokenizer(SPACED).input_ids == meant.encode(SPACED).ids
+    assert tokenizer.decode(tokenizer(SPACED).input_ids) == SPACED
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_vocabulary_of_pieces_keeps_its_spaces(tmp_path: Path, family: Literal["llama", "qwen2"]) -> None:
+    """As Yi's: nothing is put in front of a text. Of Qwen2's architecture it was cut as if it were of bytes."""
+    model = tiny_checkpoint(tmp_path, family)
+    letters = {letter: place + 3 for place, letter in enumerate("▁abcdefghijklmnopqrstuvwxyz")}
+    pieces = Tokenizer(models.BPE({"<unk>": 0, "<s>": 1, "</s>": 2} | letters, [], unk_token="<unk>"))
+    pieces.normalizer = normalizers.Replace(" ", "▁")
+    pieces.decoder = decoders.Replace("▁", " ")
+    pieces.save(str(model / "tokenizer.json"))
+    edit_json(model / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", eos_token="</s>", pad_token=None)
+    tokenizer = load_tokenizer(find_model(str(model)))
+    assert tokenizer("so it goes").tokens() == list("so▁it▁goes")
+    assert tokenizer.decode(tokenizer("so it goes").input_ids) == "so it goes"

@@ -43,24 +43,35 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
 
 
 def _of_directory(directory: Path) -> Any:
-    """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
-    configuration.py. How positions rotate is nothing to it, and only that class could read it; a type that is not known
-    has none."""
+    """A tokenizer.json is taken as it is: transformers' classes of models put their own cuts, prefixes and decoders in
+    place of the file's, by whatever class the folder names (https://github.com/huggingface/transformers/issues/45812),
+    and the wrong tokens still read well."""
     path = directory / "config.json"
     stated = read_json(path) if path.is_file() else {}
-    named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
     kind = stated.get("model_type")
-    has_a_class = kind != "llama" and kind in CONFIG_MAPPING
-    given: dict[str, Any] = {} if has_a_class else {"config": PreTrainedConfig.from_dict(named)}
-    if kind in _MISTRALS:
-        given["fix_mistral_regex"] = False  # nobody can follow the warning; what is wrong is put right below
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
+    # Of the regex nobody can follow the warning; what is wrong is put right below.
+    given: dict[str, Any] = {"fix_mistral_regex": False} if kind in _MISTRALS else {}
+    if (directory / "tokenizer.json").is_file():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True, **given)
+    else:
+        tokenizer = _made_of_a_vocabulary(directory, stated, given)
     if kind in _MISTRALS and isinstance(tokenizer, PreTrainedTokenizerFast):
         split_as_mistral(tokenizer)
     beside = directory / "chat_template.json"  # where a processor's template was, and of some models is
     if tokenizer.chat_template is None and beside.is_file():
         tokenizer.chat_template = read_json(beside).get("chat_template")
     return tokenizer
+
+
+def _made_of_a_vocabulary(directory: Path, stated: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Left to itself, AutoTokenizer reads the model's configuration by its own class: see `_llama_config` in
+    configuration.py. How positions rotate is nothing to it, and only that class could read it; a type that is not known
+    has none."""
+    kind = stated.get("model_type")
+    if kind == "llama" or kind not in CONFIG_MAPPING:
+        named = {key: value for key, value in stated.items() if not key.startswith("rope_")}
+        given = {**given, "config": PreTrainedConfig.from_dict(named)}
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True, **given)
 
 
 def _wants_parts(tokenizer: PreTrainedTokenizerFast) -> bool:
