@@ -60,10 +60,11 @@ class SamplingParams:
     modulo 2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores
     first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
     the likeliest, `prompt_logprobs` the same for the tokens of the prompt. `grammar` is what the answer has to follow;
-    where that ends, so does the answer. `drafts` and `block` change the speed, never the tokens: `block` k allows at
-    most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's scores into the
-    model's where a draft stands (paper, "Trust Diff"): the tokens are no longer the model's own, and depend on the
-    drafts; everything is drafted then, whatever `drafts` says.
+    where that ends, so does the answer. `mid_text`: the answer's text goes on from the prompt's, so that a space in
+    front of it counts, also where `stop` is looked for. `drafts` and `block` change the speed, never the tokens:
+    `block` k allows at most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's
+    scores into the model's where a draft stands (paper, "Trust Diff"): the tokens are no longer the model's own, and
+    depend on the drafts; everything is drafted then, whatever `drafts` says.
     """
 
     max_tokens: int
@@ -84,6 +85,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    mid_text: bool = False
     drafts: DraftMode = "auto"
     block: int | None = None
     draft_trust: float = 1.0

@@ -31,10 +31,12 @@ def print_answer(
     tokens = (plain_prompt if raw else chat_prompt)(engine.tokenizer, prompt)
     room = engine.info.max_model_len - len(tokens)
     sampling = engine.info.sampling_defaults.but(temperature=temperature, top_p=top_p, top_k=top_k)
-    params = SamplingParams(max_tokens=max(1, min(max_tokens, room)), seed=seed, drafts=drafts, **asdict(sampling))
+    params = SamplingParams(
+        max_tokens=max(1, min(max_tokens, room)), seed=seed, mid_text=raw, drafts=drafts, **asdict(sampling)
+    )
     engine.submit(Request("terminal", tokens, params))
     console = Console(highlight=False, soft_wrap=True)
-    text = TextStream(engine.tokenizer)
+    text = TextStream(engine.tokenizer, mid_text=raw)
     if not plain:
         legend = Text.assemble(
             ("held drafts", HELD), "  ", ("the model's own", OWN), "  ", ("rejected drafts", REJECTED)

@@ -35,8 +35,10 @@ class TextStream:
 
     Special tokens are left out. The texts of all `push` calls and of `finish` together equal
     `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`, cut before the stop
-    string where one came up. (One exception: tokenizers that spell unknown characters in byte tokens, as
-    SentencePiece does, decode a malformed run of them anew as a whole; here a character that was shown stays.)
+    string where one came up, and with the space in front that decoders of pieces take from a text's first word where
+    it is `mid_text`: behind a text that is not among the tokens. (One exception: tokenizers that spell unknown
+    characters in byte tokens, as SentencePiece does, decode a malformed run of them anew as a whole; here a character
+    that was shown stays.)
 
     The stop that ends first wins; of several that end together, the longest. So the answer never depends on how the
     text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed. A
@@ -49,8 +51,9 @@ class TextStream:
         stop: tuple[str, ...] = (),
         emitted: Sequence[int] = (),
         min_tokens: int = 0,
+        mid_text: bool = False,
     ) -> None:
-        self._decoder = _decoder_for(tokenizer.backend_tokenizer)
+        self._decoder = _decoder_for(tokenizer.backend_tokenizer, mid_text)
         self._matcher = _StopMatcher(stop)
         self._deaf = min_tokens
         self.push(emitted)
@@ -161,8 +164,10 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-def _decoder_for(backend: Tokenizer) -> _Decoder:
-    return _ByteDecoder(backend) if isinstance(backend.decoder, decoders.ByteLevel) else _PieceDecoder(backend)
+def _decoder_for(backend: Tokenizer, mid_text: bool) -> _Decoder:
+    return (
+        _ByteDecoder(backend) if isinstance(backend.decoder, decoders.ByteLevel) else _PieceDecoder(backend, mid_text)
+    )
 
 
 def _special_ids(backend: Tokenizer) -> frozenset[int]:
@@ -212,17 +217,17 @@ class _ByteDecoder:
 class _PieceDecoder:
     """Any other tokenizer (SentencePiece with byte tokens, WordPiece, …): decodes the few tokens not shown yet.
 
-    Such decoders treat the first token of a text in a way of its own (a leading space goes), so once something
-    was shown a plain letter stands in for all the text before.
+    Such decoders treat the first token of a text in a way of its own (a leading space goes), so in the midst of a text,
+    and once something was shown, a plain letter stands in for all that comes before.
     """
 
     _LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, mid_text: bool) -> None:
         self._backend = backend
         self._special = _special_ids(backend)
         self._pending: list[int] = []
-        self._before: tuple[int, ...] = ()
+        self._before: tuple[int, ...] = _plain_letter(backend) if mid_text else ()
 
     def feed(self, token: int) -> str:
         if token in self._special or self._backend.id_to_token(token) is None:

@@ -152,8 +152,13 @@ class Answer:
                 # one prompt for all choices of it: counted once
                 prompt_tokens=0 if request.params.choice else len(request.prompt),
                 acceptance=Acceptance(max(0, self.card.block_length - 1)),
-                text=TextStream(self.card.tokenizer, request.params.stop, min_tokens=request.params.min_tokens),
-                spelling=Spelling(self.card.tokenizer) if self.trace else None,
+                text=TextStream(
+                    self.card.tokenizer,
+                    request.params.stop,
+                    min_tokens=request.params.min_tokens,
+                    mid_text=request.params.mid_text,
+                ),
+                spelling=Spelling(self.card.tokenizer, request.params.mid_text) if self.trace else None,
                 tells_end=self.tells_end,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,

@@ -12,11 +12,11 @@ class Spelling:
     """The texts of single tokens for the trace. Those of emitted tokens together are the answer's text: a token that
     only begins a character is spelled empty, the one that completes it has it whole."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, mid_text: bool = False):
         self._tokenizer = tokenizer
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special = {token: entry.content for token, entry in added.items() if entry.special}
-        self._emitted = TextStream(tokenizer)
+        self._emitted = TextStream(tokenizer, mid_text=mid_text)
         self._alone: dict[int, str] = {}
 
     def emitted(self, token: int) -> dict[str, Any]:

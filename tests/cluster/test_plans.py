@@ -40,6 +40,18 @@ def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
     assert completion(prompt="a", seed=4).params[0].seed == 4
 
 
+def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
+
+    def of_chat(**fields: Any) -> bool:
+        return chat_plan({"messages": turns, **fields}, CARD, BACKEND, reasoning=False).params[0].mid_text
+
+    assert not of_chat()
+    assert of_chat(continue_final_message=True, add_generation_prompt=False)
+    assert of_chat(structured_outputs={"choice": [" yes", " no"]})
+    assert completion(prompt="a").params[0].mid_text
+
+
 def test_more_choices_than_are_taken_are_refused() -> None:
     with pytest.raises(ApiError, match="prompts times n may be at most 256") as caught:
         completion(prompt=["a"] * 17, n=16)

@@ -158,6 +158,23 @@ def test_pieces_keep_inner_spaces_and_lose_the_first(pieces: PreTrainedTokenizer
     assert [stream.push([token]).text for token in (hello, 1, world, hello)] == ["Hello", "", " world", " Hello"]
 
 
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_text_that_goes_on_keeps_its_first_space(pieces: PreTrainedTokenizerFast, data: st.DataObject) -> None:
+    """`The capital of France is` was followed by `Paris`, and the first line of a function lost a space."""
+    words = pieces.convert_tokens_to_ids(["▁Hello", "▁world", "▁", "▁▁", "a", "b", "!"])
+    prompt, answer = (data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=8)) for _ in range(2))
+    stream = TextStream(pieces, mid_text=True)
+    text = "".join(stream.push([token]).text for token in answer) + stream.finish()
+    assert decoded(pieces, [*pieces.convert_tokens_to_ids(["a"]), *prompt]) + text == decoded(
+        pieces, [*pieces.convert_tokens_to_ids(["a"]), *prompt, *answer]
+    )
+    (hello,) = pieces.convert_tokens_to_ids(["▁Hello"])
+    stopped = TextStream(pieces, (" Hello",), mid_text=True).push([hello])
+    assert (stopped.text, stopped.stop) == ("", " Hello")
+    assert TextStream(pieces, (" Hello",)).push([hello]).stop is None
+
+
 def test_ids_without_a_token_do_not_begin_the_text(pieces: PreTrainedTokenizerFast) -> None:
     tokens = [len(pieces) + 5, 1, *pieces.convert_tokens_to_ids(["▁Hello", "▁world"])]
     assert streamed(pieces, tokens) == decoded(pieces, tokens) == "Hello world"

@@ -8,11 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import edit_json, tiny_checkpoint
+from tests.tiny import edit_json, tiny_checkpoint, tiny_gguf
 from tidar_core.convert.template import open_user_turn
 from tidar_core.model import splits
+from tidar_core.model.configuration import load_config
 from tidar_core.model.sources import find_model
-from tidar_core.model.tokenizer import load_tokenizer
+from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
 
 ASKED = "What is the capital of France?"
 # Each in the manner of a family of models that also see: they say the parts of a turn that are text.
@@ -125,3 +126,34 @@ def test_a_vocabulary_of_pieces_keeps_its_spaces(tmp_path: Path, family: Literal
     tokenizer = load_tokenizer(find_model(str(model)))
     assert tokenizer("so it goes").tokens() == list("so▁it▁goes")
     assert tokenizer.decode(tokenizer("so it goes").input_ids) == "so it goes"
+
+
+def ends(model: Path) -> tuple[int, ...]:
+    source = find_model(str(model))
+    return with_all_ends(load_config(source), source, load_tokenizer(source)).eos_ids
+
+
+def test_every_end_that_the_files_name_ends_an_answer(tmp_path: Path) -> None:
+    """A base model that was taught to chat often names the end of a turn in its tokenizer alone: answers ran on."""
+    model = tiny_checkpoint(tmp_path, "qwen2")
+    edit_json(model / "generation_config.json", eos_token_id=0)
+    assert ends(model) == (0, 2)
+    edit_json(model / "tokenizer_config.json", eos_token="<|im_start|>")
+    assert ends(model) == (0, 1)
+    edit_json(model / "tokenizer_config.json", eos_token=None)
+    assert ends(model) == (0,)
+
+
+@pytest.mark.parametrize(("word", "expected"), [("<|eom_id|>", (2, 1)), ("<|python_tag|>", (2,))])
+def test_a_gguf_files_ends_of_turns_are_known_by_their_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, expected: tuple[int, ...]
+) -> None:
+    """Llama 3.1 may end a call of a tool by `<|eom_id|>`, which its files have no key for."""
+    model = tiny_checkpoint(tmp_path / "model", "llama")
+    stated = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = stated["model"]["vocab"]
+    (taken,) = (token for token, place in vocabulary.items() if place == 1)
+    stated["model"]["vocab"] = {word if token == taken else token: place for token, place in vocabulary.items()}
+    (model / "tokenizer.json").write_text(json.dumps(stated))
+    monkeypatch.setattr("tests.tiny.TURN_START", word)
+    assert ends(tiny_gguf(tmp_path / "model.gguf", model, padding=2)) == expected

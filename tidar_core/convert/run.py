@@ -54,7 +54,7 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import check_dense, dense_model
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import ModelSource, find_model
-from tidar_core.model.tokenizer import load_tokenizer
+from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
 from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
 from tidar_core.transfer import choose_device, enough_memory
 
@@ -176,7 +176,8 @@ def _check_result(options: ConvertOptions) -> None:
 
 
 def _base_of(source: ModelSource, device: torch.device) -> _Base:
-    return _Base(source, load_config(source), load_tokenizer(source), device)
+    tokenizer = load_tokenizer(source)
+    return _Base(source, with_all_ends(load_config(source), source, tokenizer), tokenizer, device)
 
 
 def _told_of(stored: Corpus) -> str:

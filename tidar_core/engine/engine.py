@@ -137,7 +137,11 @@ class Engine:
             raise RequestError(f"{why} was emitted already", "max_tokens")
         if params.draft_trust < 1.0 and not self.info.block_length:
             raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
-        watch = TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens) if params.stop else None
+        watch = (
+            TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens, params.mid_text)
+            if params.stop
+            else None
+        )
         said = Ledger(len(request.prompt)) if params.penalises else None
         tokens = [*request.prompt, *request.emitted]
         sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said)

@@ -35,7 +35,7 @@ from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model, from_home
-from tidar_core.model.tokenizer import load_tokenizer
+from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
 from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
@@ -63,6 +63,7 @@ def load_engine(
     model = stretched(load_config(source, stated_architecture(config.adapter)), config.max_model_len)
     report(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
+    model = with_all_ends(model, source, tokenizer)
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)

@@ -1,16 +1,18 @@
 """A model's tokenizer and chat template, read from its source, and put right where files are known to be wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, ModelConfig
 from tidar_core.model.gguf import read_header
 from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.splits import split_as_mistral, split_as_named
 
 _MISTRALS = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 _PROBE = "Qz7TurnContentZq7"
 # Put before a template that takes no strings: what it is given as one, it gets as its only part.
 _AS_PARTS = (
@@ -40,6 +42,18 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     if _wants_parts(tokenizer):
         tokenizer.chat_template = f"{_AS_PARTS}{tokenizer.chat_template}"
     return tokenizer
+
+
+def with_all_ends(model: ModelConfig, source: ModelSource, tokenizer: PreTrainedTokenizerFast) -> ModelConfig:
+    """The model with every token that ends an answer: those that its files name, and the tokenizer's own as in vLLM,
+    for who teaches a model to chat often changes that alone. A GGUF file has one or two by name: others that end a turn
+    are known by their text, as in llama.cpp."""
+    named = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    if source.gguf_file is not None:
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        named += [token for token, entry in added.items() if entry.special and entry.content in _TURN_ENDS]
+    known = [token for token in named if token < model.vocab_size]
+    return replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *known))))
 
 
 def _of_directory(directory: Path) -> Any:
