@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -284,6 +286,73 @@ def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_tim
         policy.took(StepSize(0, 1), 1.1)
         shapes = policy.choose([view], 0)
     assert shapes[0].drafts
+
+
+def walk(policy, steps, seconds_of, holds, sequences, random):
+    """So many steps of a batch that the policy decides, real ones as long as told: the share of them that drafted, and
+    tokens per second."""
+    books, in_hand = [policy.new_acceptance() for _ in range(sequences)], [0] * sequences
+    drafted = tokens = seconds = 0
+    for _ in range(steps):
+        views = [SequenceView("auto", held, 8, 200, book) for held, book in zip(in_hand, books, strict=True)]
+        shapes = policy.choose(views, 0)
+        slots = sum(len(shape.proposals) * (shape.block - 1) for shape in shapes if shape.block)
+        verify, mask = (sum(getattr(shape, rows) for shape in shapes) for rows in ("verify_rows", "mask_rows"))
+        size = StepSize(0, verify, mask, slots, slots, sequences, 200)
+        took = seconds_of(size)
+        policy.took(size, took)
+        drafted += bool(mask)
+        seconds += took
+        for index, shape in enumerate(shapes):
+            outcome = 1
+            while outcome <= shape.drafts and random.random() < holds:
+                outcome += 1
+            if shape.drafts:
+                books[index].observe(shape.drafts, outcome - 1)
+            in_hand[index] = shape.block - 1 if outcome in shape.proposals else 0
+            tokens += outcome
+    return drafted / steps, tokens / seconds
+
+
+GROWING = StepCost((1, 8, 16, 32, 64, 128), (1.0, 1.1, 1.4, 2.2, 4.0, 8.0), (0.1,) * 6, (0.1, 0.1, 0.2, 0.3, 0.6, 1.2))
+
+
+def off(sequences, times):
+    return sequences / (times * GROWING.seconds(StepSize(0, sequences, sequences=sequences, context=200)))
+
+
+@pytest.mark.parametrize("times", [2.0, 4.0, 8.0])
+def test_drafting_is_left_however_much_dearer_than_the_curves_it_is(times):
+    """What is learnt of it had a limit, three times the curves: where real steps took five times, it drafted on."""
+    policy = DraftPolicy(8, GROWING)
+
+    def real(size):
+        return GROWING.seconds(size) * (2.0 * times if size.mask else 2.0)
+
+    assert walk(policy, 1, real, 0.75, 4, Random(1))[0] == 1, "the curves say that drafting pays"
+    share, rate = walk(policy, 3000, real, 0.75, 4, Random(2))
+    assert share < 0.15
+    assert rate > 0.9 * off(4, 2.0)
+
+
+def test_what_plain_steps_took_on_a_busy_machine_is_not_believed_for_ever():
+    """Drafting steps alone, as of one request that is left, never told that plain ones take as long as before."""
+    policy, random = DraftPolicy(8, GROWING), Random(1)
+    assert walk(policy, 300, lambda size: 3 * GROWING.seconds(size), 0.6, 32, random)[0] < 0.1
+    assert policy.cost.plain > 2.5
+    assert walk(policy, 1000, GROWING.seconds, 0.6, 1, random)[0] > 0.9
+    assert policy.cost.plain / policy.cost.drafting < 1.05
+    share, rate = walk(policy, 1000, GROWING.seconds, 0.6, 32, random)
+    assert share < 0.1
+    assert rate > 0.98 * off(32, 1.0)
+
+
+def test_a_step_that_others_held_up_counts_little():
+    policy = DraftPolicy(8, GROWING)
+    policy.took(StepSize(0, 4, 16, 12, 3), 1000.0)
+    assert policy.cost.drafting < 1.2
+    policy.took(StepSize(0, 4), 1000.0)
+    assert policy.cost.plain < 1.2
 
 
 @given(st.floats(1.0, 300.0), st.floats(0.0, 5e-3))

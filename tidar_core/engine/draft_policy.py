@@ -28,7 +28,9 @@ PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
 PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
 FADING = 0.995  # weight that it keeps through a step without drafts
-BIAS_MEMORY, BIAS_MOST = 0.95, 3.0  # of how long real steps take; a step that others held up counts no more than this
+BIAS_MEMORY = 0.95  # of how long real steps take
+BIAS_MOST = 3.0  # times what is known: no more counts of a step that others held up
+MOVED = 0.05  # by which one kind of steps became dearer than the other, and what was chosen before is old
 FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step: what they take of memory has an end
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
@@ -139,6 +141,15 @@ class Choice:
     renewal: float = field(default=0.0, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptChoice:
+    """A choice, the step that it was made for, and how much dearer than plain steps those with mask rows then were."""
+
+    choice: Choice
+    step: int
+    dearer: float
+
+
 def most_full(block: int) -> int:
     """How many sequences may all draft fully, with so many slots a proposal, in one step."""
     return max(1, FULL_ROWS // max(1, block + block * block))
@@ -158,7 +169,7 @@ class DraftPolicy:
         known = tuple(expected) or (PRIOR_HOLDS,)
         self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
         self._all = HeldDrafts(self._expected)
-        self._choices: dict[tuple[int, Load], tuple[int, Choice]] = {}
+        self._choices: dict[tuple[int, Load], KeptChoice] = {}
         self._step = 0
 
     def new_acceptance(self) -> HeldDrafts:
@@ -190,19 +201,18 @@ class DraftPolicy:
     def took(self, size: StepSize, seconds: float) -> None:
         """A real step of that size took so long: the curves were measured apart from all that goes on around them.
 
-        What is known of steps with mask rows fades while there are none, so that drafting gets a new chance.
+        What makes plain steps take longer does so to all. The rest of the difference fades while all steps are of one
+        kind, with mask rows or without, so that the other gets a new chance.
         """
         if size.known or not size.verify:
             return
-        plain, drafting = self.cost.plain, self.cost.drafting
-        expected = self.cost.seconds(size) / (drafting if size.mask else plain)
-        bias = (1 - BIAS_MEMORY) * min(BIAS_MOST, seconds / expected)
+        known, other = (self.cost.drafting, self.cost.plain) if size.mask else (self.cost.plain, self.cost.drafting)
+        took = min(seconds / (self.cost.seconds(size) / known), BIAS_MOST * max(known, other))
+        now = BIAS_MEMORY * known + (1 - BIAS_MEMORY) * took
         if size.mask:
-            self.cost = replace(self.cost, drafting=BIAS_MEMORY * drafting + bias)
-            return
-        # What makes plain steps take longer does so to all; the rest of the difference fades.
-        now = BIAS_MEMORY * plain + bias
-        self.cost = replace(self.cost, plain=now, drafting=now * (1 + FADING * (drafting / plain - 1)))
+            self.cost = replace(self.cost, drafting=now, plain=now + FADING * (other - now))
+        else:
+            self.cost = replace(self.cost, plain=now, drafting=now * (1 + FADING * (other / known - 1)))
 
     def _limit(self, view: SequenceView) -> int:
         return min(view.block_limit, self.block_length)
@@ -271,17 +281,18 @@ class DraftPolicy:
 
     def _best(self, views: Sequence[SequenceView], load: Load) -> Choice:
         limit = min(max(view.block_limit for view in views), self.block_length)
-        key = (limit, load)
+        key, dearer = (limit, load), self.cost.drafting / self.cost.plain
         kept = self._choices.get(key)
-        if kept is None or self._step - kept[0] >= CHOICE_LIFE[0] + CHOICE_LIFE[1] * load.sequences:
+        life = CHOICE_LIFE[0] + CHOICE_LIFE[1] * load.sequences
+        if kept is None or self._step - kept.step >= life or abs(dearer / kept.dearer - 1) > MOVED:
             if len(self._choices) > 1024:
                 self._choices.clear()
             known = [self._holds(view) for view in views]
             known += [self._all.holds()] * (load.sequences - len(views))
             ranked = sorted(known, key=_promise, reverse=True)
-            kept = (self._step, best_choice(self.cost, ranked, limit, load))
+            kept = KeptChoice(best_choice(self.cost, ranked, limit, load), self._step, dearer)
             self._choices[key] = kept
-        return kept[1]
+        return kept.choice
 
 
 @lru_cache(maxsize=256)

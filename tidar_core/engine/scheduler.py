@@ -109,7 +109,8 @@ class Scheduler:
         self._refused = _Refused(None, 0, None)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.acceptance = self.policy.new_acceptance()
+        if sequence.request.params.draft_trust >= 1.0:  # else drafts hold that are wrong: that tells nothing of others
+            sequence.acceptance = self.policy.new_acceptance()
         sequence.ends = ends_of(sequence, self.limits.eos_ids)
         self._queue(sequence)
 
