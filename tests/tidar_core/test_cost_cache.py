@@ -97,6 +97,11 @@ def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_p
         count = len(measured)
         tiny_engine(tmp_path / part)
         assert len(measured) == count + (part != "head"), part
+    for price in ("reading", "attending"):  # of a token of context
+        path.write_text(json.dumps(json.loads(path.read_text()) | {price: 1.0}))
+        count = len(measured)
+        tiny_engine(tmp_path / price)
+        assert len(measured) == count + 1, price
 
 
 def test_other_things_have_other_files(tmp_path):

@@ -172,10 +172,7 @@ def measure_cost(runner: Runner) -> StepCost:
     """Seconds of whole passes at a few row counts, with next to no context, and what context adds."""
     block = runner.block_length
     cost_rows = COST_ROWS_GPU if runner.device.type == "cuda" else COST_ROWS
-    page = runner.cache.page_size
-    room = runner.config.max_positions - block - 1
-    context = max(1, min(page, room))
-    longer = max(context, min(COST_PAGES * page, room))
+    context, longer = _contexts(runner)
 
     def batch(sequences: int, drafting: int, context: int = context) -> Batch:
         return _decoding(runner, sequences, drafting, context)
@@ -212,18 +209,29 @@ def measure_cost(runner: Runner) -> StepCost:
 
 def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
     """Seconds as `cost` has them and as they are now: of passes of few, more and many rows, without and with mask
-    rows, and of a head. Where the cost was measured on a busy machine, some of these are found faster now."""
+    rows, of one behind longer texts, and of a head. Where the cost was measured on a busy machine, some of these are
+    found faster now."""
     block = runner.block_length
-    context = max(1, min(runner.cache.page_size, runner.config.max_positions - block - 1))
+    context, longer = _contexts(runner)
     few, more, many = (cost.rows[len(cost.rows) * quarters // 4] for quarters in (0, 2, 3))
     sizes = [(few, 0), (more, 0), (many, 0)]
     if block:
         sizes += [(count, count) for count in (1, max(1, round(many / (1 + block))))]
     before = [cost.trunk_seconds(count + masks * block) + cost.adapter_seconds(masks * block) for count, masks in sizes]
+    further = (longer - context) * CONTEXT_ROWS * (cost.reading + cost.attending)
+    before.append(cost.trunk_seconds(CONTEXT_ROWS) + further)
     batches = [_decoding(runner, count, masks, context) for count, masks in sizes]
+    batches.append(_decoding(runner, CONTEXT_ROWS, 0, longer))
     now = _timed(runner, [partial(runner.forward, batch) for batch in batches])
     now += _timed(runner, [_picking(runner, more)])  # apart, as it was measured: between passes its caches are cold
     return list(zip([*before, cost.head_seconds(more)], now, strict=True))
+
+
+def _contexts(runner: Runner) -> tuple[int, int]:
+    """Tokens of next to no context, and of as much as its price is read off."""
+    page, room = runner.cache.page_size, runner.config.max_positions - runner.block_length - 1
+    context = max(1, min(page, room))
+    return context, max(context, min(COST_PAGES * page, room))
 
 
 def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report: Callable[[str], None]) -> None:
