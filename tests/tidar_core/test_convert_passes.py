@@ -234,7 +234,7 @@ def test_flex_attentions_tiles_cover_what_is_seen(count, seed, block, causal):
 @pytest.mark.parametrize("gradient_of", ["normed", "total", "both"])
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_the_trainers_operations_are_the_references(by_kernels, dtype, gradient_of, activation):
-    rows = row_ops(compiled_library(), dtype) if by_kernels else PLAIN_ROWS
+    rows = row_ops(compiled_library("training"), dtype) if by_kernels else PLAIN_ROWS
     ops, draw = training_ops(CPU, print, rows), torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

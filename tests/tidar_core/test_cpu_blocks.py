@@ -60,7 +60,7 @@ def test_mask_rows_attend_as_in_plain_torch_and_so_does_the_gradient(
     rotary = rotary_tables(config, torch.device("cpu"))
     for layer in range(2):
         found = []
-        for way in (mask_attention, partial(cpu_mask_attention, block_ops(compiled_library()))):
+        for way in (mask_attention, partial(cpu_mask_attention, block_ops(compiled_library("training")))):
             attention = way(config, NO_NORMS, rotary, pack, clean, blocks, within_block)
             qkv = rows.clone().requires_grad_(True)
             out = attention(layer, qkv)
@@ -86,7 +86,7 @@ def test_clean_rows_attend_as_in_plain_torch(
     kv_heads, _, size = heads
     qkv = torch.randn(len(pack.tokens), (config.heads + 2 * kv_heads) * size, generator=draw)
     rotary, found = rotary_tables(config, torch.device("cpu")), []
-    for way in (clean_attention, partial(cpu_clean_attention, block_ops(compiled_library()))):
+    for way in (clean_attention, partial(cpu_clean_attention, block_ops(compiled_library("training")))):
         clean = CleanKV([], [])
         attention = way(config, NO_NORMS, rotary, pack, clean)
         found.append([attention(layer, qkv) for layer in range(2)] + clean.keys + clean.values)
@@ -103,7 +103,7 @@ def shares_of(scores: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     qkv, keys = torch.zeros(2, 3, 16), torch.zeros(1, count, 16)
     qkv[:, 0, :2], qkv[:, 1, :2], keys[0, :, :2] = torch.eye(2), 4 * own.T, 4 * scores.T
     blocks = seen_blocks(config, *(np.array([each]) for each in (0, 2, 0, count)), causal=False)
-    ops, rows = block_ops(compiled_library()), qkv.view(2, 48)
+    ops, rows = block_ops(compiled_library("training")), qkv.view(2, 48)
     _, shares = ops.attend(config, rows, unturned, keys, torch.zeros_like(keys), blocks, True)
     laid = shares.view(2, -1)
     assert (laid[:, 2:16] == 0).all()
@@ -125,7 +125,7 @@ def test_shares_of_far_scores_are_nothing() -> None:
 @needs_compiler
 def test_a_row_of_no_number_is_seen_and_is_nobody_elses() -> None:
     """A loss that is no number must be seen."""
-    config, ops = shape(1, 1, 16, None), block_ops(compiled_library())
+    config, ops = shape(1, 1, 16, None), block_ops(compiled_library("training"))
     rows, keys = torch.randn(2, 48, generator=torch.Generator().manual_seed(0)), torch.ones(1, 40, 16)
     rows[1, 3] = torch.nan  # of its query alone
     blocks = seen_blocks(config, *(np.array([each]) for each in (0, 2, 0, 40)), causal=False)
@@ -136,7 +136,7 @@ def test_a_row_of_no_number_is_seen_and_is_nobody_elses() -> None:
 
 @needs_compiler
 def test_what_the_kernels_do_not_read_is_refused() -> None:
-    config, ops = shape(1, 1, 16, None), block_ops(compiled_library())
+    config, ops = shape(1, 1, 16, None), block_ops(compiled_library("training"))
     blocks = seen_blocks(config, *(np.array([each]) for each in (0, 2, 0, 40)), causal=False)
     rows, laid, turning = torch.ones(2, 48), torch.ones(1, 40, 16), rotary_tables(config, torch.device("cpu"))
     with pytest.raises(TypeError, match="the heads of a row side by side"):
@@ -152,6 +152,6 @@ def test_blocks_without_room_are_refused() -> None:
     config, pack = shape(1, 1, 16, None), pack_documents(random_documents(1), torch.device("cpu"))
     blocks = draw_blocks(pack, 4, 17, 256, np.random.default_rng(0))
     rotary = rotary_tables(config, torch.device("cpu"))
-    for way in (mask_attention, partial(cpu_mask_attention, block_ops(compiled_library()))):
+    for way in (mask_attention, partial(cpu_mask_attention, block_ops(compiled_library("training")))):
         with pytest.raises(ValueError, match="blocks of 17 slots, where 16 have room"):
             way(config, NO_NORMS, rotary, pack, CleanKV([], []), blocks, "bidirectional")

@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -42,16 +43,17 @@ def in_another_process() -> subprocess.Popen[bytes]:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
-        "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); cpu_build.compiled_library()"
+        "from tidar_core.kernels import cpu_build; cpu_build.SOURCES = ('cpu_lanes.cpp',); "
+        "cpu_build.compiled_library('float')"
     )
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ})
 
 
 def test_it_is_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_build.compiled_library()
+    cpu_build.compiled_library("float")
     (library,) = cache.glob("*.so")
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
     assert list(cache.glob("*.so")) == [library]
 
 
@@ -64,6 +66,34 @@ def test_processes_that_start_together_compile_it_once(
     assert (tmp_path / "compiler.calls").read_text() == "\n"
 
 
+def test_parts_are_compiled_beside_each_other_and_each_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each compiler waits until the other has begun."""
+    both_began = '[ "$(ls "$0".* | wc -l)" = 2 ] && exec g++ "$@"'
+    wait = f'touch "$0.$$"; for _ in $(seq 100); do {both_began}; sleep 0.1; done; exit 1'
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'case "$*" in *" -c "*) {wait};; esac', 'exec g++ "$@"'))
+    cpu_build.compiled_libraries(["float", "bf16"])
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
+    again = cpu_build.compiled_libraries(["bf16", "float", "bf16"])
+    assert {library._name for library in again} == {str(path) for path in cache.glob("*.so")}
+    assert again[0] is again[2] is not again[1]
+
+
+def test_where_one_part_fails_the_compilers_of_the_others_end(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = 'case "$*" in *PART_bf16*) exit 1;; *" -c "*) echo $$ >"$0.called"; exec sleep 60;; esac'
+    monkeypatch.setenv("CXX", compiler(tmp_path, fails))
+    with pytest.raises(cpu_build.CompileError, match="no message"):
+        cpu_build.compiled_libraries(["float", "bf16"])
+    last = time.monotonic() + 10
+    while (called := tmp_path / "compiler.called").exists() and runs(int(called.read_text())):
+        assert time.monotonic() < last
+        time.sleep(0.05)
+    assert [path.suffix for path in cache.iterdir()] == [".lock", ".lock"]
+
+
 def test_a_process_that_hangs_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_build, "SECONDS", 0.3)
     with cpu_build._alone(tmp_path / "lock"):
@@ -74,21 +104,21 @@ def test_a_process_that_hangs_is_not_waited_for_for_ever(tmp_path: Path, monkeyp
 
 def test_a_library_that_another_kept_meanwhile_stays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are no locks: those that have it loaded would lose it."""
-    compile_it = cpu_build._compile
+    compile_it = cpu_build._compiled
 
     def no_locks(file: int, how: int) -> None:
         raise OSError("no locks available")
 
-    def compile_behind_another(source: str, scratch: Path) -> Path:
-        monkeypatch.setattr(cpu_build, "_compile", compile_it)
-        cpu_build.compiled_library()
+    def compile_behind_another(*given: Any) -> Any:
+        monkeypatch.setattr(cpu_build, "_compiled", compile_it)
+        cpu_build.compiled_library("float")
         first.extend(path.stat().st_ino for path in cache.glob("*.so"))
-        return compile_it(source, scratch)
+        return compile_it(*given)
 
     first: list[int] = []
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(cpu_build, "_compile", compile_behind_another)
-    assert cpu_build.compiled_library()
+    monkeypatch.setattr(cpu_build, "_compiled", compile_behind_another)
+    assert cpu_build.compiled_library("float")
     assert [path.stat().st_ino for path in cache.glob("*.so")] == first
 
 
@@ -104,15 +134,15 @@ def test_where_the_cache_may_run_nothing_a_copy_runs(
         return load(name)
 
     monkeypatch.setattr(ctypes, "CDLL", refusing)
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
 
 
 @pytest.mark.parametrize("kept", [0, 100, 4096, -1])
 def test_a_library_that_was_cut_is_made_anew(cache: Path, kept: int) -> None:
-    """In a process of its own: one that is cut ends whoever touches what it lacks."""
-    cpu_build.compiled_library()
+    """In processes of their own: one that is cut ends whoever touches what it lacks."""
+    assert in_another_process().wait() == 0
     (library,) = cache.glob("*.so")
     whole = library.read_bytes()
     library.write_bytes(whole[:kept])
@@ -123,17 +153,17 @@ def test_a_library_that_was_cut_is_made_anew(cache: Path, kept: int) -> None:
 def test_what_cannot_be_loaded_is_not_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", compiler(tmp_path, 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo no > "$2"; shift; done'))
     with pytest.raises(cpu_build.CompileError, match=r"kernels\.so"):
-        cpu_build.compiled_library()
+        cpu_build.compiled_library("float")
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
     monkeypatch.delenv("CXX")
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
 
 
 @pytest.mark.parametrize("given", ["nice g++", "g++ -m64", "", "no-such-compiler"])
 def test_the_environment_may_name_a_compiler_with_arguments(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", given)
     assert cpu_build.compiler() == (given.split() if "g++" in given else ["g++"])
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +179,7 @@ def test_a_compiler_that_fails_is_one_line(
 ) -> None:
     monkeypatch.setenv("CXX", compiler(tmp_path, does))
     with pytest.raises(cpu_build.CompileError, match=says) as error:
-        cpu_build.compiled_library()
+        cpu_build.compiled_library("float")
     assert "\n" not in str(error.value)
 
 
@@ -159,7 +189,7 @@ def test_a_compiler_that_takes_too_long_ends_with_all_that_it_called(
     monkeypatch.setattr(cpu_build, "SECONDS", 2.0)
     monkeypatch.setenv("CXX", compiler(tmp_path, 'sleep 60 & echo $! >"$0.called"; wait'))
     with pytest.raises(cpu_build.CompileError, match=r"^the C\+\+ compiler took longer than 2 seconds: .* later$"):
-        cpu_build.compiled_library()
+        cpu_build.compiled_library("float")
     called = int((tmp_path / "compiler.called").read_text())
     last = time.monotonic() + 10
     while runs(called) and time.monotonic() < last:
@@ -184,7 +214,7 @@ def test_a_start_that_is_ended_takes_the_compiler_along_and_the_next_one_its_fil
         time.sleep(0.05)
     assert not runs(called)
     monkeypatch.delenv("CXX")
-    cpu_build.compiled_library()
+    cpu_build.compiled_library("float")
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".so"]
 
 
@@ -219,7 +249,7 @@ def runs(process: int) -> bool:
 def test_without_a_compiler_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(cpu_build.CompileError, match="no C\\+\\+ compiler"):
-        cpu_build.compiled_library()
+        cpu_build.compiled_library("float")
 
 
 @pytest.mark.parametrize("home", ["a file", "none"])
@@ -231,14 +261,14 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", "not from the root on")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path if home == "none" else str(tmp_path / home))
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
     assert [path.name for path in tmp_path.iterdir()] == ["a file"]
 
 
 def test_where_no_room_is_left_it_is_compiled_elsewhere(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(cache.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
-    assert cpu_build.compiled_library()
+    assert cpu_build.compiled_library("float")
     assert list(cache.iterdir()) == []
 
 
@@ -248,5 +278,5 @@ def test_what_a_killed_start_left_behind_is_cleared_away(cache: Path) -> None:
         left.mkdir(parents=True)
         (left / "kernels.o").touch()
         os.utime(left, (time.time() - age,) * 2)
-    cpu_build.compiled_library()
+    cpu_build.compiled_library("float")
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [f"{cpu_build.SCRATCH}young"]

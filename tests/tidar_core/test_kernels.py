@@ -42,8 +42,12 @@ def ops(request, dtype):
 @pytest.mark.parametrize("processor", KINDS_OF_X86)
 def test_the_kernels_are_valid_for_every_kind_of_x86(processor):
     source = "\n".join((Path(cpu_build.__file__).parent / name).read_text() for name in cpu_build.SOURCES)
+    parts = [f"-DPART_{part}" for part in get_args(cpu_build.Part)]
     done = subprocess.run(
-        ["g++", *flags_for(processor), "-fsyntax-only", "-x", "c++", "-"], input=source, capture_output=True, text=True
+        ["g++", *flags_for(processor), *parts, "-fsyntax-only", "-x", "c++", "-"],
+        input=source,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

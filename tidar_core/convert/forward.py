@@ -85,7 +85,7 @@ def cpu_ways(config: ModelConfig, dtype: torch.dtype, report: Callable[[str], No
     if not (blocks_fit or rows_fit):
         return PLAIN, PLAIN_ROWS
     try:
-        library = compiled_library()
+        library = compiled_library("training")
     except CompileError as error:
         report(f"training without compiled kernels, which is slower: {error}")
         return PLAIN, PLAIN_ROWS

@@ -4,13 +4,14 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tidar_core.config import Activation, Experts, ModelConfig, RoundedDType
-from tidar_core.kernels.cpu_build import LANES, CompileError, compiled_library
+from tidar_core.kernels.cpu_build import LANES, CompileError, Part, compiled_libraries
 from tidar_core.kernels.cpu_experts import bind_mix_experts
 from tidar_core.kernels.cpu_pass import ACTIVATIONS, address, bind_layers
 from tidar_core.kernels.cpu_pick import bind_pick
@@ -22,7 +23,8 @@ from tidar_core.model.weights import LowRank
 
 INT4_GROUP = 32  # inputs that share a scale and a minimum
 SLICE_WEIGHTS = 1 << 20  # that are packed at a time
-SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float"}
+SUFFIXES: dict[torch.dtype, Literal["bf16", "float"]] = {torch.bfloat16: "bf16", torch.float32: "float"}
+_ROUNDED: dict[str, Part] = {"bf16": "rounded_bf16", "float": "rounded_float"}
 
 
 def supports(config: ModelConfig, page_size: int) -> bool:
@@ -152,7 +154,8 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
 
     Raises CompileError where they cannot be built.
     """
-    library, suffix = compiled_library(), SUFFIXES[dtype]
+    suffix = SUFFIXES[dtype]
+    library, products = compiled_libraries([suffix, _ROUNDED[suffix] if rounded else suffix])
     pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
     row_shape = [integer] * 5
@@ -225,9 +228,9 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
     kind = f"{rounded}_{suffix}" if rounded else suffix
     _, logits_of = _products(library, suffix, False)
     # The head decides between tokens: it is never kept in less than 8 bits.
-    linear, _ = _products(library, kind, rounded is not None)
-    _, head = _products(library, f"int8_{suffix}" if rounded else suffix, rounded is not None)
-    bind = partial(bind_layers, getattr(library, f"run_layers_{kind}"), config)
+    linear, _ = _products(products, kind, rounded is not None)
+    _, head = _products(products, f"int8_{suffix}" if rounded else suffix, rounded is not None)
+    bind = partial(bind_layers, getattr(products, f"run_layers_{kind}"), config)
     pack_base, pack_head = _PACKS[rounded]
 
     def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
@@ -235,7 +238,7 @@ def cpu_ops(config: ModelConfig, dtype: torch.dtype, rounded: RoundedDType | Non
 
     return Ops(
         name, 1, _of_each(pack_base), pack_head, pack, linear, add_norm, rotate_and_store, attend, gate, head, route,
-        bind_mix_experts(getattr(library, f"mix_experts_{kind}"), config.experts.inner if config.experts else 0),
+        bind_mix_experts(getattr(products, f"mix_experts_{kind}"), config.experts.inner if config.experts else 0),
         bind, slots, pick=pick,
     )  # fmt: skip
 

@@ -170,5 +170,9 @@ template <typename T, typename... Rest> void attend(const T* qkv, Rest... rest) 
         attend(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, positions, sequence, context_end, tail_start,    \
                tail_end, page_table, table_width, window, keys, values, scale, out, threads); }
 
+#ifdef PART_bf16
 EXPORT_ATTENTION(bf16, bf16)
+#endif
+#ifdef PART_float
 EXPORT_ATTENTION(float, float)
+#endif

@@ -172,6 +172,7 @@ void each_unit(BlockHeads s, const Block* blocks, int count, const float* cos, c
 
 }  // namespace
 
+#ifdef PART_training
 extern "C" {
 
 // kv [rows, 2 * kv_heads, head_dim] out of qkv: keys, turned, then values.
@@ -254,3 +255,4 @@ void slope_blocks(const float* d_out, const float* qkv, BlockHeads s, const floa
 }
 
 }  // extern "C"
+#endif

@@ -1,4 +1,6 @@
-"""The CPU kernels' source as a library: compiled once for this processor, kept, and known to be whole when loaded.
+"""The CPU kernels' source as libraries: compiled once for this processor, kept, and known to be whole when loaded.
+
+A library has one part of the functions, since a start needs few of them; those that it needs are compiled at once.
 
 A start may be killed in the midst of it, a disk may lose what was written last, a compiler may make what cannot be
 loaded: none of that may outlive the start that it happened in, nor may a compiler.
@@ -15,14 +17,17 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
 
+# What is done in a dtype, what is done beside it where weights are kept in fewer bits, and training.
+Part = Literal["bf16", "float", "rounded_bf16", "rounded_float", "training"]
 SOURCES = (
     "cpu_lanes.cpp",
     "cpu_kernels.cpp",
@@ -78,20 +83,42 @@ def cache_directory() -> Path:
     return Path(named if os.path.isabs(named) else kept) / "tidar"
 
 
-def compiled_library() -> ctypes.CDLL:
-    """The compiled kernels, from the cache where they were compiled before. Raises CompileError."""
+def compiled_library(part: Part) -> ctypes.CDLL:
+    """A part of the compiled kernels, from the cache where it was compiled before. Raises CompileError."""
+    (library,) = compiled_libraries([part])
+    return library
+
+
+def compiled_libraries(parts: Sequence[Part]) -> list[ctypes.CDLL]:
+    """Several parts, which are compiled beside each other. Raises CompileError."""
+    with ExitStack() as compiling:
+        # In one order for all: each is locked until all are done, and no two processes may wait for each other.
+        coming = {part: compiling.enter_context(_coming(part)) for part in sorted(set(parts))}
+        made = {part: library() for part, library in coming.items()}
+    return [made[part] for part in parts]
+
+
+@contextmanager
+def _coming(part: Part) -> Iterator[Callable[[], ctypes.CDLL]]:
+    """What waits for a part's library; while this is open a compiler works on it, where none is kept."""
     room = resources.files("tidar_core.kernels")
     source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
-    key = "\n".join((source, " ".join(FLAGS), _processor(), platform.machine(), *_torchs_openmp()))
+    key = "\n".join((source, part, " ".join(FLAGS), _processor(), platform.machine(), *_torchs_openmp()))
     target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     kept = _kept(target)
     if kept is not None:
-        return kept
+        yield lambda: kept
+        return
     room_to_keep = _writable(target.parent)
     with _alone(target.with_suffix(".lock")) if room_to_keep else nullcontext(False) as alone:
         if alone:
             _clear(left for left in target.parent.glob(f"{_scratch_of(target)}*") if _is_abandoned(left))
-        return _kept(target) or _made(source, target, room_to_keep)
+        meanwhile = _kept(target)
+        if meanwhile is not None:
+            yield lambda: meanwhile
+            return
+        with _made(source, part, target, room_to_keep) as library:
+            yield library
 
 
 def _kept(target: Path) -> ctypes.CDLL | None:
@@ -103,19 +130,28 @@ def _kept(target: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _made(source: str, target: Path, room_to_keep: bool) -> ctypes.CDLL:
-    """Compiles the library, and keeps it where no other is kept by now: that may be in use. Raises CompileError."""
+@contextmanager
+def _made(source: str, part: Part, target: Path, room_to_keep: bool) -> Iterator[Callable[[], ctypes.CDLL]]:
+    """Compiles a library; what waits for it also keeps it, where no other is kept by now: that may be in use. Raises
+    CompileError."""
     try:
         # One that nobody else can write: what is loaded is run.
         place = target.parent if room_to_keep else None
         prefix = f"{_scratch_of(target)}{os.getpid()}-"
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
-            built = _compile(source, Path(scratch))
-            library = _loaded(built)  # before others find it
-            if room_to_keep and _kept(target) is None:
-                _seal(built)
-                os.replace(built, target)
-            return library
+        with (
+            tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch,
+            _compiled(source, part, Path(scratch)) as linked,
+        ):
+
+            def library() -> ctypes.CDLL:
+                built = linked()
+                loaded = _loaded(built)  # before others find it
+                if room_to_keep and _kept(target) is None:
+                    _seal(built)
+                    os.replace(built, target)
+                return loaded
+
+            yield library
     except OSError as error:
         raise CompileError(f"compiling the CPU kernels failed: {error}") from error
 
@@ -210,21 +246,34 @@ def compiler() -> list[str]:
     raise CompileError("no C++ compiler (g++ or clang++) on PATH")
 
 
-def _compile(source: str, scratch: Path) -> Path:
-    """The library made of the source. Raises CompileError, OSError."""
+@contextmanager
+def _compiled(source: str, part: Part, scratch: Path) -> Iterator[Callable[[], Path]]:
+    """Begins to compile a part of the source, and gives what waits for the library. Raises CompileError, OSError."""
     called, unit, built = compiler(), scratch / "kernels.o", scratch / "kernels.so"
     (scratch / "kernels.cpp").write_text(source)
     # clang calls a runtime of its own, by names that torch's does not have.
     gnu = "clang" not in _run([*called, "--version"])
     runtime = _torchs_openmp() if gnu else []
-    _run([*called, *FLAGS, "-c", "-o", str(unit), str(scratch / "kernels.cpp")])
-    _run([*called, "-shared", "-Wl,--no-undefined", "-o", str(built), str(unit), *(runtime or ["-fopenmp"])])
-    return built
+    with _begun([*called, *FLAGS, f"-DPART_{part}", "-c", "-o", str(unit), str(scratch / "kernels.cpp")]) as unit_made:
+
+        def linked() -> Path:
+            unit_made()
+            _run([*called, "-shared", "-Wl,--no-undefined", "-o", str(built), str(unit), *(runtime or ["-fopenmp"])])
+            return built
+
+        yield linked
 
 
 def _run(command: list[str]) -> str:
-    """What it prints; however this ends, and the process with it, nothing of it runs on. Raises CompileError,
-    OSError."""
+    """What it prints. Raises CompileError, OSError."""
+    with _begun(command) as printed:
+        return printed()
+
+
+@contextmanager
+def _begun(command: list[str]) -> Iterator[Callable[[], str]]:
+    """Runs a command, and gives what waits for what it prints; however this ends, and the process with it, nothing of
+    it runs on. Raises CompileError, OSError."""
     with (
         _held_open() as watched,
         # A session of its own: what is called calls others, and they end with it.
@@ -239,14 +288,19 @@ def _run(command: list[str]) -> str:
         ) as process,
     ):
         try:
-            printed, complaints = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise CompileError(
-                f"the C++ compiler took longer than {SECONDS:.0f} seconds: the machine may be busy, start again later"
-            ) from None
+            yield lambda: _printed(process)
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _printed(process: subprocess.Popen[str]) -> str:
+    try:
+        printed, complaints = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CompileError(
+            f"the C++ compiler took longer than {SECONDS:.0f} seconds: the machine may be busy, start again later"
+        ) from None
     if process.returncode < 0:
         killed = signal.Signals(-process.returncode).name
         raise CompileError(f"the C++ compiler was ended by {killed}: it may have run out of memory")

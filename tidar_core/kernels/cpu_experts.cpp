@@ -71,9 +71,17 @@ template <typename Kind, typename T> void mix_experts(const Mixture<T>& m) {
 #define EXPORT_EXPERTS(KIND, NAME, T)                                                                                 \
     extern "C" void mix_experts_##NAME(const Mixture<T>* mixture) { mix_experts<KIND>(*mixture); }
 
+#ifdef PART_bf16
 EXPORT_EXPERTS(Dense<bf16>, bf16, bf16)
-EXPORT_EXPERTS(Dense<float>, float, float)
+#endif
+#ifdef PART_rounded_bf16
 EXPORT_EXPERTS(Int8, int8_bf16, bf16)
-EXPORT_EXPERTS(Int8, int8_float, float)
 EXPORT_EXPERTS(Int4, int4_bf16, bf16)
+#endif
+#ifdef PART_float
+EXPORT_EXPERTS(Dense<float>, float, float)
+#endif
+#ifdef PART_rounded_float
+EXPORT_EXPERTS(Int8, int8_float, float)
 EXPORT_EXPERTS(Int4, int4_float, float)
+#endif

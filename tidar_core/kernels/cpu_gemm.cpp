@@ -268,5 +268,9 @@ void product(const Base& base, const T* x, int rows, int in, int out_features, c
         product(Dense<T>{x, weight, in}, x, rows, in, out_features, none, out, rows, none, none, 0, (T*)nullptr,      \
                 threads); }
 
+#ifdef PART_bf16
 EXPORT_PRODUCTS(bf16, bf16)
+#endif
+#ifdef PART_float
 EXPORT_PRODUCTS(float, float)
+#endif

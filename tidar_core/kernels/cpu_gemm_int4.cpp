@@ -66,5 +66,9 @@ struct Int4 {
 
 }  // namespace
 
+#ifdef PART_rounded_bf16
 EXPORT_ROUNDED(Int4, int4_bf16, bf16)
+#endif
+#ifdef PART_rounded_float
 EXPORT_ROUNDED(Int4, int4_float, float)
+#endif

@@ -155,5 +155,9 @@ void product_of_rounded(const T* x, int rows, int in, const uint8_t* weight, int
         product_of_rounded<KIND>(x, rows, in, weight, out_features, none, out, rows, none, none, 0, (T*)nullptr,      \
                                  scratch, threads); }
 
+#ifdef PART_rounded_bf16
 EXPORT_ROUNDED(Int8, int8_bf16, bf16)
+#endif
+#ifdef PART_rounded_float
 EXPORT_ROUNDED(Int8, int8_float, float)
+#endif

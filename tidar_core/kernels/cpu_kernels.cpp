@@ -129,5 +129,9 @@ template <int MOST, typename Run> inline void with_count(int count, Run run) {
         T* keys, T* values, const int32_t* slots, int threads) {                                                     \
         rotate_and_store(qkv, Shape{rows, heads, kv_heads, head_dim}, verify, positions, cos, sin, q_norm, k_norm,   \
                          eps, keys, values, slots, threads); }
+#if defined(PART_bf16) || defined(PART_training)
 EXPORT(bf16, bf16)
+#endif
+#if defined(PART_float) || defined(PART_training)
 EXPORT(float, float)
+#endif

@@ -1,5 +1,6 @@
 // Sixteen lanes at once: one register with AVX-512, two with AVX2, four elsewhere. What the other files write down over
-// them is the same everywhere; only the number of sums that fit the registers differs.
+// them is the same everywhere; only the number of sums that fit the registers differs. A library has the functions of
+// the one PART that it is compiled for (`cpu_build.py`).
 #include <cstdint>
 #include <cstring>
 #include <type_traits>

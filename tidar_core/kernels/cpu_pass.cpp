@@ -103,9 +103,17 @@ template <typename Kind, typename T> void run_layers(const Pass<T>& pass, T* x) 
 #define EXPORT_PASS(KIND, NAME, T)                                                                                    \
     extern "C" void run_layers_##NAME(const Pass<T>* pass, T* x) { run_layers<KIND>(*pass, x); }
 
+#ifdef PART_bf16
 EXPORT_PASS(Dense<bf16>, bf16, bf16)
-EXPORT_PASS(Dense<float>, float, float)
+#endif
+#ifdef PART_rounded_bf16
 EXPORT_PASS(Int8, int8_bf16, bf16)
-EXPORT_PASS(Int8, int8_float, float)
 EXPORT_PASS(Int4, int4_bf16, bf16)
+#endif
+#ifdef PART_float
+EXPORT_PASS(Dense<float>, float, float)
+#endif
+#ifdef PART_rounded_float
+EXPORT_PASS(Int8, int8_float, float)
 EXPORT_PASS(Int4, int4_float, float)
+#endif

@@ -276,9 +276,11 @@ struct Rules {
 
 }  // namespace
 
+#if defined(PART_bf16) || defined(PART_float)
 extern "C" void pick_tokens(const float* logits, int64_t stride, int rows, int vocab, const float* reals,
                             const int32_t* whole, int64_t* picks, int threads) {
     const Rules rules{reals, whole, rows};
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int r = 0; r < rows; r++) picks[r] = pick(Row{logits + r * stride, vocab, nullptr}, rules.of(r));
 }
+#endif

@@ -119,5 +119,9 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
         draft_slots(SlotHead<T>{hidden, token, state, out, size, width}, words, vocabulary, vocab, x, logits, rows,   \
                     proposals, counts, anchors, candidates, Rules{reals, whole, rows}, drafts, threads); }
 
+#ifdef PART_bf16
 EXPORT_SLOTS(bf16, bf16)
+#endif
+#ifdef PART_float
 EXPORT_SLOTS(float, float)
+#endif

@@ -53,5 +53,7 @@ void norm_slope(const T* total, const T* weight, const T* d_normed, const T* d_t
     extern "C" void norm_slope_##NAME(const T* total, const T* weight, const T* d_normed, const T* d_total, T* out,    \
                                       int rows, int n, float eps, int threads) {                                       \
         norm_slope(total, weight, d_normed, d_total, out, rows, n, eps, threads); }
+#ifdef PART_training
 EXPORT_TRAINING(bf16, bf16)
 EXPORT_TRAINING(float, float)
+#endif
