@@ -72,6 +72,8 @@ class ReplicaMetrics:
         self._stepped = counter("tidar:decode_tokens", "Tokens that decode steps emitted.").labels(*labels)
         rows = counter("tidar:rows", "Rows that the model computed in steps that emitted, by kind.", "kind")
         self._verify_rows, self._mask_rows = (rows.labels(*labels, kind) for kind in ("verify", "mask"))
+        self._decode_rows = counter("tidar:decode_rows", "Decode steps' rows, not of text read again.").labels(*labels)
+        self._most_verified = max(1, block_length)
         self._step_rows = histogram(
             "tidar:step_rows", "Rows of one forward pass, of all requests that it served.", STEP_ROWS
         )
@@ -114,6 +116,9 @@ class ReplicaMetrics:
             return
         self._steps.inc()
         self._stepped.inc(len(output.tokens))
+        # More verify rows than a block has places: a preemption or a handover left text to be read again.
+        reads = trace.verify_rows > self._most_verified
+        self._decode_rows.inc((1 + len(trace.drafted) if reads else trace.verify_rows) + trace.mask_rows)
         if trace.drafted:
             self._drafts.inc()
             self._drafted.inc(len(trace.drafted))

@@ -29,7 +29,7 @@ const SERIES = {
   accepted: "vllm:spec_decode_num_accepted_tokens_total",
   steps: "tidar:decode_steps_total",
   stepTokens: "tidar:decode_tokens_total",
-  rows: "tidar:rows_total",
+  rows: "tidar:decode_rows_total",
 };
 
 /** Replicas by name, each with its `model` and the sum of every series of `SERIES` (0 where it has none). */

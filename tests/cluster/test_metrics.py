@@ -126,6 +126,17 @@ def test_a_model_without_an_engine_is_told_of() -> None:
     ]
 
 
+def test_rows_of_a_decode_step_are_without_text_that_is_read() -> None:
+    metrics = ReplicaMetrics("tiny", "r1", block_length=4)
+    prompt, drafting, again = (step(number, drafted, 0) for number, drafted in ((0, 0), (1, 3), (2, 0)))
+    for output, read in ((prompt, 400), (drafting, 0), (again, 400)):
+        assert output.trace is not None
+        trace = output.trace._replace(verify_rows=output.trace.verify_rows + read)
+        metrics.stepped(output._replace(trace=trace), Timing(started=10.0), now=10.5)
+    page = render([metrics.collect(EngineStats(0, 0, 0, 12))]).decode()
+    assert 'tidar:decode_rows_total{engine="r1",model_name="tiny"} 13.0' in page, "3 drafts, 2 anchors, twice 4 masks"
+
+
 def test_a_page_of_nobody_is_empty() -> None:
     assert render([]) == b""
 

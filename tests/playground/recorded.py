@@ -119,12 +119,13 @@ def burst(answers: int, steps: int, pause: float = 0.0) -> Recording:
 
 
 def metrics_pages(steps: int, names: tuple[str, ...] = ("one", HOSTILE_REPLICA), other: str = "m") -> list[str]:
-    """Metrics pages of a real `ReplicaMetrics`: each has `steps` steps more than the one before it. other: the model of
-    all replicas but the first, which has m."""
+    """Metrics pages of a real `ReplicaMetrics`: each has a prompt and `steps` steps more than the one before it. other:
+    the model of all replicas but the first, which has m."""
     replicas = {name: ReplicaMetrics(other if place else "m", name, 4) for place, name in enumerate(names)}
     made = []
     for _ in range(30):
         for metrics in replicas.values():
+            metrics.stepped(StepOutput("x", (), StepTrace(0, 0.1, (), 0, None, 0, (), None, 400, 0)), Timing(0.0), 1.0)
             for _ in range(steps):
                 trace = StepTrace(3, 0.1, (1, 2), 1, 9, 4, (1,), None, 3, 4)
                 metrics.stepped(StepOutput("x", (1, 9), trace), Timing(0.0), 1.0)
