@@ -107,7 +107,7 @@ export class Chat {
       if (edited) this.#edit(turn, asked);
       return this.#end(turn);
     }
-    if (!turn) this.#setPrompt("");
+    if (!turn && this.#find("#t-prompt").value.trim() === asked) this.#setPrompt(""); // else another is being written
     this.#replaced = { turns: this.#cut(turn ? this.#turns.indexOf(turn) : this.#turns.length), edited };
     const chosen = settings.read();
     const before = this.#turns.flatMap((one) => one.messages);
@@ -170,7 +170,9 @@ export class Chat {
   #done(turn) {
     this.#page.shelf.put(turn.recording);
     const replaced = this.#replaced.turns;
-    const nothing = !turn.text && (turn.failed || (turn.stopped && replaced.length));
+    // A new question comes back into the composer, and stays where it is if the next one is in there.
+    const stays = !replaced.length && this.#find("#t-prompt").value;
+    const nothing = !turn.text && !stays && (turn.failed || (turn.stopped && replaced.length));
     if (nothing) this.#takeBack();
     this.#end(nothing ? replaced[0] : null);
   }
@@ -199,7 +201,7 @@ export class Chat {
     const { turns, edited } = this.#replaced;
     const asked = this.#bringBack();
     if (edited) this.#edit(turns[0], asked);
-    else if (!turns.length && !this.#find("#t-prompt").value) this.#setPrompt(asked);
+    else if (!turns.length) this.#setPrompt(asked);
   }
 
   // What the last turn took the place of stands there again; gives what that one asked.

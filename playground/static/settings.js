@@ -59,9 +59,8 @@ export class Settings {
 
   #showModels() {
     const select = this.#find("#t-model");
-    const chosen = select.value;
-    const { models } = this.#server;
-    select.replaceChildren(...models.map(({ id }) => new Option(id, id, false, id === chosen)));
+    const { models, model } = this.#server;
+    select.replaceChildren(...models.map((one) => new Option(one.id, one.id, false, one === model)));
     select.closest("label").hidden = models.length < 2;
     this.show();
   }

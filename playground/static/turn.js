@@ -128,7 +128,7 @@ export class Turn {
   }
 
   #close() {
-    const { failure, stopped, metrics, text } = this.#run;
+    const { failure, stopped, metrics } = this.#run;
     const final = this.#run.finalRates();
     this.#parts.meters.show(final, { insist: true });
     this.#parts.ribbon.draw();
@@ -136,7 +136,7 @@ export class Turn {
     const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish] ?? "broken off";
     if (failure) this.#parts.failed(failure);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);
-    if (text || !failure) this.#article.append(this.#facts(final, metrics, why));
+    this.#article.append(this.#facts(final, metrics, why));
     this.#parts.follow();
     this.#parts.done(this);
   }
