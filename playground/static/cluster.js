@@ -38,10 +38,9 @@ export class Cluster {
     this.#page = page;
     this.#root = page.root.querySelector("#panel-cluster");
     new Burst(page, this.#root.querySelector(".burst"));
-    keyForm(this.#find("#c-key-form"), (value) => this.#useKey(value), (text) => this.#problem(text));
+    keyForm(this.#find("#c-key-form"), (value) => page.server.useMetricsKey(value), (text) => this.#problem(text));
     page.server.addEventListener("key", () => {
-      const { key, metricsKey } = page.server;
-      if (key.value || metricsKey.value) this.#find("#c-key-form").hidden = true; // the API's may open the metrics too
+      if (page.server.opensMetrics) this.#find("#c-key-form").hidden = true;
       this.#read();
     });
     document.addEventListener("visibilitychange", () => this.#read());
@@ -56,24 +55,18 @@ export class Cluster {
     this.#read();
   }
 
-  #useKey(value) {
-    this.#page.server.metricsKey.keep(value);
-    this.#find("#c-key-form").hidden = true;
-    this.#read();
-  }
-
   async #read() {
     clearTimeout(this.#timer);
     if (!this.#visible || document.hidden || this.#reading || !this.#find("#c-key-form").hidden) return;
     this.#reading = true;
     const { server } = this.#page;
-    const key = server.key.value;
+    const key = server.opensMetrics;
     try {
       const replicas = byReplica(parseMetrics(await server.metrics()));
       this.#take(replicas, performance.now() / 1000);
       this.#problem("");
     } catch (error) {
-      if (server.key.value === key) this.#failed(error); // else the next reading has another key
+      if (server.opensMetrics === key) this.#failed(error); // else the next reading has another key
     }
     this.#reading = false;
     clearTimeout(this.#timer);
@@ -89,7 +82,7 @@ export class Cluster {
   #failed(error) {
     if (error.status !== 401) return this.#problem(`${error.message} The figures below stand still.`);
     const had = this.#page.server.metricsKey.value;
-    this.#page.server.metricsKey.keep("");
+    if (had) this.#page.server.useMetricsKey("");
     this.#problem(had ? "That key does not open the metrics." : "");
     this.#find("#c-key-form").hidden = false;
     // Whoever gave that key is led back to the field, and nobody away from where they are.

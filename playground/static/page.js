@@ -67,7 +67,7 @@ class Page {
       this.#problem("");
       this.#find("[role=tab][aria-selected=true]").focus({ preventScroll: true }); // the button is gone
     });
-    this.#find("#t-forget").addEventListener("click", () => this.#useKey(""));
+    this.#find("#t-forget").addEventListener("click", () => this.#forgetKeys());
     for (const radio of this.#root.querySelectorAll("[name=t-ghosts]")) {
       radio.addEventListener("change", () => (this.#root.dataset.ghosts = radio.value));
     }
@@ -126,10 +126,16 @@ class Page {
     await this.#server.useKey(value);
   }
 
+  async #forgetKeys() {
+    this.#problem("");
+    this.#views.chat.focus();
+    await this.#server.forgetKeys();
+  }
+
   #showKey() {
-    const { value } = this.#server.key;
-    this.#find(".kept-key").hidden = !value;
-    if (value) this.#find("#t-key-form").hidden = true;
+    const { key, opensMetrics } = this.#server;
+    this.#find(".kept-key").hidden = !opensMetrics;
+    if (key.value) this.#find("#t-key-form").hidden = true;
   }
 
   #problem(text) {
@@ -140,6 +146,9 @@ class Page {
 
   // A request failed by `error`.
   #failed(error) {
+    if (error.status === 401 && error.key !== this.#server.key.value) {
+      return this.#problem("This was asked with the key that was here before. Ask again.");
+    }
     this.#problem(error.message);
     if (error.status === 401) this.#wantKey();
     else this.#server.failed(error);

@@ -59,12 +59,16 @@ export class Server extends EventTarget {
   }
 
   async #askForModels() {
-    this.failure = null;
-    try {
-      this.models = await listModels(new URL("v1/", this.#root), this.key.value);
-    } catch (error) {
-      this.failure = error;
-    }
+    let key;
+    do {
+      key = this.key.value;
+      this.failure = null;
+      try {
+        this.models = await listModels(new URL("v1/", this.#root), key);
+      } catch (error) {
+        this.failure = error;
+      }
+    } while (key !== this.key.value); // another was given meanwhile: that this one was refused says nothing of it
     this.#finding = null;
     this.dispatchEvent(new Event("models"));
   }
@@ -79,6 +83,16 @@ export class Server extends EventTarget {
   dropKey() {
     this.key.keep("");
     this.dispatchEvent(new Event("key"));
+  }
+
+  useMetricsKey(value) {
+    this.metricsKey.keep(value);
+    this.dispatchEvent(new Event("key"));
+  }
+
+  forgetKeys() {
+    this.metricsKey.keep("");
+    return this.useKey("");
   }
 
   chat(body, signal) {
@@ -97,8 +111,13 @@ export class Server extends EventTarget {
     return postJson(new URL("tokenize", this.#root), data, { key: this.key.value, signal });
   }
 
-  /** The metrics page. Where metrics have no key of their own, the API's opens them. */
+  /** Where metrics have no key of their own, the API's opens them. */
+  get opensMetrics() {
+    return this.metricsKey.value || this.key.value;
+  }
+
+  /** The metrics page. */
   metrics() {
-    return fetchText(new URL("metrics", this.#root), this.metricsKey.value || this.key.value);
+    return fetchText(new URL("metrics", this.#root), this.opensMetrics);
   }
 }

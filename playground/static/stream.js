@@ -2,11 +2,14 @@
 
 const RUNNERS_UP = 5; // rivals named beside a token
 
-/** An answer of the server that is not what was asked for; the message is one line for the reader. */
+const UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?";
+
+/** An answer of the server that is not what was asked for; the message is one line for the reader. `key`: asked with. */
 class ApiError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, { status = 0, key = "" } = {}) {
     super(message);
     this.status = status;
+    this.key = key;
   }
 }
 
@@ -39,16 +42,16 @@ function headers(key) {
   return names;
 }
 
-async function request(url, options) {
+async function request(url, key, { headers: more, ...options } = {}) {
   let response;
   try {
-    response = await fetch(url, options);
+    response = await fetch(url, { ...options, headers: { ...headers(key), ...more } });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached. Is it still running?");
   }
   if (response.ok) return response;
-  throw new ApiError(await errorLine(response), response.status);
+  throw new ApiError(await errorLine(response), { status: response.status, key });
 }
 
 async function errorLine(response) {
@@ -69,25 +72,35 @@ function oneLine(message) {
 
 /** What lies at `url`, as text. */
 export async function fetchText(url, key) {
-  const response = await request(url, { headers: headers(key), cache: "no-store" });
-  return response.text();
+  const response = await request(url, key, { cache: "no-store" });
+  return unbroken(response.text());
 }
 
 /** The JSON answer to a POST of `data`. */
 export async function postJson(url, data, options) {
   const response = await post(url, JSON.stringify(data), options);
-  return response.json();
+  return parsed(await unbroken(response.text()));
 }
 
 function post(url, body, { key, signal }) {
-  const named = { ...headers(key), "Content-Type": "application/json" };
-  return request(url, { method: "POST", headers: named, body, signal });
+  return request(url, key, { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
 }
 
 /** The models on offer, as `/v1/models` lists them. */
 export async function listModels(base, key) {
-  const response = await request(new URL("models", base), { headers: headers(key) });
-  return (await response.json()).data ?? [];
+  const response = await request(new URL("models", base), key);
+  return parsed(await unbroken(response.text())).data ?? [];
+}
+
+// What a JSON text says, which is always an object in this API.
+function parsed(text) {
+  try {
+    const value = JSON.parse(text);
+    if (typeof value === "object" && value !== null) return value;
+  } catch {
+    // Said below.
+  }
+  throw new ApiError(UNREADABLE);
 }
 
 /**
@@ -102,7 +115,7 @@ export async function* stream(url, body, options) {
   let open = true;
   try {
     while (open) {
-      const { done, value } = await read(reader);
+      const { done, value } = await unbroken(reader.read());
       const events = parser.push(done ? decoder.decode() : decoder.decode(value, { stream: true }));
       const end = events.indexOf("[DONE]");
       const chunks = (end < 0 ? events : events.slice(0, end)).map(parseChunk);
@@ -117,9 +130,9 @@ export async function* stream(url, body, options) {
   }
 }
 
-async function read(reader) {
+async function unbroken(reading) {
   try {
-    return await reader.read();
+    return await reading;
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The connection broke before the answer was complete.");
@@ -128,7 +141,7 @@ async function read(reader) {
 
 // A seed has 64 bits and a JavaScript number 53: keep its digits as text.
 function parseChunk(data) {
-  const chunk = JSON.parse(data);
+  const chunk = parsed(data);
   const seed = chunk.metrics?.tidar && /"seed"\s*:\s*(-?\d+)/.exec(data);
   if (seed) chunk.metrics.tidar.seed = seed[1];
   return chunk;

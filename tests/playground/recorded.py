@@ -185,6 +185,7 @@ class RecordedServer:
     metrics: list[str] = field(default_factory=list)
     metrics_key: str | None = None
     model: dict[str, Any] = field(default_factory=lambda: MODEL)
+    others: list[str] = field(default_factory=list)
 
     def play(self, *answers: Recording) -> None:
         """Answer the next chat requests so; forget what was asked before."""
@@ -201,6 +202,7 @@ class RecordedServer:
         self.wanted_key = self.metrics_key = None
         self.metrics[:] = []
         self.model = MODEL
+        self.others[:] = []
 
 
 def api(server: RecordedServer) -> FastAPI:
@@ -216,7 +218,8 @@ def api(server: RecordedServer) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        return refused(request) or JSONResponse({"object": "list", "data": [server.model]})
+        served = [server.model, *(server.model | {"id": name} for name in server.others)]
+        return refused(request) or JSONResponse({"object": "list", "data": served})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -109,6 +109,25 @@ def test_a_key_given_while_the_metrics_are_read(context: BrowserContext, recorde
     expect(page.locator("#c-key-form")).to_be_hidden()
 
 
+def test_a_metrics_key_of_another_tab_outlives_a_reading_without_it(
+    context: BrowserContext, recorded: RecordedServer
+) -> None:
+    recorded.metrics[:] = metrics_pages(1)
+    recorded.metrics_key = "mk-1"
+    held: list[Route] = []
+    context.route("**/metrics", lambda route: held.append(route), times=1)
+    page = visit(context, recorded.address).page
+    with page.expect_request("**/metrics"):
+        page.click("#tab-cluster")
+    other = visit(context, recorded.address).page
+    other.evaluate("localStorage.setItem('tidar.metrics_key', 'mk-1')")
+    expect(page.locator(".kept-key")).not_to_have_attribute("hidden", "")
+    held[0].continue_()
+    expect(page.locator(".replica")).to_have_count(2)
+    expect(page.locator("#c-key-form")).to_be_hidden()
+    assert page.evaluate("localStorage.getItem('tidar.metrics_key')") == "mk-1"
+
+
 @pytest.mark.parametrize("key", ["mk-1\u200b", "mk 1", "ключ"])
 def test_a_metrics_key_that_is_none_is_not_taken(opened: Visit, recorded: RecordedServer, key: str) -> None:
     recorded.metrics_key = "mk-1"

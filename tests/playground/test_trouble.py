@@ -3,11 +3,14 @@
 import re
 
 import pytest
-from playwright.sync_api import BrowserContext, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from tests.playground.asking import TEXT, TOKENS, ask, shown
+from playground.files import read_files
+from tests.playground.asking import TEXT, TOKENS, ask, shown, texts
 from tests.playground.conftest import Visit, visit
 from tests.playground.recorded import MODEL, RecordedServer, Recording, event, plain_steps, recording
+
+UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?"
 
 
 def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: RecordedServer) -> None:
@@ -59,6 +62,74 @@ def test_a_key_is_that_of_every_tab(context: BrowserContext, recorded: RecordedS
     expect(other.locator("#t-key-form")).to_be_visible()
 
 
+KEPT = "['tidar.api_key', 'tidar.metrics_key'].map((name) => localStorage.getItem(name))"
+
+
+def test_a_request_without_the_key_does_not_cost_the_key(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.wanted_key = "sk-1"
+    held: list[Route] = []
+    context.route("**/v1/models", lambda route: held.append(route), times=1)
+    with context.expect_event("request", lambda request: request.url.endswith("/v1/models")):
+        one = visit(context, recorded.address).page
+    other = visit(context, recorded.address).page
+    other.fill("#t-key", "sk-1")
+    other.press("#t-key", "Enter")
+    expect(one.locator("#t-served")).to_contain_text("SmolLM2")
+    with one.expect_response(lambda response: response.status == 401):
+        held[0].continue_()
+    one.wait_for_timeout(200)
+    expect(one.locator("#t-key-form")).to_be_hidden()
+    expect(one.locator("#t-served")).to_contain_text("SmolLM2")
+    expect(other.locator("#t-key-form")).to_be_hidden()
+    assert one.evaluate(KEPT) == ["sk-1", None]
+
+
+def test_a_question_asked_with_the_old_key_does_not_cost_the_new_one(
+    context: BrowserContext, recorded: RecordedServer
+) -> None:
+    recorded.wanted_key = "sk-1"
+    one = visit(context, recorded.address).page
+    one.fill("#t-key", "sk-1")
+    one.press("#t-key", "Enter")
+    expect(one.locator("#t-served")).to_contain_text("SmolLM2")
+    held: list[Route] = []
+    context.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    recorded.play(recording(plain_steps(TOKENS)))
+    with one.expect_request("**/v1/chat/completions"):
+        ask(one, "Go")
+    recorded.wanted_key = "sk-2"
+    other = visit(context, recorded.address).page
+    expect(one.locator("#t-key-form")).to_be_visible()
+    other.fill("#t-key", "sk-2")
+    other.press("#t-key", "Enter")
+    expect(one.locator("#t-served")).to_contain_text("SmolLM2")
+    held[0].continue_()
+    expect(one.locator("#t-problem")).to_have_text("This was asked with the key that was here before. Ask again.")
+    expect(one.locator("#t-key-form")).to_be_hidden()
+    assert one.evaluate(KEPT) == ["sk-2", None]
+    one.press("#t-prompt", "Enter")
+    one.wait_for_selector(".facts")
+
+
+def test_all_keys_are_forgotten_together(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.metrics_key = "mk-1"
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-forget")).to_be_hidden()
+    page.click("#tab-cluster")
+    page.fill("#c-key", "mk-1")
+    page.press("#c-key", "Enter")
+    expect(page.locator("#c-key-form")).to_be_hidden()
+    page.click("#tab-chat")
+    page.click("#t-forget")
+    expect(page.locator("#t-forget")).to_be_hidden()
+    assert page.evaluate(KEPT) == [None, None]
+    page.evaluate("for (const name of ['api', 'metrics']) localStorage.setItem(`tidar.${name}_key`, 'k')")
+    page.reload()
+    page.click("#t-forget")
+    expect(page.locator("#t-forget")).to_be_hidden()
+    assert page.evaluate(KEPT) == [None, None]
+
+
 @pytest.mark.parametrize("key", ["sk-1\u200b", "sk 1", "ключ", " "])
 def test_a_key_that_is_none_is_not_taken(context: BrowserContext, recorded: RecordedServer, key: str) -> None:
     recorded.wanted_key = "sk-1"
@@ -95,6 +166,8 @@ def refusal(status: int, message: str, **headers: str) -> Recording:
         (Recording(status=502, body={"detail": "?"}), "The server answered 502 Bad Gateway."),
         (Recording([event({"error": {"message": "The engine\nstopped."}})]), "The engine stopped."),
         (Recording([], end=""), "The connection closed before the answer was complete."),
+        (Recording(["data: <!doctype html>\n\n"]), UNREADABLE),
+        (Recording(["data: null\n\n"]), UNREADABLE),
     ],
 )
 def test_an_error_is_one_line(context: BrowserContext, recorded: RecordedServer, answer: Recording, line: str) -> None:
@@ -113,6 +186,53 @@ def test_an_error_is_one_line(context: BrowserContext, recorded: RecordedServer,
     page.wait_for_selector(".facts")
     expect(page.locator("#t-problem")).to_be_hidden()
     assert opened.dialogs == []
+
+
+def test_a_question_that_fails_stays_beside_the_next_one(context: BrowserContext, recorded: RecordedServer) -> None:
+    page = visit(context, recorded.address).page
+    held: list[Route] = []
+    context.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    recorded.play(refusal(429, "The server is full."), recording(plain_steps(TOKENS)))
+    with page.expect_request("**/v1/chat/completions"):
+        ask(page, "The first?")
+    page.fill("#t-prompt", "The next")
+    held[0].continue_()
+    expect(page.locator("#t-problem")).to_have_text("The server is full.")
+    expect(page.locator("#t-prompt")).to_have_value("The next")
+    assert texts(page.locator(".asked")) == ["The first?"]
+    page.get_by_role("button", name="Again, question 1").click()
+    expect(page.locator(".facts")).to_contain_text("finished")
+    expect(page.locator("#t-prompt")).to_have_value("The next")
+    assert texts(page.locator(".asked")) == ["The first?"]
+
+
+def test_what_is_being_written_is_no_part_of_an_example(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    opened.page.fill("#t-prompt", "My own")
+    opened.page.locator(".examples button").first.click()
+    opened.page.wait_for_selector(".facts")
+    expect(opened.page.locator("#t-prompt")).to_have_value("My own")
+
+
+def test_a_page_in_the_place_of_the_models_is_one_line(context: BrowserContext, recorded: RecordedServer) -> None:
+    context.route("**/v1/models", lambda route: route.fulfill(body="<!doctype html>Sign in", content_type="text/html"))
+    page = visit(context, recorded.address).page
+    expect(page.locator("#t-problem")).to_have_text(UNREADABLE)
+    expect(page.locator("#t-served")).to_have_text("No answer from the server")
+
+
+CUT = """async ([file]) => {
+  const { listModels } = await import(file);
+  const own = window.fetch;
+  const start = (out) => out.error(new TypeError("network error"));
+  window.fetch = async () => new Response(new ReadableStream({ start }));
+  return listModels(location.href, "").catch((error) => error.message).finally(() => (window.fetch = own));
+}"""
+
+
+def test_a_list_of_models_that_breaks_off_is_one_line(blank: Page) -> None:
+    line = blank.evaluate(CUT, [f"/playground/{read_files().address}/stream.js"])
+    assert line == "The connection broke before the answer was complete."
 
 
 def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: RecordedServer) -> None:
@@ -161,6 +281,24 @@ def test_a_model_that_is_served_no_more_is_looked_up_anew(context: BrowserContex
     page.press("#t-prompt", "Enter")
     page.wait_for_selector(".facts")
     assert recorded.bodies[-1]["model"] == "recorded/Another"
+
+
+def test_a_model_that_comes_back_is_the_one_that_is_shown(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.others[:] = ["recorded/Second"]
+    page = visit(context, recorded.address).page
+    page.select_option("#t-model", "recorded/Second")
+    for others, shown_name in (([], MODEL["id"]), (["recorded/Second"], "recorded/Second")):
+        recorded.others[:] = others
+        recorded.play(refusal(404, "The model does not exist."))
+        ask(page, "Who is there?")
+        expect(page.locator("#t-model option")).to_have_count(1 + len(others))
+        expect(page.locator("#t-model")).to_have_value(shown_name)
+        expect(page.locator("#t-served")).to_contain_text(shown_name.rpartition("/")[2])
+        page.click("#t-close")
+    recorded.play(recording(plain_steps(TOKENS)))
+    page.press("#t-prompt", "Enter")
+    page.wait_for_selector(".facts")
+    assert recorded.bodies[-1]["model"] == "recorded/Second"
 
 
 @pytest.mark.parametrize(("tab", "start"), [("chat", "#t-send"), ("race", "#r-start"), ("cluster", "#b-start")])
