@@ -181,6 +181,8 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
 
 
 def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, page: bool) -> None:
+    # HEAD apart, and not in the document: of one operation it would tell under two names.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if not models.serves():
@@ -192,6 +194,7 @@ def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, pag
         told = render([*await models.metrics(), counts.collect()])
         return Response(told, media_type=CONTENT_TYPE_LATEST)
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def home() -> Response:
         return RedirectResponse(PAGE_PATH) if page else PlainTextResponse(WITHOUT_PAGE)

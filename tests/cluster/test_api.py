@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from cluster.carry.directory import Directory, Wake
 from cluster.ingress.api import build_api
+from cluster.ingress.models import Models
 from cluster.options import ServeOptions
 
 LIMIT = 2000
@@ -63,6 +64,18 @@ def test_health_and_metrics_without_a_replica(api: FastAPI) -> None:
     health = ask(api, "GET", "/health")
     assert (health.status_code, health.text.count("\n")) == (503, 1)
     assert ask(api, "GET", "/metrics").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/health", "/"])
+@pytest.mark.parametrize("serves", [True, False])
+def test_probes_that_ask_for_the_head_alone_are_told_the_same(
+    api: FastAPI, path: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Models, "serves", lambda _: serves)
+    whole, head = (ask(api, method, path) for method in ("GET", "HEAD"))
+    assert (head.status_code, head.headers) == (whole.status_code, whole.headers)
+    described = ask(api, "GET", "/openapi.json").json()["paths"]
+    assert list(described["/health"]) == ["get"]
 
 
 def test_routes_that_are_not_there(api: FastAPI) -> None:

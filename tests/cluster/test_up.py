@@ -1,10 +1,12 @@
 """`tidar up` and `tidar status` as commands: what they refuse in one line, and how they end."""
 
 import fcntl
+import json
 import os
 import pty
 import resource
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -218,6 +220,22 @@ def test_what_a_start_waits_for_is_told(server: Server) -> None:
     assert unhealthy(f"{server.url}/nowhere") == f"{server.url}/nowhere, which answers 404"
     nobody = f"http://127.0.0.1:{free_port()}/health"
     assert "refused" in (unhealthy(nobody) or "")
+
+
+@pytest.mark.skipif(shutil.which("wget") is None, reason="the image has wget, this system has none")
+def test_the_images_own_check_of_health(server: Server) -> None:
+    dockerfile = (REPOSITORY / "manifests/image/Dockerfile").read_text(encoding="utf-8")
+    (check,) = (line for line in dockerfile.splitlines() if line.startswith("HEALTHCHECK"))
+    *words, url = json.loads(check.partition(" CMD ")[2])
+    environment = {**os.environ, "http_proxy": f"http://127.0.0.1:{free_port()}"}  # as Docker hands on a user's
+
+    def status(base: str) -> int:
+        asked = [*words, url.replace("http://127.0.0.1:8000", base)]
+        return subprocess.run(asked, env=environment, timeout=60).returncode
+
+    assert status(server.url) == 0
+    assert status(f"{server.url}/nowhere") != 0
+    assert status(f"http://127.0.0.1:{free_port()}") != 0
 
 
 def test_status_of_a_running_server(server: Server) -> None:
