@@ -250,6 +250,11 @@ class ServeOptions(BaseModel):
         return sum(served.engines for served in self.served.values())
 
     @property
+    def most_ongoing(self) -> int:
+        """Answers that all ingresses together have under way at the most."""
+        return self.ingresses * self.max_ongoing * self.most_engines
+
+    @property
     def sleeps(self) -> bool:
         """Whether there may be no replica because nobody asks."""
         return self.max_replicas is not None and self.min_replicas == 0

