@@ -36,13 +36,17 @@ USUAL_CONNECTIONS, FEWEST_CONNECTIONS, BESIDE_ANSWERS = 4096, 128, 512
 FILES_A_CONNECTION, FURTHER_FILES = 2.5, 200
 # HAProxy takes a socket's path of 97 characters, of which our directory's name and what Serve appends are 85.
 LONGEST_DIRECTORY = 12
+REQUEST_SECONDS = 30  # that a request's line and headers may take: a connection's first, and each one that has begun
 # Serve has no setting for where the counters listen, nor for what a client is told: both stand in its template. A plain
 # 404 of the server that stands in for the ingresses (`backup`) is Serve's own proxy's. Where requests are spliced,
 # HAProxy 2.8 does not see that a client is gone whose body came behind its headers: it waits for the answer, busily.
+# Half a request would keep its connection for the hour that a silent client has. One on which nothing came, as browsers
+# open them beforehand, is closed without a word: what a browser sends next would be taken to be answered by it.
 MENDS = """\
 /^ *option splice-request$/d
 s|^( *bind) [^ ]*:{metrics}$|\\1 {directory}/counters.sock mode 600|
 s|^( *bind) [^ ]*:{stats}$|\\1 {directory}/stats.sock mode 600|
+s|^( *)timeout client .*|&\\n\\1timeout http-request {seconds}s\\n\\1option http-ignore-probes|
 s|^( *errorfile 50[234]) .*|\\1 {directory}/lost.http|
 s|^( *http-request return status) 404 .*|\\1 503 errorfile {directory}/away.http|
 s|^( *)server ([^ ]+) [^ ]+ check backup|\\1http-response return status 503 errorfile {directory}/away.http if \
@@ -158,7 +162,8 @@ def write_start(directory: str, metrics: int, stats: int) -> str | None:
 
         Path(directory, "lost.http").write_bytes(http_answer(LOST))
         Path(directory, "away.http").write_bytes(http_answer(AWAY))
-        Path(directory, "mends").write_text(MENDS.format(directory=directory, metrics=metrics, stats=stats))
+        mends = MENDS.format(directory=directory, metrics=metrics, stats=stats, seconds=REQUEST_SECONDS)
+        Path(directory, "mends").write_text(mends)
         start = Path(directory, "start")
         start.write_text(START.format(directory=directory, binary=get_haproxy_binary()))
         start.chmod(0o700)

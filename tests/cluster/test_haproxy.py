@@ -63,6 +63,34 @@ with haproxy_settings("127.0.0.1", port, 0, say) as settings:
     from ray.serve.config import HTTPOptions
     asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port))), connections(0, say)))
 """
+# The same with less patience: how connections on which this was sent ended.
+PATIENT = """
+import asyncio, os, sys
+import cluster.operate.haproxy as ours
+ours.REQUEST_SECONDS = 1
+port, *sent = int(sys.argv[1]), b"", b"POST /v1/comp", b"GET /-/healthz HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n"
+
+async def end(said):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said)
+    told = await reader.readline() if said else b""
+    try:
+        rest = await asyncio.wait_for(reader.read(), 4)
+    except TimeoutError:
+        return "open behind " + told[9:12].decode()
+    return "closed behind " + (told[9:12] or rest).decode()
+
+async def run(api):
+    await api.start()
+    print(*await asyncio.gather(*map(end, sent)), sep="\\n")
+    await api.stop()
+
+with ours.haproxy_settings("127.0.0.1", port, 0, print) as settings:
+    os.environ.update(settings)
+    from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+    from ray.serve.config import HTTPOptions
+    asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port)))))
+"""
 NOTICED_SECONDS = 5.0
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 
@@ -216,6 +244,17 @@ def test_with_serves_own_number_it_does_not() -> None:
     done = limited(1024, "4096")
     assert done.returncode == 1
     assert "HAProxy crashed during startup" in done.stderr
+
+
+def test_half_a_request_holds_no_connection_for_long() -> None:
+    words = [sys.executable, "-c", PATIENT, str(free_port())]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    unasked, half, whole = done.stdout.splitlines()
+    assert unasked == "closed behind ", "nothing that a browser would take for an answer"
+    assert half == "closed behind 408"
+    assert whole.startswith("open behind "), "another request may come for as long as before"
 
 
 def test_none_where_nobody_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
