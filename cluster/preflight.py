@@ -50,7 +50,7 @@ def check_options(options: ServeOptions) -> dict[str, ModelSource]:
     check_accelerator(options.accelerator)
     for served in options.served.values():
         if served.config.adapter not in OWN_ADAPTERS:
-            read_adapter(Path(served.config.adapter))
+            read_adapter(from_home(served.config.adapter))
     return {model: find_model(model) for model in models_of(options)}
 
 
@@ -63,10 +63,14 @@ def check_visible(options: ServeOptions) -> None:
     """
     check_accelerator(options.accelerator)
     for file in (options.api_keys, options.metrics_keys):
-        if file is not None and Path(file).exists():
+        if file is not None and os.access(from_home(file), os.R_OK):
             read_keys(file)
-    visible = [model for model in models_of(options) if model == DEFAULT_MODEL or Path(model).exists()]
-    check_models(options, {model: find_model(model) for model in visible}, lambda adapter: Path(adapter).exists())
+    visible = [model for model in models_of(options) if model == DEFAULT_MODEL or is_there(model)]
+    check_models(options, {model: find_model(model) for model in visible}, is_there)
+
+
+def is_there(path: str) -> bool:
+    return os.path.exists(from_home(path))  # unlike Path.exists, False where a folder above must not be read
 
 
 def models_of(options: ServeOptions) -> list[str]:
@@ -90,7 +94,7 @@ def check_models(
     for name, served in options.served.items():
         config = served.config
         if config.model in shapes and config.adapter not in OWN_ADAPTERS and can_be_seen(config.adapter):
-            check_adapter(Path(config.adapter), name, shapes[config.model])
+            check_adapter(from_home(config.adapter), name, shapes[config.model])
 
 
 def check_accelerator(name: str | None) -> None:
@@ -104,7 +108,7 @@ def check_accelerator(name: str | None) -> None:
 
 def read_adapter(place: Path) -> AdapterConfig | None:
     """What an adapter says of itself; None where a model's own drafting is described. Raises ConfigError."""
-    if place.is_file():
+    if os.path.isfile(place):
         read_contract(place)
         return None
     return read_adapter_config(place)

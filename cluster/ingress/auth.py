@@ -8,13 +8,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ApiError
 from tidar_core.config import ConfigError
+from tidar_core.model.sources import from_home
 
 METRICS = "/metrics"
 LOOK_SECONDS = 1.0  # between two looks at a file
@@ -54,7 +54,7 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
     if path is None:
         return ()
     try:
-        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in from_home(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} cannot be read: {error}") from None
     keys = tuple(digest(line) for line in lines if line and not line.startswith("#"))
@@ -96,7 +96,7 @@ def _state(path: str | None) -> tuple[int, ...] | None:
     if path is None:
         return None
     try:
-        found = os.stat(path)
+        found = os.stat(from_home(path))
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size

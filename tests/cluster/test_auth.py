@@ -104,6 +104,16 @@ def test_a_key_file_is_looked_at_once_a_while(tmp_path: Path) -> None:
     assert file.keys() == (digest("other"),)
 
 
+def test_a_key_file_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("cluster.ingress.auth.LOOK_SECONDS", 0.0)
+    (tmp_path / "keys").write_text("a\n")
+    assert read_keys("~/keys") == (digest("a"),)
+    file = KeyFile("~/keys")
+    (tmp_path / "keys").write_text("other\n")
+    assert file.keys() == (digest("other"),)
+
+
 def test_an_editors_mark_at_a_files_start_is_no_part_of_a_key(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key\nsecond-key\n", encoding="utf-8-sig")
     assert read_keys(str(tmp_path / "keys")) == (digest("first-key"), digest("second-key"))

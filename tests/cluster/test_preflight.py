@@ -1,0 +1,47 @@
+"""What is checked on a machine that may see only a part of what is served."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.options import ServeOptions
+from cluster.preflight import check_options, check_visible
+from tests.servers import tiny_model
+from tidar_core.config import ConfigError
+from tidar_core.settings import read_options
+
+
+def test_what_must_not_be_looked_at_from_here_is_left_to_the_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = tmp_path / "locked"
+    look = os.stat
+
+    def guarded(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(str(locked)):
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", guarded)
+    for part in ({}, {"adapter": f"{locked}/adapter"}, {"api_keys": f"{locked}/keys", "metrics_keys": f"{locked}/m"}):
+        check_visible(ServeOptions(model=f"{locked}/model", **part))
+    model, _ = tiny_model(tmp_path)
+    (locked / "adapter").mkdir(parents=True)
+    (locked / "adapter" / "adapter.json").write_text("{")
+    with pytest.raises(ConfigError, match=f"{locked}/adapter/adapter.json is not valid"):
+        check_options(ServeOptions(model=str(model), adapter=f"{locked}/adapter"))
+    keys = tmp_path / "keys"
+    keys.write_text("# none\n")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != keys)
+    check_visible(ServeOptions(model=f"{locked}/model", api_keys=str(keys)))
+
+
+@pytest.mark.parametrize("part", ["api_keys", "metrics_keys", "model", "adapter"])
+def test_what_lies_at_home_is_looked_at_too(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "wrong").write_text("# no key, no model, no contract\n")
+    given = {"model": "org/not-here", "adapter": "none", part: "~/wrong"}
+    with pytest.raises(ConfigError, match=r"~/wrong|/wrong is not valid"):
+        check_visible(read_options(ServeOptions, given))
