@@ -1,7 +1,7 @@
 """What a replica counts for Prometheus: vLLM's names where vLLM has one, `tidar:` for the rest. Series of different
 replicas differ in the label `engine`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,9 +74,7 @@ class ReplicaMetrics:
         self._verify_rows, self._mask_rows = (rows.labels(*labels, kind) for kind in ("verify", "mask"))
         self._decode_rows = counter("tidar:decode_rows", "Decode steps' rows, not of text read again.").labels(*labels)
         self._most_verified = max(1, block_length)
-        self._step_rows = histogram(
-            "tidar:step_rows", "Rows of one forward pass, of all requests that it served.", STEP_ROWS
-        )
+        self._step_rows = histogram("tidar:step_rows", "Rows of one forward pass, those of prompts too.", STEP_ROWS)
         self._first = histogram(
             "vllm:time_to_first_token_seconds", "From arrival at the replica to the first token.", FIRST_TOKEN_SECONDS
         )
@@ -126,11 +124,9 @@ class ReplicaMetrics:
             for place in self._by_position[: trace.accepted]:
                 place.inc()
 
-    def passed(self, outputs: Iterable[StepOutput]) -> None:
-        """Count one forward pass by the rows that it computed for all that it brought."""
-        rows = sum(output.trace.verify_rows + output.trace.mask_rows for output in outputs if output.trace is not None)
-        if rows:
-            self._step_rows.observe(rows)
+    def passed(self, rows: int) -> None:
+        """Count one forward pass, whether it brought anything or only read of prompts."""
+        self._step_rows.observe(rows)
 
     def ended(self, reason: FinishReason, timing: Timing, now: float) -> None:
         """Count the end of a request, an aborted one too."""

@@ -26,14 +26,14 @@ class Look:
     marks: Future[bytes]
 
 
-Deliver = Callable[[Sequence[Event]], None]
+Deliver = Callable[[Sequence[Event], int], None]
 
 
 class EngineThread:
     """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
 
-    `deliver` is called on the engine's thread, at most once a step, with all that the step brought. After a failure
-    `failure` is set, a `Failure` was delivered, and nothing is served any more.
+    `deliver` is called on the engine's thread, at most once a step, with all that the step brought and the rows that it
+    computed. After a failure `failure` is set, a `Failure` was delivered, and nothing is served any more.
     """
 
     def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):
@@ -51,7 +51,7 @@ class EngineThread:
         """Queue a request. Its events come through `deliver`."""
         self._commands.put(request)
         if self.failure is not None:  # checked after the put: whichever thread comes second sees the other
-            self._deliver([Failure(self.failure)])
+            self._deliver([Failure(self.failure)], 0)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; one that is not here is ignored."""
@@ -88,12 +88,12 @@ class EngineThread:
                 outputs: Sequence[Event] = engine.step()
                 self._step_began = None
                 self.stats = engine.stats()
-                if outputs:
-                    self._deliver(outputs)
+                if outputs or self.stats.passed:
+                    self._deliver(outputs, self.stats.passed)
         except BaseException as error:
             log.exception("the engine failed")
             self.failure = f"the engine failed ({type(error).__name__}); the server restarts it"
-            self._deliver([Failure(self.failure)])
+            self._deliver([Failure(self.failure)], 0)
 
     def _obey(self, engine: "Engine") -> bool:
         """Carry out what was asked, waiting for a command where there is no work. False: stop."""
@@ -110,5 +110,5 @@ class EngineThread:
                 try:
                     engine.submit(command)
                 except RequestError as error:
-                    self._deliver([Refusal(command.request_id, str(error), error.param)])
+                    self._deliver([Refusal(command.request_id, str(error), error.param)], 0)
         return True

@@ -33,7 +33,7 @@ from cluster.replica.engine_thread import EngineThread
 from cluster.replica.progress import ProgressLine
 from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.request import FinishReason, Request, StepOutput
+from tidar_core.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from tidar_core.engine import Engine
@@ -286,12 +286,13 @@ class EngineReplica:
         for ingress in gone:
             del self._silences[ingress]
 
-    def _deliver(self, events: Sequence[Event]) -> None:
-        self._loop.call_soon_threadsafe(self._spread, events)
+    def _deliver(self, events: Sequence[Event], rows: int) -> None:
+        self._loop.call_soon_threadsafe(self._spread, events, rows)
 
-    def _spread(self, events: Sequence[Event]) -> None:
+    def _spread(self, events: Sequence[Event], rows: int) -> None:
         now = time.monotonic()
-        self._metrics.passed(event for event in events if isinstance(event, StepOutput))
+        if rows:
+            self._metrics.passed(rows)
         for event in events:
             if isinstance(event, Failure):
                 for subscriber in self._subscribers.values():

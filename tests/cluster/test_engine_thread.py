@@ -23,6 +23,7 @@ class Driven:
         self.engine = engine
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.steps = 0
+        self.passes: list[int] = []
         self.hold = threading.Lock()
         self._step = engine.step
         engine.step = self.counted_step  # type: ignore[method-assign]
@@ -33,7 +34,9 @@ class Driven:
             self.steps += 1
             return self._step()
 
-    def deliver(self, events: Sequence[Event]) -> None:
+    def deliver(self, events: Sequence[Event], rows: int) -> None:
+        if rows:
+            self.passes.append(rows)
         for event in events:
             self.events.put(event)
 
@@ -74,6 +77,18 @@ def answer(driven: Driven, name: str) -> list[int]:
         if event.finish:
             assert event.finish.reason is FinishReason.LENGTH
             return tokens
+
+
+def test_passes_that_only_read_of_a_prompt_are_told_too(driven: Driven) -> None:
+    """A long prompt's rows are most of what its steps compute; those that emit nothing were counted nowhere."""
+    prompt = tuple(5 + place % 90 for place in range(700))
+    driven.thread.submit(
+        Request("long", prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, drafts="off"))
+    )
+    assert len(answer(driven, "long")) == 2
+    *read, last = driven.passes
+    assert sum(read) == len(prompt)
+    assert (len(read), last) == (2, 1)
 
 
 def test_requests_are_answered_one_after_the_other(driven: Driven) -> None:
@@ -143,7 +158,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_the_one_who_waits() -> None:
     def load() -> Engine:
         raise ConfigError("no model here")
 
-    thread = EngineThread(load, lambda events: None)
+    thread = EngineThread(load, lambda events, rows: None)
     with pytest.raises(ConfigError, match="no model here"):
         thread.ready.result(SECONDS)
     thread.close()

@@ -21,7 +21,8 @@ def counted(replica: str) -> ReplicaMetrics:
     metrics.arrived(timing)
     for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
         output = step(number, drafted, accepted, cached=4 if number == 0 else 0)
-        metrics.passed([output])
+        assert output.trace is not None
+        metrics.passed(output.trace.verify_rows + output.trace.mask_rows)
         metrics.stepped(output, timing, now=10.5 + number)
     metrics.ended(FinishReason.LENGTH, timing, now=14.0)
     metrics.ended(FinishReason.ABORT, Timing(started=10.0), now=11.0)

@@ -61,13 +61,15 @@ class EngineInfo:
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Requests and pages at this moment. waiting_since: when the first of those that never ran yet arrived, on the
-    monotonic clock; an answer that gave its place back has not waited since then."""
+    monotonic clock; an answer that gave its place back has not waited since then. passed: rows of the forward pass that
+    the last step brought to its end."""
 
     running: int
     waiting: int
     pages_used: int
     pages_total: int
     waiting_since: float | None = None
+    passed: int = 0
 
 
 class Engine:
@@ -89,6 +91,7 @@ class Engine:
         self._flight: Flight | None = None
         self._landed = 0.0
         self._ended: list[StepOutput] = []
+        self._passed = 0
         grammars = Grammars(tokenizer, info.vocab_size, info.eos_ids)
         self._compiling = GrammarQueue(grammars, info.eos_ids, info.vocab_size)
 
@@ -105,7 +108,8 @@ class Engine:
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
-        return EngineStats(len(scheduler.running), waiting, scheduler.pool.owned, scheduler.pool.total, since)
+        pool = scheduler.pool
+        return EngineStats(len(scheduler.running), waiting, pool.owned, pool.total, since, self._passed)
 
     def prefix_marks(self, limit: int) -> bytes:
         """What of prompts is cached here, as `PagePool.marks` tells it."""
@@ -157,7 +161,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One forward pass over everything that can run; at most one output a request."""
-        ended, self._ended = self._ended, []
+        ended, self._ended, self._passed = self._ended, [], 0
         ended += self._compiling.admit(self._scheduler.add)
         flight, self._flight = self._flight, None
         if flight is not None and any(plan.sequence in self._scheduler.running for plan in flight.plans):
@@ -194,6 +198,7 @@ class Engine:
         return outputs
 
     def _took(self, size: StepSize, untypical: int, began: float) -> None:
+        self._passed = round(size.known + size.verify + size.mask)
         if self._runner.untypical == untypical:  # else it taught what such steps will not cost
             self._scheduler.policy.took(size, time.monotonic() - began)
 
