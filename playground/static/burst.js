@@ -23,6 +23,7 @@ export class BurstTally {
   firstAt = null;
   lastAt = 0;
   #answers;
+  #timed = 0; // tokens that were made while the clock of `tokensPerSecond` ran
 
   constructor(answers) {
     this.#answers = answers;
@@ -40,6 +41,7 @@ export class BurstTally {
     this.slices[slice].active = Math.max(this.slices[slice].active, active);
     this.slices[slice].tokens += tokens;
     if (trace.step > 0) {
+      if (at > this.firstAt) this.#timed += tokens;
       const end = CLASSES.find((most) => active <= most) ?? CLASSES.at(-1);
       if (!this.classes.has(end)) this.classes.set(end, { steps: 0, verify: 0, mask: 0, tokens: 0 });
       const found = this.classes.get(end);
@@ -75,9 +77,10 @@ export class BurstTally {
     }));
   }
 
+  /** From the first token to the last. */
   get tokensPerSecond() {
     const seconds = (this.lastAt - (this.firstAt ?? 0)) / 1000;
-    return seconds > 0 ? this.tokens / seconds : null;
+    return seconds > 0 ? this.#timed / seconds : null;
   }
 }
 

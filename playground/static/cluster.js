@@ -8,7 +8,7 @@ import { one, orDash, two, whole } from "./numbers.js";
 import { between, byReplica, parseMetrics } from "./prometheus.js";
 
 const EVERY_MS = 1000;
-const KEPT = 60; // readings: a minute
+const KEPT = 60; // seconds, and so many readings, of which one comes a second at most
 const WINDOW = 5; // readings over which rates are taken
 const LONGEST_GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
@@ -135,9 +135,9 @@ export class Cluster {
     const held = values.drafted ? `, ${tenthsOfPercent(values.accepted / values.drafted)} of drafts held` : "";
     const steps = values.steps ? `, ${two.format(values.stepTokens / values.steps)} a step` : "";
     card.since.textContent = `Since it started: ${whole.format(values.tokens)} tokens${steps}${held}. ${whole.format(values.pages)} K/V pages.`;
-    const points = readings.map(({ now }, i) => ({ x: now, y: recent(readings, i).tokensPerSecond ?? 0 })).slice(-KEPT);
-    const last = points.at(-1).x;
-    const line = points.map(({ x, y }) => ({ x: x - last + KEPT, y }));
+    const last = readings.at(-1).now;
+    const points = readings.map(({ now }, i) => ({ x: now - last + KEPT, y: recent(readings, i).tokensPerSecond ?? 0 }));
+    const line = points.filter(({ x }) => x >= 0); // fewer than were kept, where the server is slow to answer
     card.plot.show((canvas) => {
       const most = Math.max(...line.map(({ y }) => y), 1);
       canvas.axes({ xEnd: KEPT, xTicks: [], yEnd: most, xLabel: "the last minute", yLabel: "tokens/s" });

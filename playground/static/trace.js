@@ -82,23 +82,28 @@ function nextAgreement(queue, rest) {
   return { count: queue.length, length: rest.length, left: "" };
 }
 
-/** Sums over the steps of one answer. Step 0 reads the prompt: its token is no work of the drafts, so it is apart. */
+/**
+ * Sums over the steps of one answer. Step 0 reads the prompt: its token is no work of the drafts, so it is apart. `timed`
+ * are the tokens that came behind `firstAt`: a read may bring the steps behind the first token with it, in no time.
+ */
 export function newTally() {
-  return { tokens: 0, steps: 0, stepTokens: 0, drafted: 0, accepted: 0, sentAt: null, firstAt: null, lastAt: null };
+  const sums = { tokens: 0, steps: 0, stepTokens: 0, timed: 0, drafted: 0, accepted: 0 };
+  return { ...sums, sentAt: null, firstAt: null, lastAt: null };
 }
 
 /** Add the step `trace` that arrived at `now` (milliseconds). */
 export function count(tally, trace, now) {
   const tokens = emitted(trace);
   tally.tokens += tokens;
+  tally.firstAt ??= now;
+  tally.lastAt = now;
+  if (now > tally.firstAt) tally.timed += tokens;
   if (trace.step > 0) {
     tally.steps += 1;
     tally.stepTokens += tokens;
     tally.drafted += trace.drafted.length;
     tally.accepted += trace.accepted;
   }
-  tally.firstAt ??= now;
-  tally.lastAt = now;
 }
 
 /**
@@ -113,7 +118,7 @@ export function rates(tally) {
     stepTokens: tally.stepTokens,
     perStep: tally.steps ? tally.stepTokens / tally.steps : null,
     acceptance: tally.drafted ? tally.accepted / tally.drafted : null,
-    perSecond: tally.steps && seconds > 0 ? tally.stepTokens / seconds : null,
+    perSecond: seconds > 0 ? tally.timed / seconds : null,
     firstToken: tally.firstAt === null || tally.sentAt === null ? null : tally.firstAt - tally.sentAt,
   };
 }

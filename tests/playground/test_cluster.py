@@ -49,6 +49,28 @@ def test_replicas_live(opened: Visit, recorded: RecordedServer) -> None:
     assert len(opened.requests) == before
 
 
+SLOW = """() => {
+  const [now, later] = [performance.now.bind(performance), setTimeout];
+  performance.now = () => 100 * now();
+  window.setTimeout = (call, ms) => later(call, ms / 30);
+}"""
+
+
+def test_the_last_minute_is_one_however_slow_the_server(opened: Visit, recorded: RecordedServer) -> None:
+    """A clock at which a reading comes every few seconds."""
+    recorded.metrics[:] = metrics_pages(1, ("one",))
+    page = opened.page
+    page.evaluate(SLOW)
+    begun = page.evaluate("performance.now()")
+    page.click("#tab-cluster")
+    page.wait_for_function("begun => performance.now() - begun > 120_000", arg=begun)
+    path = page.locator(".spark path").get_attribute("d") or ""
+    places = [float(x) for x in re.findall(r"[ML](\S+) ", path)]
+    left = float(page.locator(".spark .grid").first.get_attribute("x1") or "")
+    assert min(places) >= left
+    assert len(places) > 5
+
+
 def test_a_metrics_key_is_asked_for_and_kept(chromium: Browser, recorded: RecordedServer) -> None:
     recorded.metrics[:] = metrics_pages(1)
     recorded.metrics_key = "mk-1"

@@ -97,6 +97,24 @@ def test_a_burst_does_not_slow_down_at_its_end(blank: Page, end: int, middles: l
     assert [part["active"] for part in course] == [2, 2, 1][: len(middles)]
 
 
+SPEED = """async ([file, answers, counted]) => {
+  const tally = new (await import(file)).BurstTally(answers);
+  for (const [step, at] of counted) {
+    tally.count({ step, drafted: [], accepted: 0, anchor: {}, rows: { verify: 1, mask: 0 } }, false, at);
+  }
+  return tally.tokensPerSecond;
+}"""
+
+
+@pytest.mark.parametrize("came", [(50, 150, 250), (50, 50, 100)])
+def test_tokens_that_came_before_the_clock_ran_are_no_speed(blank: Page, came: tuple[int, ...]) -> None:
+    """Two answers that get a token at each of the times `came`: those behind the first of them count."""
+    counted = [(step, at) for step, at in enumerate(came) for _ in range(2)]
+    speed = blank.evaluate(SPEED, [f"/playground/{read_files().address}/burst.js", 2, counted])
+    behind = sum(at > came[0] for at in came)
+    assert speed == pytest.approx(2 * behind / (came[-1] - came[0]) * 1000)
+
+
 def test_drafts_behind_a_stop_count_as_not_judged(blank: Page) -> None:
     cut = wire(StepTrace(1, 0.1, (1, 2, 3), 1, None, 4, (), None, 4, 0))
     assert call(blank, "stats.js", "acceptanceByPosition", [cut]) == [{"judged": 1, "held": 1}]

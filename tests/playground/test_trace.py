@@ -163,6 +163,14 @@ def test_numbers(blank: Page) -> None:
     assert call(blank, "trace.js", "finalRates", tally, None, None) == rates
 
 
+def test_steps_that_came_with_the_first_token_are_no_speed(blank: Page) -> None:
+    steps = [(trace(step, ["a", "b", "c"], 3, "d"), now) for step, now in ((1, 1200), (2, 1200), (3, 1210))]
+    file = f"/playground/{read_files().address}/trace.js"
+    _, rates = blank.evaluate(COUNT, [file, steps])
+    assert rates["perSecond"] == pytest.approx(400)
+    assert (rates["stepTokens"], rates["firstToken"]) == (12, 200)
+
+
 def test_no_numbers_before_there_is_something_to_count(blank: Page) -> None:
     file = f"/playground/{read_files().address}/trace.js"
     _, rates = blank.evaluate(COUNT, [file, [(trace(0, [], 0, "a"), 1200)]])
