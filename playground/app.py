@@ -14,8 +14,8 @@ PLAYGROUND = "Playground"
 
 
 class PlaygroundOptions(BaseModel):
-    """What the builder takes. `max_ongoing_requests`: Gradio holds one request open for every tab, a file load adds
-    a few for a moment, so this is about how many tabs may be open at once."""
+    """What the builder takes. `max_ongoing_requests`: how many files are sent at once. A page takes some as it loads;
+    then it holds no request open, so that far more tabs may be open."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,8 +38,8 @@ def build(args: dict[str, Any]) -> Application:
 
     `args` are the fields of `PlaygroundOptions`; a mistake leaves as Serve's own exception, which it shows as one line.
 
-    One replica, since Gradio keeps its queue in memory, and no CPU reserved: it waits for browsers. Open tabs would
-    hold a replica that is asked to go; they lose nothing by its going, so it does not wait for them.
+    One replica, since Gradio keeps its queue in memory, and no CPU reserved: it waits for browsers. Asked to go, it
+    does not wait for them: an open tab has all of the page, and asks the API for the rest.
     """
     try:
         options = read_options(PlaygroundOptions, args)

@@ -11,6 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 GRADIOS_OWN_TAGS = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*|<link\s+rel="manifest"[^>]*>\s*')
 
+# Where Gradio believes to be, by a Host that a proxy may not have handed on; its script takes one that is relative to
+# the page as well.
+ROOT = re.compile(rb'"root":("https?://[^"]*")')
+
 # Even if text of a model became script, it could reach no other host. Gradio needs inline and evaluated script.
 HEADERS = {
     "Content-Security-Policy": (
@@ -78,7 +82,8 @@ class Shell:
         await self.app(plain, receive, collect)
 
     def _own_page(self, html: bytes) -> bytes:
-        head, end, rest = html.partition(b"</head>")
+        root = ROOT.search(html)
+        head, end, rest = (html.replace(root[1], b'"."') if root else html).partition(b"</head>")
         return GRADIOS_OWN_TAGS.sub(b"", head) + self.head + end + rest if end else html
 
 

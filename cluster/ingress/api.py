@@ -33,7 +33,7 @@ from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 from cluster.wire.schemas import ChatBody, DetokenizeBody, TokenizeBody
 
-PAGE_PATH = "/playground/"
+PAGE_PATH = "playground/"  # relative to the API's root, of which a proxy may have taken a prefix
 WITHOUT_PAGE = "TiDAR Cluster: OpenAI's API is at /v1, the document of all that there is at /openapi.json\n"
 
 

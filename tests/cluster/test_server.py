@@ -376,7 +376,7 @@ def until(holds: Any, seconds: float = 30) -> None:
 
 def test_the_page_and_the_health_are_there(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
-    assert http.get("/").headers["location"] == "/playground/"
+    assert http.get("/").headers["location"] == "playground/"
     page = http.get("/playground/")
     assert page.status_code == 200
     assert "text/html" in page.headers["content-type"]

@@ -52,7 +52,7 @@ def test_no_route_but_the_page_and_health_answers_without_a_key(stranger: httpx.
             assert answer.status_code == 401, path
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert stranger.get("/health").status_code == 200
-    assert stranger.get("/").headers["location"] == "/playground/"
+    assert stranger.get("/").headers["location"] == "playground/"
     page = stranger.get("/playground/")
     assert page.status_code == 200
     assert guarded.key not in page.text

@@ -1,8 +1,9 @@
 """How the page looks: every tab in wide and narrow windows, light and dark, for every eye and hand."""
 
+import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.playground.asking import TOKENS, ask, overflow
 from tests.playground.conftest import Visit, visit
@@ -85,6 +86,18 @@ def test_the_block_can_be_set_for_the_race_whatever_the_chat_drafts(opened: Visi
     expect(page.locator("#t-block")).to_be_enabled()
     page.click("#tab-chat")
     expect(page.locator("#t-block")).to_be_disabled()
+
+
+def test_a_proxy_that_hands_on_no_host_costs_no_style(opened: Visit, recorded: RecordedServer) -> None:
+    def behind(route: Route) -> None:
+        page = httpx.get(route.request.url, headers={"Host": "backend:8000"})
+        route.fulfill(body=page.content, headers=dict(page.headers))
+
+    opened.page.route("**/playground/", behind)
+    opened.page.goto(f"{recorded.address}/playground/")
+    opened.page.wait_for_function(
+        "[...document.styleSheets].some(({ href }) => href?.includes('/playground/theme.css'))"
+    )
 
 
 def test_the_theme_can_be_chosen_and_is_kept(opened: Visit) -> None:

@@ -44,6 +44,12 @@ def test_the_page_is_ours_and_names_no_other_host(client: TestClient) -> None:
     assert "default-src 'self'" in answer.headers["content-security-policy"]
 
 
+def test_the_page_works_under_whatever_host_a_proxy_shows(client: TestClient) -> None:
+    text = client.get("/playground/", headers={"Host": "backend:8000"}).text
+    assert "backend" not in text
+    assert '"root":"."' in text
+
+
 def test_a_page_that_nobody_looks_at_leaves_the_processor_alone(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +138,7 @@ def test_gradio_keeps_nothing_and_calls_nobody() -> None:
     assert component.value is None
     assert component.props == {}
     assert blocks.fns == {}, "no event handler: no text of a visitor or a model passes the server"
+    assert blocks.get_config_file()["connect_heartbeat"] is False, "an idle tab holds no request open"
 
 
 def test_a_stranger_cannot_upload(client: TestClient) -> None:
