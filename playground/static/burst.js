@@ -6,7 +6,7 @@ import { drawBars, Plot } from "./charts.js";
 import { swap } from "./dom.js";
 import { one, two } from "./numbers.js";
 import { plural } from "./stats.js";
-import { emitted } from "./trace.js";
+import { emitted, readsAgain } from "./trace.js";
 
 const SLICE_MS = 500;
 const SHOW_MS = 250;
@@ -14,7 +14,10 @@ const SHOW_MS = 250;
 /** Upper ends of the classes of answers at once. */
 const CLASSES = [1, 2, 4, 8, 16, 32, 64];
 
-/** Counts over a burst of `answers`, by time and by how many answers were under way. Times in milliseconds. */
+/**
+ * Counts over a burst of `answers`, by time and by how many answers were under way. Times in milliseconds. `blockLength`
+ * is the drafter's.
+ */
 export class BurstTally {
   slices = []; // { active, tokens } for every half second
   classes = new Map(); // upper end -> { steps, verify, mask, tokens }
@@ -23,10 +26,12 @@ export class BurstTally {
   firstAt = null;
   lastAt = 0;
   #answers;
+  #blockLength;
   #timed = 0; // tokens that were made while the clock of `tokensPerSecond` ran
 
-  constructor(answers) {
+  constructor(answers, blockLength) {
     this.#answers = answers;
+    this.#blockLength = blockLength;
   }
 
   /** One step of one answer that came at `at`; `finished`: it was its last. */
@@ -40,8 +45,8 @@ export class BurstTally {
     this.slices[slice] ??= { active: 0, tokens: 0 };
     this.slices[slice].active = Math.max(this.slices[slice].active, active);
     this.slices[slice].tokens += tokens;
-    if (trace.step > 0) {
-      if (at > this.firstAt) this.#timed += tokens;
+    if (trace.step > 0 && at > this.firstAt) this.#timed += tokens;
+    if (trace.step > 0 && !readsAgain(trace, this.#blockLength)) {
       const end = CLASSES.find((most) => active <= most) ?? CLASSES.at(-1);
       if (!this.classes.has(end)) this.classes.set(end, { steps: 0, verify: 0, mask: 0, tokens: 0 });
       const found = this.classes.get(end);
@@ -124,9 +129,10 @@ export class Burst {
     swap(this.#find("#b-start"), this.#find("#b-stop"));
     this.#find("[data-burst]").hidden = true;
     const answers = Number(this.#find("#b-answers").value);
-    const tally = new BurstTally(answers);
+    const ready = await server.ready();
+    const tally = new BurstTally(answers, server.facts.block_length);
     try {
-      if (await server.ready()) await this.#send(answers, tally, running.signal);
+      if (ready) await this.#send(answers, tally, running.signal);
     } catch (error) {
       if (error.name !== "AbortError") failed(error);
     }

@@ -6,7 +6,7 @@ import { two } from "./numbers.js";
 import { formatRecording, LARGEST_FILE, parseRecording } from "./recording.js";
 import { Scrubber } from "./scrubber.js";
 import { acceptanceByPosition, decodeTraces, describeShape, plural, shapes, stepTimes, tokensPerStep } from "./stats.js";
-import { emitted } from "./trace.js";
+import { emitted, readsAgain } from "./trace.js";
 
 const MOST_SHAPES = 8;
 const wholePercent = (share) => `${Math.round(100 * share)} %`;
@@ -106,7 +106,10 @@ export class Hood {
 
   #drawRows() {
     const traces = this.#drawn.steps.map((step) => step.trace).filter(Boolean);
-    const decode = traces.map(({ step, rows }, i) => ({ x: i, rows, step })).filter(({ step }) => step > 0);
+    const { block_length } = this.#drawn.model;
+    const decode = traces
+      .map((trace, x) => ({ x, rows: trace.rows, reads: trace.step === 0 || readsAgain(trace, block_length) }))
+      .filter(({ reads }) => !reads); // hundreds of rows would leave the others none of the height
     const most = decode.reduce((found, { rows }) => Math.max(found, rows.verify + rows.mask), 1);
     this.#rows.show((canvas) => {
       canvas.axes({ xStart: -0.5, xEnd: traces.length - 0.5, yEnd: most, xLabel: "step", yLabel: "rows" });
@@ -122,7 +125,7 @@ export class Hood {
     this.#find("[data-curve]").hidden = !cost;
     if (!cost) return;
     const model = recording?.model ?? this.#page.server.facts;
-    const times = stepTimes(recording?.steps ?? []);
+    const times = stepTimes(recording?.steps ?? [], model.block_length);
     this.#curve.show((canvas) => drawCurve(canvas, cost, times, model.block_length));
     this.#find("[data-note=curve]").textContent = tellCurve(cost, times);
   }

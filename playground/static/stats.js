@@ -1,6 +1,6 @@
 // What the steps of an answer come to, taken together. Pure functions, no DOM.
 
-import { emitted, keptTokens } from "./trace.js";
+import { emitted, keptTokens, readsAgain } from "./trace.js";
 
 /** The traces of decode steps: the step that read the prompt is no work of the drafts. */
 export function decodeTraces(steps) {
@@ -55,14 +55,14 @@ export function plural(count, word) {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** Rows, tokens and milliseconds of every decode step whose predecessor is known, by the engine's own clock. */
-export function stepTimes(steps) {
+/** Rows, tokens and milliseconds of every step that only decoded and whose predecessor is known, by the engine's clock. */
+export function stepTimes(steps, blockLength) {
   const times = [];
   let before = null;
   for (const { trace } of steps) {
     if (!trace) continue;
     const follows = before?.step === trace.step - 1 && before.replica === trace.replica; // each has a clock of its own
-    if (follows && trace.t_ms > before.t_ms) {
+    if (follows && trace.t_ms > before.t_ms && !readsAgain(trace, blockLength)) {
       const rows = trace.rows.verify + trace.rows.mask;
       times.push({ step: trace.step, rows, ms: trace.t_ms - before.t_ms, tokens: emitted(trace) });
     }

@@ -21,6 +21,14 @@ export function emitted(trace) {
 }
 
 /**
+ * Whether a step read text before it went on, in more verify rows than a block has places: what a preemption or the end
+ * of another replica left to be read again.
+ */
+export function readsAgain({ rows }, blockLength) {
+  return rows.verify > Math.max(1, blockLength ?? Infinity);
+}
+
+/**
  * The drafts of a step that the model did not say. The first was refused; the others built on it and fell with it.
  * Where a stop cut the step there is no anchor, and nothing is known about the drafts behind the cut.
  */

@@ -229,6 +229,24 @@ def test_what_is_studied_stays_when_another_answer_ends(
     expect(page.locator("#h-which option:checked")).to_contain_text("File: ")
 
 
+def test_text_that_is_read_again_does_not_flatten_the_rows(opened: Visit, recorded: RecordedServer) -> None:
+    answer = recording(plain_steps(TOKENS))
+    events = [json.loads(one.removeprefix("data: ")) for one in answer.events]
+    traced = [one["tidar"] for one in events if "tidar" in one]
+    traced[0]["rows"]["verify"] = 400
+    traced[3]["rows"]["verify"] = 480
+    for moved in traced[3:]:
+        moved["replica"] = "r2"
+    page = inside(opened, recorded, Recording([event(one) for one in events]))
+    chart = page.locator("[data-chart=rows]")
+    heights = [float(tick) for tick in texts(chart.locator("text.tick[text-anchor=end]:not(.axis)"))]
+    most = max(sum(trace["rows"].values()) for trace in traced if trace["rows"]["verify"] < 400)
+    assert most <= max(heights) <= 2 * most
+    columns = chart.locator("path.column-verify").get_attribute("d") or ""
+    assert columns.count("M") == len(traced) - 2
+    expect(page.locator(".scrubber .note").last).to_contain_text("Steps that read text have no column")
+
+
 SHELVE = """async ([file]) => {
   const { Shelf } = await import(file);
   const shelf = new Shelf();

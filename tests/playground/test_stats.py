@@ -97,6 +97,26 @@ def test_a_burst_does_not_slow_down_at_its_end(blank: Page, end: int, middles: l
     assert [part["active"] for part in course] == [2, 2, 1][: len(middles)]
 
 
+CLASSES = """async ([file, verified]) => {
+  const tally = new (await import(file)).BurstTally(1, 4);
+  for (const verify of verified) {
+    tally.count({ step: 1, drafted: [], accepted: 0, anchor: {}, rows: { verify, mask: 0 } }, false, 10);
+  }
+  return [...tally.classes.values()];
+}"""
+
+
+def test_text_that_is_read_again_is_no_part_of_a_burst_s_rows(blank: Page) -> None:
+    found = blank.evaluate(CLASSES, [f"/playground/{read_files().address}/burst.js", [1, 480, 4]])
+    assert found == [{"steps": 2, "verify": 5, "mask": 0, "tokens": 2}]
+
+
+def test_text_that_is_read_again_is_no_step_of_the_curve(blank: Page) -> None:
+    rows = [1, 480, 4, 2]
+    steps = [{"trace": wire(StepTrace(n, 0.02 * n, (), 0, 7, 4, (), None, rows[n], 0))} for n in range(len(rows))]
+    assert [one["rows"] for one in call(blank, "stats.js", "stepTimes", steps, 4)] == [4, 2]
+
+
 SPEED = """async ([file, answers, counted]) => {
   const tally = new (await import(file)).BurstTally(answers);
   for (const [step, at] of counted) {
