@@ -88,7 +88,7 @@ def application(args: ServeOptions, router: str = ROUTER, page: bool = True) -> 
     names = engine_names(args)
     engines = {
         name: engine.options(name=names[name], **replica_count(args, served)).bind(
-            replace(served.config, device=device, threads=threads), name
+            replace(served.config, device=device, threads=threads), name, args.most_engines
         )
         for name, served in args.served.items()
     }
@@ -134,14 +134,17 @@ def replica_count(options: ServeOptions, served: ServedModel) -> dict[str, Any]:
 def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     """The device that "auto" stands for on this cluster, and each engine's CPU threads.
 
-    Threads: an equal share of a node's CPUs among the engines there, whatever their device.
+    Threads: an equal share of a node's CPUs among the engines there, whatever their device; 0 where no node is there
+    yet that an engine may run on, as where the head, which has no CPU, builds the application before others join it.
     """
     resources = ray.cluster_resources()
     some_gpu = resources.get("GPU", 0) or options.accelerator is not None
     device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and some_gpu else "cpu"
     if options.device != "auto":
         device = options.device
-    nodes = max(1, sum(node["Alive"] for node in ray.nodes()))
-    engines_a_node = -(-options.most_engines // nodes)
-    share = int(resources.get("CPU", 1)) // nodes // engines_a_node
-    return device, options.threads or max(1, share)
+    offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = [node["CPU"] for node in offered if node.get("CPU") and (device == "cpu" or node.get("GPU"))]
+    if options.threads or not cpus:
+        return device, options.threads
+    engines_a_node = -(-options.most_engines // len(cpus))
+    return device, max(1, int(sum(cpus)) // len(cpus) // engines_a_node)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import ray
 from prometheus_client.metrics_core import Metric
 from ray import serve
 
@@ -98,10 +99,19 @@ def prepare_threads(threads: int) -> None:
         os.environ[SPINS] = SPINS_BESIDE_OTHERS
 
 
+def share_of_node(device: str, engines: int) -> int:
+    """CPU threads of an engine that shares this node with as many of so many engines as find room on it."""
+    here = ray.get_runtime_context().get_node_id()
+    (node,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    room = node["GPU"] if device == "cuda" else engines
+    return max(1, int(node["CPU"] // min(engines, room)))
+
+
 class EngineReplica:
     """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop."""
 
-    async def __init__(self, config: EngineConfig, name: str):  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: EngineConfig, name: str, engines: int):  # type: ignore[misc]  # Serve awaits it
+        """engines: how many there may be, of all names together."""
         self._name = name
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
@@ -109,7 +119,7 @@ class EngineReplica:
         self._mailboxes: dict[Address, Mailbox] = {}
         self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
         progress = ProgressLine(self._replica)
-        prepare_threads(config.threads)
+        prepare_threads(config.threads or share_of_node(config.device, engines))
 
         def load() -> "Engine":
             gc.disable()  # it would walk through all that is imported again and again: a third of the imports' time

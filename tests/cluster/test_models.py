@@ -11,15 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-import ray
 from opentelemetry.trace import NoOpTracer
 
-from cluster.app import engine_names, placement, replica_count
+from cluster.app import engine_names, replica_count
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
 from cluster.ingress.models import SETTLE_SECONDS, Models
 from cluster.observe.ingress_metrics import IngressMetrics
-from cluster.operate.deploy import check_resources
 from cluster.options import ServeOptions
 from cluster.preflight import absolute, check_models, check_options, check_visible
 from tests.cluster.guarded import Guarded
@@ -311,26 +309,6 @@ def test_engines_that_follow_the_load_do_so_for_each_name() -> None:
         scaling = replica_count(options, served)["autoscaling_config"]
         assert (scaling.min_replicas, scaling.max_replicas) == (0, 4)
     assert options.most_engines == 8
-
-
-def test_all_engines_of_a_node_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 12.0})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
-    models = {"x": {**OTHER, "replicas": 3}, "y": OTHER}
-    options = read_options(ServeOptions, {"name": "one", "replicas": 2, "models": models})
-    assert placement(options) == ("cpu", 12 // (2 + 3 + 2))
-    assert placement(options.model_copy(update={"models": {}})) == ("cpu", 6)
-    check_resources(options)
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
-    with pytest.raises(ConfigError, match="7 engines need as many CPUs, Ray sees 6: lower --replicas or serve fewer"):
-        check_resources(options)
-
-
-def test_without_a_gpu_nobody_is_told_to_start_less_than_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
-    with pytest.raises(ConfigError, match=r"no GPU is visible to Ray: .* --device cpu"):
-        check_resources(ServeOptions(device="cuda"))
 
 
 def test_paths_of_all_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     @asynccontextmanager
     async def start() -> AsyncIterator[EngineReplica]:
         made = EngineReplica.__new__(EngineReplica)
-        await made.__init__(config, "tiny")  # type: ignore[misc]  # as Serve does
+        await made.__init__(config, "tiny", 1)  # type: ignore[misc]  # as Serve does
         try:
             yield made
         finally:
