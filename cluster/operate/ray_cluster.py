@@ -34,6 +34,7 @@ OWN_PROCESSES = {
 }
 # A server of one replica has 370 threads on two cores. With fewer allowed, Ray waits for minutes for what cannot start.
 FEWEST_THREADS = 512
+KNOCK_SECONDS = 3.0
 LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
 # Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
 # Ray ends this process on the spot.
@@ -47,23 +48,40 @@ Say = Callable[[str], None]
 def running_cluster() -> str | None:
     """The Ray cluster to join: RAY_ADDRESS, or the one that `ray start` left running here; None to start one.
 
-    Not Ray's own "auto": that would also join a cluster which another `tidar up` started for itself.
+    Not Ray's own "auto": that would also join a cluster which another `tidar up` started for itself. Raises ConfigError
+    for an address of another kind, or where nobody answers: Ray would end in a traceback, or be silent for a minute.
     """
     wanted = os.environ.get("RAY_ADDRESS", "")
     if wanted == "local":
         return None
     if wanted not in ("", "auto"):
+        try:
+            knock(wanted)
+        except ValueError:
+            raise ConfigError(f"RAY_ADDRESS is {wanted}: give HOST:PORT of the cluster's head, as HOST:6379") from None
+        except OSError as error:
+            said = error.strerror or first_line(error)
+            raise ConfigError(
+                f"nobody answers at RAY_ADDRESS {wanted} ({said}): start that cluster, or unset it to start one here"
+            ) from None
         return wanted
     note = Path(get_ray_address_file(None))
     try:
         address = note.read_text().strip()
-        host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=2):
-            return address
+        knock(address)
+        return address
     except (OSError, ValueError):  # no note, or one that a cluster left behind
         if wanted == "auto":
             raise ConfigError("RAY_ADDRESS is auto, but no Ray cluster runs here: unset it to start one") from None
         return None
+
+
+def knock(address: str) -> None:
+    """Raise OSError where nobody listens at an address, ValueError for what is not HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not 0 < int(port) < 65536:
+        raise ValueError(address)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 @contextmanager

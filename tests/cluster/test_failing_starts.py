@@ -1,7 +1,10 @@
 """What keeps Ray, or Serve's proxy, from starting: one line, with what to do about it."""
 
+import re
 import shutil
 import socket
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ from ray import serve
 
 from cluster.operate.deploy import start_proxies
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import mend_of, ray_cluster
+from cluster.operate.ray_cluster import mend_of, ray_cluster, running_cluster
 from tests.servers import free_port
 from tidar_core.config import ConfigError
 
@@ -81,3 +84,32 @@ def test_a_ray_that_has_no_place_for_its_files(tmp_path: Path, monkeypatch: pyte
     assert mend_of(error) == ""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=4096 if place == tmp_path else 1e12))
     assert mend_of(error).startswith(f"; no space is left in {tmp_path}/ray: ")
+
+
+@pytest.mark.parametrize(
+    "address", ["ray://x:1", "http://127.0.0.1:8265", "head", "127.0.0.1:", "127.0.0.1:99999", ":6379"]
+)
+def test_an_address_that_is_no_heads(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    line = f"RAY_ADDRESS is {address}: give HOST:PORT of the cluster's head, as HOST:6379"
+    with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+        running_cluster()
+
+
+def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(address: str) -> str:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=r"^nobody answers at .*: start that cluster, or unset it") as told:
+            running_cluster()
+        return str(told.value)
+
+    since = time.monotonic()
+    assert "(Connection refused)" in refusal(f"127.0.0.1:{free_port()}")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as opened:
+        for _ in range(8):  # of what it does not accept the queue is full then, and whoever comes next hears nothing
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        host, port = full.getsockname()
+        assert "(timed out)" in refusal(f"{host}:{port}")
+    assert time.monotonic() - since < 5

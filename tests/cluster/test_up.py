@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import resource
 import select
 import shutil
@@ -181,8 +182,10 @@ def test_what_only_a_model_that_sleeps_needs_is_refused_elsewhere(name: str) -> 
 
 def test_which_cluster_is_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert running_cluster() is None
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert running_cluster() == "10.0.0.1:6379"
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        address = f"localhost:{there.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert running_cluster() == address
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS")
     assert running_cluster() is None
@@ -207,12 +210,14 @@ def test_a_cluster_that_is_joined_has_its_own_proxy(tmp_path: Path, monkeypatch:
         raise ConfigError(f"joined {address}")
         yield
 
-    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv(ASKED, "1")
     monkeypatch.setattr(deploy, "ray_cluster", join)
     serves = ServeOptions(model=str(tiny_checkpoint(tmp_path / "model")), adapter="none")
-    with pytest.raises(ConfigError, match=r"^joined 10\.0\.0\.1:6379$"):
-        deploy.up(UpOptions(serve=serves, host="10.1.2.3"))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=f"^joined {re.escape(address)}$"):
+            deploy.up(UpOptions(serve=serves, host="10.1.2.3"))
 
 
 def test_what_a_start_waits_for_is_told(server: Server) -> None:
