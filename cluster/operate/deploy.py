@@ -5,7 +5,7 @@ import io
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatus, ServeStatus
 
 from cluster import app
 from cluster.card import ModelCard
@@ -149,7 +149,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
                 serve.RunTarget(page, name=PAGE_APPLICATION, route_prefix="/playground", logging_config=QUIET)
             )
         serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        proxies.result()
+        result_of(proxies, interrupts)
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
         board.take_down()  # of replicas that come and go from here on nobody reads a line
@@ -188,12 +188,37 @@ def start_serve(host: str, port: int, interrupts: Interrupts) -> Future[Any]:
     """Start Serve, which takes applications from here on. The result comes once its proxies are ready: replicas load
     beside them."""
     proxies = beside(partial(start_proxies, host, port), "serve-start")  # an interrupt does not wait for them
-    while not proxies.done() and not serve.status().proxies:
-        interrupts.check()
+    while not proxies.done() and not status_of_serve(interrupts).proxies:
         time.sleep(LOOK_SECONDS / 5)
     if proxies.done():
         proxies.result()
     return proxies
+
+
+def result_of(future: Future[Any], interrupts: Interrupts) -> Any:
+    """What it gives once it is done, unless Ray, or the user, ends before."""
+    while not future.done():
+        check_ray(interrupts)
+        time.sleep(LOOK_SECONDS / 5)
+    return future.result()
+
+
+def check_ray(interrupts: Interrupts) -> None:
+    """Raise KeyboardInterrupt where the user wants an end, ConfigError where Ray has come to one: what is asked of it
+    then waits for a minute, and after that Ray ends this process on the spot."""
+    interrupts.check()
+    if gone := ended_parts():
+        raise ConfigError(f"the Ray cluster is gone: its {gone[0]} ended")
+
+
+def status_of_serve(interrupts: Interrupts) -> ServeStatus:
+    """What Serve says of itself. Raises as `check_ray`."""
+    check_ray(interrupts)
+    try:
+        return serve.status()
+    except Exception as error:
+        check_ray(interrupts)
+        raise ConfigError(f"the Ray cluster is gone: {first_line(error)}") from None
 
 
 def start_proxies(host: str, port: int) -> None:
@@ -234,25 +259,33 @@ def wait_until_ready(names: Sequence[str], board: Board, base: str, say: Say, in
     """Until these applications run and a replica answers; shows what replicas say meanwhile. Raises ConfigError."""
     told, since = "", time.monotonic()
     while True:
-        interrupts.check()
+        check_ray(interrupts)
         for line in board.news():
             say(f"  {line.replica}: {line.text}")
             if line.fatal:
                 raise ConfigError(line.text)
-        states = serve.status().applications
+        states = status_of_serve(interrupts).applications
         for name in names:
             if name in states and states[name].status is ApplicationStatus.DEPLOY_FAILED:
                 raise ConfigError(f"the {name} application could not be started: {last_line(states[name].message)}")
         starting = [
             name for name in names if name not in states or states[name].status is not ApplicationStatus.RUNNING
         ]
-        missing = f"the {starting[0]} application to start" if starting else unhealthy(f"{base}/health")
+        missing = unstarted(starting[0], states) if starting else unhealthy(f"{base}/health")
         if missing is None:
             return
         if time.monotonic() - since > PATIENT_SECONDS and missing != told:
             say(f"still waiting for {missing}")
             told = missing
         time.sleep(LOOK_SECONDS)
+
+
+def unstarted(name: str, states: Mapping[str, ApplicationStatusOverview]) -> str:
+    """That an application is still to start, and what Serve says of that, as where others have the GPUs it needs."""
+    deployments = states[name].deployments.values() if name in states else ()
+    said = (each.message for each in deployments if each.status is not DeploymentStatus.HEALTHY)
+    why = next((" ".join(message.split()) for message in said if message.strip()), "")
+    return f"the {name} application to start" + (f": {why}" if why else "")
 
 
 def unhealthy(url: str) -> str | None:
@@ -303,13 +336,7 @@ def watch(say: Say, interrupts: Interrupts) -> Never:
     while True:
         interrupts.check()
         time.sleep(WATCH_SECONDS)
-        if gone := ended_parts():
-            raise ConfigError(f"the Ray cluster is gone: its {gone[0]} ended")
-        try:
-            applications = serve.status().applications
-        except Exception as error:
-            raise ConfigError(f"the Ray cluster is gone: {first_line(error)}") from None
-        for name, application in applications.items():
+        for name, application in status_of_serve(interrupts).applications.items():
             state = application.status.value
             if known.get(name, ApplicationStatus.RUNNING.value) != state:
                 say(f"{name}: {state.lower()}")

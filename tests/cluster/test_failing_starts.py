@@ -5,6 +5,7 @@ import shutil
 import socket
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,16 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ServeStatus,
+)
 
+from cluster.operate import deploy
 from cluster.operate.deploy import start_proxies
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import mend_of, ray_cluster, running_cluster
@@ -113,3 +123,34 @@ def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         host, port = full.getsockname()
         assert "(timed out)" in refusal(f"{host}:{port}")
     assert time.monotonic() - since < 5
+
+
+def test_what_serve_says_of_a_start_that_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a cluster whose GPUs others have."""
+
+    def state(status: ApplicationStatus, said: str = "") -> ServeStatus:
+        deployments = {
+            name: DeploymentStatusOverview(how, DeploymentStatusTrigger.UNSPECIFIED, {}, message)
+            for name, how, message in (
+                ("Ingress", DeploymentStatus.HEALTHY, "all is well"),
+                ("Engine", DeploymentStatus.UPDATING, ""),
+                ("Engine-other", DeploymentStatus.UPDATING, said),
+            )
+        }
+        return ServeStatus(applications={"api": ApplicationStatusOverview(status, "", 0.0, deployments)})
+
+    states = [
+        ServeStatus(),
+        state(ApplicationStatus.DEPLOYING),
+        *[state(ApplicationStatus.DEPLOYING, 'A replica waits\n for {"GPU": 1}.\n')] * 2,
+        state(ApplicationStatus.RUNNING),
+    ]
+    monkeypatch.setattr(serve, "status", partial(next, iter(states)))
+    monkeypatch.setattr(deploy, "PATIENT_SECONDS", -1.0)
+    monkeypatch.setattr(deploy, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(deploy, "unhealthy", lambda url: None)
+    said: list[str] = []
+    board: Any = SimpleNamespace(news=list)
+    deploy.wait_until_ready(["api"], board, "http://a", said.append, Interrupts())
+    waits = "still waiting for the api application to start"
+    assert said == [waits, waits + ': A replica waits for {"GPU": 1}.']

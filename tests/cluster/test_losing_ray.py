@@ -4,23 +4,30 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from ray import serve
 
+from cluster.operate import deploy
+from cluster.operate.interrupts import Interrupts
 from tests.servers import Server, end_all, kill_all, start, tiny_model, wait_for_text, words_of
+from tidar_core.config import ConfigError
 
 ENDED_SECONDS = 45  # Ray alone would wait for 60, and then end the process where it stands
+READS, READY = "reading", "Ctrl-C"  # what is said at the model's start and at its end
 LEAVING_SECONDS = 20  # for workers to notice
 
 
 @pytest.fixture
-def ready(tmp_path: Path) -> Iterator[Server]:
+def started(tmp_path: Path) -> Iterator[Server]:
     model, adapter = tiny_model(tmp_path)
     server = start(tmp_path, "--model", str(model), "--adapter", str(adapter), "--device", "cpu", "--no-playground")
     try:
-        wait_for_text(server, "Ctrl-C")
         yield server
     finally:
         kill_all([psutil.Process(server.process.pid)] if server.process.poll() is None else [])
@@ -33,20 +40,49 @@ def left_of(server: Server) -> list[list[str]]:
     return [words_of(process)[:3] for process in server.processes()]
 
 
-def test_sigterm_to_all_of_its_processes_at_once(ready: Server) -> None:
+def test_sigterm_to_all_of_its_processes_at_once(started: Server) -> None:
     """As systemd stops a service, unless it is told to begin with the main process."""
-    os.killpg(ready.process.pid, signal.SIGTERM)
-    assert ready.process.wait(ENDED_SECONDS) == 0
-    assert ready.log.read_text().splitlines()[-1] == "stopped"
-    assert left_of(ready) == []
+    wait_for_text(started, READY)
+    os.killpg(started.process.pid, signal.SIGTERM)
+    assert started.process.wait(ENDED_SECONDS) == 0
+    assert started.log.read_text().splitlines()[-1] == "stopped"
+    assert left_of(started) == []
 
 
-@pytest.mark.parametrize("part", ["gcs_server", "raylet"])
-def test_a_part_of_ray_that_is_killed(ready: Server, part: str) -> None:
+@pytest.mark.parametrize(("part", "phase"), [("gcs_server", READY), ("raylet", READY), ("gcs_server", READS)])
+def test_a_part_of_ray_that_is_killed(started: Server, part: str, phase: str) -> None:
     """As by a system that is short of memory."""
-    (process,) = (each for each in ready.processes() if Path((words_of(each) or [""])[0]).name == part)
+    wait_for_text(started, phase)
+    (process,) = (each for each in started.processes() if Path((words_of(each) or [""])[0]).name == part)
     since = time.monotonic()
     process.kill()
-    assert ready.process.wait(ENDED_SECONDS) == 1, f"after {time.monotonic() - since} s"
-    assert ready.log.read_text().splitlines()[-1] == f"tidar: the Ray cluster is gone: its {part} ended"
-    assert left_of(ready) == []
+    assert started.process.wait(ENDED_SECONDS) == 1, f"after {time.monotonic() - since} s"
+    assert started.log.read_text().splitlines()[-1] == f"tidar: the Ray cluster is gone: its {part} ended"
+    assert left_of(started) == []
+
+
+@pytest.mark.parametrize(
+    ("ended", "line"),
+    [(["raylet"], "the Ray cluster is gone: its raylet ended"), ([], "the Ray cluster is gone: nobody is there")],
+)
+def test_a_ray_that_is_gone_is_noticed_wherever_it_is_waited_for(
+    ended: list[str], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def status() -> None:
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(deploy, "WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(deploy, "start_proxies", lambda *_: Event().wait())
+    monkeypatch.setattr(deploy, "ended_parts", lambda: ended)
+    interrupts, board = Interrupts(), SimpleNamespace(news=list)
+    waits = [
+        lambda: deploy.start_serve("127.0.0.1", 1, interrupts),
+        lambda: deploy.wait_until_ready(["api"], board, "", print, interrupts),  # type: ignore[arg-type]
+        lambda: deploy.watch(print, interrupts),
+    ]
+    if ended:
+        waits.append(lambda: deploy.result_of(Future(), interrupts))
+    for wait in waits:
+        with pytest.raises(ConfigError, match=f"^{line}"):
+            wait()
