@@ -335,12 +335,40 @@ def test_drafting_is_left_however_much_dearer_than_the_curves_it_is(times):
     assert rate > 0.9 * off(4, 2.0)
 
 
+@pytest.mark.parametrize("times", [1.3, 1.5, 2.0])
+def test_that_drafting_is_dear_is_not_forgotten_while_nothing_else_is_seen(times):
+    """What plain steps take was taken to be what those with drafts do, after some hundreds of these alone."""
+    policy = DraftPolicy(8, GROWING)
+
+    def real(size):
+        return GROWING.seconds(size) * (times if size.mask else 1.0)
+
+    walk(policy, 800, real, 0.75, 1, Random(1))
+    share, rate = walk(policy, 1500, real, 0.75, 4, Random(2))
+    assert share < 0.2
+    assert rate > 0.95 * off(4, 1.0)
+    alone = walk(DraftPolicy(8, GROWING), 3000, real, 0.75, 1, Random(3))
+    assert alone[1] > 0.93 * off(1, 1.0)
+
+
+@pytest.mark.parametrize(("plain", "drafting"), [(1.0, 1.0), (2.0, 2.0), (2.2, 2.5), (3.0, 3.0)])
+def test_drafting_that_pays_goes_on_though_plain_steps_are_tried(plain, drafting):
+    policy = DraftPolicy(8, GROWING)
+
+    def real(size):
+        return GROWING.seconds(size) * (drafting if size.mask else plain)
+
+    share, rate = walk(policy, 3000, real, 0.75, 1, Random(1))
+    assert share > 0.95
+    assert rate > 1.4 * off(1, plain)
+
+
 def test_what_plain_steps_took_on_a_busy_machine_is_not_believed_for_ever():
     """Drafting steps alone, as of one request that is left, never told that plain ones take as long as before."""
     policy, random = DraftPolicy(8, GROWING), Random(1)
     assert walk(policy, 300, lambda size: 3 * GROWING.seconds(size), 0.6, 32, random)[0] < 0.1
     assert policy.cost.plain > 2.5
-    assert walk(policy, 1000, GROWING.seconds, 0.6, 1, random)[0] > 0.9
+    assert walk(policy, 2000, GROWING.seconds, 0.6, 1, random)[0] > 0.9
     assert policy.cost.plain / policy.cost.drafting < 1.05
     share, rate = walk(policy, 1000, GROWING.seconds, 0.6, 32, random)
     assert share < 0.1

@@ -27,7 +27,8 @@ from tidar_core.request import DraftMode
 PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
 PRIOR_WEIGHT = 10.0
 MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
-FADING = 0.995  # weight that it keeps through a step without drafts
+FADING, PLAIN_FADING = 0.995, 0.998  # weight that it keeps through a step without drafts, and without plain ones
+FRESH = 40  # steps for which it is not doubted
 BIAS_MEMORY = 0.95  # of how long real steps take
 BIAS_MOST = 3.0  # times what is known: no more counts of a step that others held up
 MOVED = 0.05  # by which one kind of steps became dearer than the other, and what was chosen before is old
@@ -171,6 +172,7 @@ class DraftPolicy:
         self._all = HeldDrafts(self._expected)
         self._choices: dict[tuple[int, Load], KeptChoice] = {}
         self._step = 0
+        self._without_drafts = FRESH
 
     def new_acceptance(self) -> HeldDrafts:
         """The books of a sequence that begins, over what all have shown."""
@@ -201,18 +203,25 @@ class DraftPolicy:
     def took(self, size: StepSize, seconds: float) -> None:
         """A real step of that size took so long: the curves were measured apart from all that goes on around them.
 
-        What makes plain steps take longer does so to all. The rest of the difference fades while all steps are of one
-        kind, with mask rows or without, so that the other gets a new chance.
+        What makes plain steps take longer does so to those with drafts, unless these were seen just now. What is known
+        of steps of one kind, with mask rows or without, fades while there are none, so that they get a new chance:
+        towards what plain steps take, and those towards the curves.
         """
         if size.known or not size.verify:
             return
-        known, other = (self.cost.drafting, self.cost.plain) if size.mask else (self.cost.plain, self.cost.drafting)
-        took = min(seconds / (self.cost.seconds(size) / known), BIAS_MOST * max(known, other))
+        plain, drafting = self.cost.plain, self.cost.drafting
+        known = drafting if size.mask else plain
+        took = min(seconds / (self.cost.seconds(size) / known), BIAS_MOST * max(plain, drafting))
         now = BIAS_MEMORY * known + (1 - BIAS_MEMORY) * took
+        self._without_drafts = 0 if size.mask else self._without_drafts + 1
         if size.mask:
-            self.cost = replace(self.cost, drafting=now, plain=now + FADING * (other - now))
+            likely = min(plain, 1.0)
+            plain, drafting = likely + PLAIN_FADING * (plain - likely), now
+        elif self._without_drafts > FRESH:
+            plain, drafting = now, now * (1 + FADING * (drafting / plain - 1))
         else:
-            self.cost = replace(self.cost, plain=now, drafting=now * (1 + FADING * (other / known - 1)))
+            plain = now
+        self.cost = replace(self.cost, plain=plain, drafting=drafting)
 
     def _limit(self, view: SequenceView) -> int:
         return min(view.block_limit, self.block_length)
