@@ -100,11 +100,17 @@ def prepare_threads(threads: int) -> None:
 
 
 def share_of_node(device: str, engines: int) -> int:
-    """CPU threads of an engine that shares this node with as many of so many engines as find room on it."""
+    """CPU threads of an engine that shares this node: with as many others as come to each of the nodes that are there
+    by now, and no more than find room on it."""
     here = ray.get_runtime_context().get_node_id()
-    (node,) = (node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
-    room = node["GPU"] if device == "cuda" else engines
-    return max(1, int(node["CPU"] // min(engines, room)))
+    offered = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    node, fitting = offered[here], [each for each in offered.values() if each.get("CPU")]
+    if device == "cuda":
+        fitting = [each for each in fitting if each.get("GPU")]
+    engines_here = -(-engines // len(fitting))
+    if device == "cuda":
+        engines_here = min(engines_here, int(node["GPU"]))
+    return max(1, int(node["CPU"] // engines_here))
 
 
 class EngineReplica:

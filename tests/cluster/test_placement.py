@@ -43,20 +43,30 @@ def test_an_engine_has_its_share_of_the_nodes_that_engines_run_on(
 
 
 @pytest.mark.parametrize(
-    ("node", "device", "engines", "threads"),
+    ("node", "others", "device", "engines", "threads"),
     [
-        (alive(CPU=16.0), "cpu", 1, 16),
-        (alive(CPU=16.0, GPU=8.0), "cpu", 2, 8),
-        (alive(CPU=64.0, GPU=8.0), "cuda", 32, 8),
-        (alive(CPU=64.0, GPU=8.0), "cuda", 2, 32),
-        (alive(CPU=2.0), "cpu", 3, 1),
+        (alive(CPU=16.0), [], "cpu", 1, 16),
+        (alive(CPU=16.0, GPU=8.0), [], "cpu", 2, 8),
+        (alive(CPU=16.0), [alive(CPU=16.0)] * 3, "cpu", 4, 16),
+        (alive(CPU=16.0), [alive(CPU=16.0)] * 3, "cpu", 5, 8),
+        (alive(CPU=64.0, GPU=8.0), [], "cuda", 32, 8),
+        (alive(CPU=64.0, GPU=8.0), [alive(CPU=64.0)], "cuda", 2, 32),
+        (alive(CPU=64.0, GPU=8.0), [alive(CPU=64.0, GPU=8.0)], "cuda", 2, 64),
+        (alive(CPU=2.0), [], "cpu", 3, 1),
     ],
 )
 def test_a_replica_whose_node_was_not_there_yet_takes_its_share_of_it(
-    node: dict[str, Any], device: str, engines: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    node: dict[str, Any],
+    others: list[dict[str, Any]],
+    device: str,
+    engines: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    head, gone = alive(), {"Alive": False, "Resources": {}}  # neither has a CPU for engines
+    everywhere = [each | {"NodeID": str(place)} for place, each in enumerate([head, gone, *others])]
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    monkeypatch.setattr(ray, "nodes", lambda: [alive(CPU=3.0) | {"NodeID": "elsewhere"}, node])
+    monkeypatch.setattr(ray, "nodes", lambda: [*everywhere, node])
     assert share_of_node(device, engines) == threads
 
 
