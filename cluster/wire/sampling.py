@@ -84,8 +84,8 @@ def sampling_params(
             stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
             grammar=None if alone else grammar,
-            # What an answer is held to is held against the text with all of its spaces.
-            mid_text=not isinstance(body, ChatBody) or body.said is not None or grammar is not None,
+            # What an answer is held to is held against the text with all of its spaces; calls of tools begin with none.
+            mid_text=not isinstance(body, ChatBody) or body.said is not None or body.grammar is not None,
             drafts=drafts,
             draft_trust=trust,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),

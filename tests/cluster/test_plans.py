@@ -17,7 +17,7 @@ from cluster.wire.answer import Echo
 from cluster.wire.prompts import decode
 from tests.cluster.test_api import NoReplica, ask
 from tests.cluster.test_schemas import card_for
-from tests.tiny import tiny_tokenizer
+from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
 
 CARD = card_for(tiny_tokenizer())
 BACKEND = prepare(CARD)
@@ -49,6 +49,11 @@ def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_sp
     assert not of_chat()
     assert of_chat(continue_final_message=True, add_generation_prompt=False)
     assert of_chat(structured_outputs={"choice": [" yes", " no"]})
+    strict = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}
+    tools = card_for(tool_tokenizer(HERMES_TEMPLATE), max_model_len=2048)
+    plan = chat_plan({"messages": turns, "tools": [strict]}, tools, prepare(tools), reasoning=False)
+    assert plan.params[0].grammar is not None
+    assert not plan.params[0].mid_text, "only its calls are held to anything"
     assert completion(prompt="a").params[0].mid_text
 
 

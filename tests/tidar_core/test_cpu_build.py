@@ -83,7 +83,8 @@ def test_parts_are_compiled_beside_each_other_and_each_once(
 def test_where_one_part_fails_the_compilers_of_the_others_end(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fails = 'case "$*" in *PART_bf16*) exit 1;; *" -c "*) echo $$ >"$0.called"; exec sleep 60;; esac'
+    begins = 'echo $$ >"$0.part"; mv "$0.part" "$0.called"; exec sleep 60'
+    fails = f'case "$*" in *PART_bf16*) exit 1;; *" -c "*) {begins};; esac'
     monkeypatch.setenv("CXX", compiler(tmp_path, fails))
     with pytest.raises(cpu_build.CompileError, match="no message"):
         cpu_build.compiled_libraries(["float", "bf16"])
