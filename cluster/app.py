@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.carry.directory import Directory, Wake
 from cluster.options import ServedModel, ServeOptions, deployment_part
 from cluster.preflight import check_visible
-from cluster.replica.replica import EngineReplica
+from cluster.replica.replica import EngineReplica, engine_nodes
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 
@@ -142,8 +142,7 @@ def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
     device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and some_gpu else "cpu"
     if options.device != "auto":
         device = options.device
-    offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cpus = [node["CPU"] for node in offered if node.get("CPU") and (device == "cpu" or node.get("GPU"))]
+    cpus = [node["Resources"]["CPU"] for node in engine_nodes(device)]
     if options.threads or not cpus:
         return device, options.threads
     engines_a_node = -(-options.most_engines // len(cpus))

@@ -99,18 +99,24 @@ def prepare_threads(threads: int) -> None:
         os.environ[SPINS] = SPINS_BESIDE_OTHERS
 
 
+def engine_nodes(device: str) -> list[dict[str, Any]]:
+    """The nodes, as Ray tells of them, that are there and that engines may run on."""
+
+    def fits(offered: dict[str, float]) -> bool:
+        return bool(offered.get("CPU")) and (device == "cpu" or bool(offered.get("GPU")))
+
+    return [node for node in ray.nodes() if node["Alive"] and fits(node["Resources"])]
+
+
 def share_of_node(device: str, engines: int) -> int:
     """CPU threads of an engine that shares this node: with as many others as come to each of the nodes that are there
     by now, and no more than find room on it."""
-    here = ray.get_runtime_context().get_node_id()
-    offered = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
-    node, fitting = offered[here], [each for each in offered.values() if each.get("CPU")]
+    nodes, here = engine_nodes(device), ray.get_runtime_context().get_node_id()
+    (offered,) = (node["Resources"] for node in nodes if node["NodeID"] == here)
+    engines_here = -(-engines // len(nodes))
     if device == "cuda":
-        fitting = [each for each in fitting if each.get("GPU")]
-    engines_here = -(-engines // len(fitting))
-    if device == "cuda":
-        engines_here = min(engines_here, int(node["GPU"]))
-    return max(1, int(node["CPU"] // engines_here))
+        engines_here = min(engines_here, int(offered["GPU"]))
+    return max(1, int(offered["CPU"] // engines_here))
 
 
 class EngineReplica:
