@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from prometheus_client.metrics_core import Metric
+
 from tidar_core.request import StepOutput
 
 HEARTBEAT_SECONDS = 0.3  # a replica that has nothing to say says so as often
@@ -53,6 +55,24 @@ class Alive:
 
     replica: str
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngressCounts:
+    """What an ingress has counted, as it tells the replicas with each sign of life. number: the later of two has the
+    larger. series: written down once for all of them (`cluster.observe.ingress_metrics`)."""
+
+    ingress: str
+    number: int
+    series: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """A replica's series for Prometheus, and what it was told by each ingress that it heard lately."""
+
+    series: list[Metric]
+    ingresses: tuple[IngressCounts, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,18 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prometheus_client.metrics_core import Metric
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard, prepare
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
-from cluster.line import PROMPT_MARKS, Accepted, Address, Alive, Batch, EngineKind, Way
+from cluster.line import PROMPT_MARKS, Accepted, Address, Alive, Batch, Counts, EngineKind, IngressCounts, Way
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
@@ -62,13 +61,16 @@ class Directory:
         self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
         self._describer: str | None = None
         self._found = asyncio.Event()
+        self._count: Callable[[], IngressCounts | None] = lambda: None
 
-    async def start(self) -> None:
-        """Begin to ask, on the running event loop.
+    async def start(self, count: Callable[[], IngressCounts]) -> None:
+        """Begin to ask, on the running event loop. count: what this ingress has counted until then, told with each sign
+        of life.
 
         Where replicas run already, one has answered when this returns: an ingress that takes the place of another
         refuses nobody.
         """
+        self._count = count
         self._task, self._ticking = asyncio.create_task(self._watch()), asyncio.create_task(self._tick())
         with suppress(TimeoutError):
             async with asyncio.timeout(FIRST_SECONDS):
@@ -171,9 +173,9 @@ class Directory:
         """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
         return listen(self.engine, "listen", Address(self._name, mailbox), way=Way(only=replica))
 
-    async def metrics(self) -> list[list[Metric]]:
-        """Each replica's series; a replica that does not answer is left out. Raises ApiError (503) if none does, unless
-        the model only sleeps."""
+    async def metrics(self) -> list[Counts]:
+        """What each replica tells; one that does not answer is left out. Raises ApiError (503) if none does, unless the
+        model only sleeps."""
         told = await self._told()
         if not told and self.replicas:  # a busy machine, or a router that lost sight of the only one for a moment
             await asyncio.sleep(POLL_SECONDS)
@@ -182,9 +184,9 @@ class Directory:
             raise not_ready()
         return told
 
-    async def _told(self) -> list[list[Metric]]:
+    async def _told(self) -> list[Counts]:
         answers = await self._all_tell()
-        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        told = [answer for answer in answers if isinstance(answer, Counts)]
         if not told and self.replicas:
             log.warning("no replica tells its metrics, though %s answered: %r", ", ".join(self.replicas), answers)
         return told
@@ -222,15 +224,16 @@ class Directory:
             await asyncio.sleep(POLL_SECONDS if self._found.is_set() else FIRST_POLL_SECONDS)
 
     async def _look(self) -> None:
+        sign = self._name, self._count()
         try:
             with cancelled_there():
-                answers = await self.engine.broadcast("alive", self._name).results_async(
+                answers = await self.engine.broadcast("alive", *sign).results_async(
                     timeout_s=REPLY_SECONDS, return_exceptions=True
                 )
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
             told, strangers = await asyncio.gather(
-                self._try_each(known, REPLY_SECONDS, "alive", self._name), self._ask_a_stranger(known)
+                self._try_each(known, REPLY_SECONDS, "alive", *sign), self._ask_a_stranger(known, *sign)
             )
             signs = strangers + [answer for answer in told.values() if isinstance(answer, Alive)]
             alive = {sign.replica for sign in signs}
@@ -273,10 +276,10 @@ class Directory:
             response.cancel()
             raise
 
-    async def _ask_a_stranger(self, known: set[str]) -> list[Alive]:
+    async def _ask_a_stranger(self, known: set[str], *sign: object) -> list[Alive]:
         """A replica beside the known ones, if there is one that answers."""
         try:
-            return [await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", self._name)]
+            return [await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", *sign)]
         except Exception as error:
             log.debug("no other replica answers: %s", error)
         return []

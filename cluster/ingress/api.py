@@ -191,8 +191,10 @@ def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, pag
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        told = render([*await models.metrics(), counts.collect()])
-        return Response(told, media_type=CONTENT_TYPE_LATEST)
+        told = await models.metrics()
+        others = counts.of_others(known for replica in told for known in replica.ingresses)
+        page = render([*(replica.series for replica in told), *others, counts.collect()])
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from opentelemetry.trace import Tracer
-from prometheus_client.metrics_core import Metric
 
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.carry.handover import Carrier, Patience
 from cluster.errors import ApiError, not_ready, unknown_model
 from cluster.ingress.streams import Admission
+from cluster.line import Counts
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.wire.prompts import parse_json
@@ -42,7 +42,7 @@ class Models:
     def __init__(
         self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics, tracer: Tracer
     ):
-        self._began = time.monotonic()
+        self._began, self._count = time.monotonic(), metrics.told
         self._met: set[str] = set()
         wake = options.wake_seconds if options.sleeps else 0.0
         patience = Patience(options.stall_seconds, options.carry_seconds, wake)
@@ -55,7 +55,7 @@ class Models:
 
     async def start(self) -> None:
         """Begin to look for replicas, on the running event loop."""
-        await asyncio.gather(*(served.directory.start() for served in self._served.values()))
+        await asyncio.gather(*(served.directory.start(self._count) for served in self._served.values()))
 
     async def stop(self) -> None:
         """End it; an ingress that is shut down waits for this."""
@@ -96,9 +96,9 @@ class Models:
         name = value.get("model")
         return self.named(name if isinstance(name, str) else None), value
 
-    async def metrics(self) -> list[list[Metric]]:
-        """Each replica's series. Raises ApiError (503) where a model should run and no replica of any answers."""
-        told: list[list[Metric]] = []
+    async def metrics(self) -> list[Counts]:
+        """What each replica tells. Raises ApiError (503) where a model should run and no replica of any answers."""
+        told: list[Counts] = []
         answers = await asyncio.gather(
             *(served.directory.metrics() for served in self._served.values()), return_exceptions=True
         )

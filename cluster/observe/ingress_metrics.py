@@ -1,12 +1,18 @@
-"""What an ingress counts for Prometheus, and the one page that any ingress shows: its own counts, and those of all
-replicas, which each counts for itself."""
+"""What an ingress counts for Prometheus, and the one page that any ingress shows: its own counts, those of all
+replicas, and those of the other ingresses, which tell them to the replicas with each sign of life.
 
+A scrape of one address reaches an ingress by chance. Did the page show that one's counts alone, the series of each
+would have gaps, rates would miss most of what happens, and an ingress that fails might never be seen to.
+"""
+
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cluster.line import IngressCounts
 from cluster.observe.replica_metrics import FIRST_TOKEN_SECONDS
 
 # Why streams go on elsewhere. Prometheus counts no increase where a series first appears: these stand at 0 before.
@@ -54,7 +60,7 @@ class IngressMetrics:
         )  # fmt: skip
         for code in USUAL_REFUSALS:
             self._responses.labels("", ingress, code)
-        self._ingress = ingress
+        self._ingress, self._tellings = ingress, 0
 
     def watch(self, model: str, engines: Callable[[], int], sleeps: bool) -> None:
         """Tell of a name that requests may ask for, from now on."""
@@ -76,6 +82,20 @@ class IngressMetrics:
 
     def collect(self) -> list[Metric]:
         return list(self._registry.collect())
+
+    def told(self) -> IngressCounts:
+        """What is counted by now, for replicas to pass on."""
+        self._tellings += 1
+        return IngressCounts(self._ingress, self._tellings, pickle.dumps(self.collect()))
+
+    def of_others(self, passed_on: Iterable[IngressCounts]) -> list[list[Metric]]:
+        """The series of each other ingress, as it told them last: every replica passes on what it heard."""
+        latest: dict[str, IngressCounts] = {}
+        for counts in passed_on:
+            known = latest.setdefault(counts.ingress, counts)
+            if counts.number > known.number:
+                latest[counts.ingress] = counts
+        return [pickle.loads(counts.series) for name, counts in latest.items() if name != self._ingress]
 
 
 class Merged(Collector):

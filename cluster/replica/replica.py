@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
-from prometheus_client.metrics_core import Metric
 from ray import serve
 
 from cluster.card import ModelCard
@@ -23,9 +22,11 @@ from cluster.line import (
     Address,
     Alive,
     Batch,
+    Counts,
     EngineKind,
     Event,
     Failure,
+    IngressCounts,
     Refusal,
     Way,
 )
@@ -130,6 +131,7 @@ class EngineReplica:
         self._subscribers: dict[str, Subscriber] = {}
         self._mailboxes: dict[Address, Mailbox] = {}
         self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
+        self._ingress_counts: dict[str, IngressCounts] = {}  # by the name that it gives with its signs
         progress = ProgressLine(self._replica)
         prepare_threads(config.threads or share_of_node(config.device, engines))
 
@@ -243,17 +245,20 @@ class EngineReplica:
         """What the ingress must know of the model."""
         return self._card
 
-    async def alive(self, ingress: str, way: Way = ANYWHERE) -> Alive:
-        """Raises where the engine failed or hangs. To ask is a sign of life of the ingress."""
+    async def alive(self, ingress: str, counts: IngressCounts | None, way: Way = ANYWHERE) -> Alive:
+        """Raises where the engine failed or hangs. To ask is a sign of life of the ingress, which tells its counts with
+        it, for `metrics` to pass on."""
         self._silences[ingress] = 0
+        if counts is not None:
+            self._ingress_counts[ingress] = counts
         self.check_health()
         return Alive(self._replica, self._card.max_model_len)
 
-    async def metrics(self, way: Way = ANYWHERE) -> list[Metric]:
-        """All Prometheus series of this replica."""
+    async def metrics(self, way: Way = ANYWHERE) -> Counts:
+        """All Prometheus series of this replica, and those of the ingresses that it hears."""
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left
-        return self._metrics.collect(stats)
+        return Counts(self._metrics.collect(stats), tuple(self._ingress_counts.values()))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Serve tells the routers of this replica (`cluster.carry.affinity`)."""
@@ -307,6 +312,7 @@ class EngineReplica:
                 box.close()
         for ingress in gone:
             del self._silences[ingress]
+            self._ingress_counts.pop(ingress, None)
 
     def _deliver(self, events: Sequence[Event], rows: int) -> None:
         self._loop.call_soon_threadsafe(self._spread, events, rows)

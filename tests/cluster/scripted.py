@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.carry.handover import Carrier, Patience
-from cluster.line import Accepted, Batch, EngineKind, Event, Failure, Refusal, Way
+from cluster.line import Accepted, Batch, EngineKind, Event, Failure, IngressCounts, Refusal, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
@@ -20,6 +20,7 @@ OTHER = EngineKind("f1", "bfloat16", "cpu", "other kernels", True)
 OF_ANOTHER_MODEL = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
+NOTHING_COUNTED = IngressCounts("here", 0, b"")
 End = Literal[
     "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled",
     "other model", "fails",

@@ -14,13 +14,16 @@ from cluster.carry.directory import Directory, Wake
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.ingress.models import Models
-from cluster.line import ANYWHERE, Alive, Way
+from cluster.line import ANYWHERE, Alive, Counts, IngressCounts, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
+from tests.cluster.scripted import NOTHING_COUNTED
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request, SamplingParams
+
+TOLD = Counts([], (NOTHING_COUNTED,))
 
 
 class Handle:
@@ -37,7 +40,7 @@ class Handle:
         self._method = method_name
         return self
 
-    def broadcast(self, method: str, ingress: str) -> "Handle":
+    def broadcast(self, method: str, *_: object) -> "Handle":
         return self
 
     async def results_async(self, **_: Any) -> list[Alive]:
@@ -61,6 +64,8 @@ class Handle:
         if name is None:
             await asyncio.sleep(60)
         assert name is not None
+        if method == "metrics":
+            return TOLD
         if method == "describe":
             return replace(self.card, max_model_len=self.sign(name).max_model_len)
         return self.sign(name)
@@ -93,7 +98,7 @@ def test_who_answers_is_found_though_another_hangs(card: ModelCard, known: bool)
     async def run() -> None:
         handle = Handle({"r0"} if known else {"r0", "r1"}, card, frozenset() if known else frozenset({"r0"}))
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         if known:
             assert directory.replicas == ("r0",)
             handle.there, handle.hung = {"r0", "r1"}, frozenset({"r0"})
@@ -115,7 +120,7 @@ def test_nobody_is_forgotten_while_this_ingress_is_held_up_itself(
     async def run() -> None:
         handle = Handle({"r0"}, card, frozenset())
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         handle.hung = frozenset({"r0"})
         time.sleep(1.5)  # what holds it up
         await asyncio.sleep(0)
@@ -143,7 +148,7 @@ def test_who_is_gone_is_asked_no_more_while_another_hangs(card: ModelCard) -> No
     async def run() -> None:
         handle = Counting({"r0", "r1", "r2"}, card)
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         handle.there, handle.hung = {"r0", "r2"}, frozenset({"r0"})
         async with asyncio.timeout(10):
             while directory.replicas != ("r0", "r2") or directory.silent != {"r0"}:
@@ -164,20 +169,20 @@ def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard
     class Cancelling(Handle):
         cancels: tuple[str, ...] = ()
 
-        def broadcast(self, method: str, *_: str) -> "Cancelling":
+        def broadcast(self, method: str, *_: object) -> "Cancelling":
             self.asked = method
             return self
 
-        async def results_async(self, **_: Any) -> list[Alive]:
+        async def results_async(self, **_: Any) -> list[Any]:
             if self.asked in self.cancels:
                 self.cancels = tuple(name for name in self.cancels if name != self.asked)
                 raise asyncio.CancelledError
-            return await super().results_async()
+            return [TOLD] if self.asked == "metrics" else await super().results_async()
 
     async def run() -> None:
         handle = Cancelling({"r0"}, card)
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         handle.there, handle.cancels = {"r1"}, ("alive", "metrics")
         assert await directory.metrics(), "those that run are asked once more"
         async with asyncio.timeout(10):
@@ -191,15 +196,11 @@ def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard
 def test_the_only_replica_is_asked_for_its_metrics_though_it_was_late(card: ModelCard) -> None:
     """Prometheus got a 503 where one replica on a busy machine had not answered the look before."""
 
-    class Telling(Handle):
-        async def answer(self, method: str, way: Way) -> Any:
-            return [f"{way.only} tells"] if method == "metrics" else await super().answer(method, way)
-
     async def run() -> None:
-        directory = Directory(Telling({"r0"}, card))  # type: ignore[arg-type]
-        await directory.start()
+        directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
         directory.silence("r0")
-        assert await directory.metrics() == [["r0 tells"]]
+        assert await directory.metrics() == [TOLD]
         await directory.stop()
 
     asyncio.run(run())
@@ -238,7 +239,7 @@ def test_who_has_said_nothing_for_long_is_not_there(card: ModelCard, monkeypatch
     async def run() -> None:
         handle = Handle({"r0", "r1"}, card)
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         assert directory.replicas == ("r0", "r1")
         handle.hung = frozenset({"r0"})
         async with asyncio.timeout(10):
@@ -271,7 +272,7 @@ def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: Model
         prompt = tuple(range(200))
         plain = Request("r", prompt, SamplingParams(4), cache_salt="tenant")
         assert directory.marks(plain) == b""
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         assert directory.marks(plain) == prefix_marks(prompt, card.page_size, "tenant", 256) != b""
         assert directory.marks(Request("r", prompt, SamplingParams(4, prompt_logprobs=0))) == b""
         await directory.stop()
@@ -314,7 +315,7 @@ def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
     async def run() -> None:
         handle = Handles({"r1"}, card)
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         assert directory.model[0].adapter == "of r1"
         handle.there = {"r0", "r1", "r2"} - {"r0"}
         async with asyncio.timeout(10):
@@ -346,5 +347,49 @@ def test_the_card_promises_what_every_replica_holds(card: ModelCard) -> None:
         assert await promised() == 2048
         handle.there = {"r0"}
         assert await promised() == 4096
+
+    asyncio.run(run())
+
+
+def test_whoever_is_looked_at_hears_what_this_ingress_counted(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs must not keep it from the others, nor from one that came since: any may be asked for it."""
+    heard: dict[str, int] = {}
+
+    class Hearing(Handle):
+        def broadcast(self, method: str, *said: object) -> "Hearing":
+            self.said = said
+            return self
+
+        async def results_async(self, **_: Any) -> list[Alive]:
+            signs = await super().results_async()
+            self.hear({sign.replica for sign in signs}, *self.said)
+            return signs
+
+        def hear(self, names: set[str], ingress: object, counts: object) -> None:
+            assert isinstance(counts, IngressCounts)
+            heard.update(dict.fromkeys(names, counts.number))
+
+    plain_ask = room.ask
+
+    def ask(handle: Hearing, method: str, *said: object, way: Way = ANYWHERE) -> Any:
+        if method == "alive":
+            places = fitting(sorted(handle.there), way)
+            handle.hear({sorted(handle.there)[place] for place in places or ()} - handle.hung, *said)
+        return plain_ask(handle, method, *said, way=way)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "ask", ask)
+
+    async def run() -> None:
+        handle = Hearing({"r0", "r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        numbers = iter(range(1, 100))
+        await directory.start(lambda: IngressCounts("here", next(numbers), b""))
+        assert heard == {"r0": 1, "r1": 1}
+        handle.there, handle.hung = {"r0", "r1", "r2"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while min(heard.get("r1", 0), heard.get("r2", 0)) < 3:
+                await asyncio.sleep(0.02)
+        assert heard["r0"] == 1
+        await directory.stop()
 
     asyncio.run(run())

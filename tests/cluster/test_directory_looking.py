@@ -10,6 +10,7 @@ from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
 from cluster.line import Alive
+from tests.cluster.scripted import NOTHING_COUNTED
 from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 
@@ -22,7 +23,7 @@ class Stubborn:
         self.looks = 0
         self.second = asyncio.Event()
 
-    def broadcast(self, method: str, ingress: str) -> "Stubborn":
+    def broadcast(self, method: str, *_: object) -> "Stubborn":
         return self
 
     async def results_async(self, **_: Any) -> list[Alive]:
@@ -40,7 +41,7 @@ def test_it_stops_though_a_cancellation_is_swallowed() -> None:
     async def run() -> None:
         handle = Stubborn()
         directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         async with asyncio.timeout(10):
             await handle.second.wait()
             await directory.stop()
@@ -54,7 +55,7 @@ class Living:
 
     name = "one"
 
-    def broadcast(self, method: str, ingress: str) -> "Living":
+    def broadcast(self, method: str, *_: object) -> "Living":
         return self
 
     async def results_async(self, **_: Any) -> list[Alive]:
@@ -79,7 +80,7 @@ def test_nobody_is_there_before_it_is_known_what_they_serve() -> None:
 
     async def run() -> None:
         directory = Undescribed()
-        starting = asyncio.create_task(directory.start())
+        starting = asyncio.create_task(directory.start(lambda: NOTHING_COUNTED))
         async with asyncio.timeout(10):
             await directory.asked.wait()
         assert directory.replicas == ()
@@ -112,7 +113,7 @@ def test_who_takes_the_place_of_another_is_there_at_once() -> None:
 
     async def run() -> None:
         directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)))
-        await directory.start()
+        await directory.start(lambda: NOTHING_COUNTED)
         assert directory.replicas == ("one",)
         directory.living.name = "two"
         async with asyncio.timeout(10):
@@ -131,7 +132,7 @@ class Coming:
         self.there = False
         self.looks = 0
 
-    def broadcast(self, method: str, ingress: str) -> "Coming":
+    def broadcast(self, method: str, *_: object) -> "Coming":
         return self
 
     async def results_async(self, **_: Any) -> list[Alive]:

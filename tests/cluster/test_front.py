@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, suppress
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.app import DRAIN_SECONDS
 from tests.cluster.fronts import INGRESSES, NAME, PLACES, REPLICAS, both
@@ -32,6 +33,33 @@ def test_options_reach_the_replicas(front: Server) -> None:
         first = httpx.post(f"{front.url}/v1/completions", json=body).text.splitlines()[0]
         replicas.add(json.loads(first.removeprefix("data: "))["tidar"]["replica"])
     assert len(replicas) == 2
+
+
+def test_whichever_ingress_is_asked_its_page_counts_what_all_answered(front: Server) -> None:
+    """Prometheus asks one address, and comes to one ingress by chance."""
+    both(front)
+
+    def counted() -> dict[str, float]:
+        samples = [
+            sample
+            for family in text_string_to_metric_families(httpx.get(f"{front.url}/metrics").text)
+            for sample in family.samples
+            if sample.name == "tidar:http_responses_total" and sample.labels["code"] == "400"
+        ]
+        found: dict[str, float] = {}
+        for sample in samples:
+            ingress = sample.labels["ingress"]
+            found[ingress] = found.get(ingress, 0.0) + sample.value
+        return found
+
+    before = counted()
+    for _ in range(20):
+        assert httpx.post(f"{front.url}/v1/completions", json={"prompt": 7.5}).status_code == 400
+    time.sleep(3)  # each tells what it counted every second
+    pages = [counted() for _ in range(10)]
+    gained = [[count - before.get(ingress, 0.0) for ingress, count in page.items()] for page in pages]
+    assert all(sum(gains) == 20 for gains in gained), (before, pages)
+    assert all(sum(gain > 0 for gain in gains) == INGRESSES for gains in gained), (before, pages)
 
 
 def test_no_process_runs_that_nobody_asks_anything(front: Server) -> None:

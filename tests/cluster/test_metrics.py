@@ -127,6 +127,30 @@ def test_a_model_without_an_engine_is_told_of() -> None:
     ]
 
 
+def test_every_ingress_is_on_the_page_once_as_it_told_last() -> None:
+    here, there = IngressMetrics("here"), IngressMetrics("there")
+    for ingress in (here, there):
+        ingress.watch("tiny", lambda: 2, sleeps=False)
+    passed_on = [here.told()]
+    for status in (200, 500):
+        there.answered("tiny", status)
+        passed_on.append(there.told())
+    here.answered("tiny", 200)  # what this one shows of itself is of this moment
+    late, early = [passed_on[2], passed_on[0]], [passed_on[1], passed_on[0]]
+    for replicas in ([late, early], [early, late]):
+        told = [pickle.loads(pickle.dumps(counts)) for replica in replicas for counts in replica]  # as over Ray
+        page = render([*here.of_others(told), here.collect()]).decode()
+        lines = [line for line in page.splitlines() if line.startswith("tidar:http_responses_total") and "tiny" in line]
+        values = dict(line.rsplit(" ", 1) for line in lines)
+        assert len(lines) == len(values)
+        assert {name: value for name, value in values.items() if value != "0.0"} == {
+            'tidar:http_responses_total{code="200",ingress="here",model_name="tiny"}': "1.0",
+            'tidar:http_responses_total{code="200",ingress="there",model_name="tiny"}': "1.0",
+            'tidar:http_responses_total{code="500",ingress="there",model_name="tiny"}': "1.0",
+        }
+        assert page.count("# TYPE tidar:http_responses_total counter") == 1
+
+
 def test_rows_of_a_decode_step_are_without_text_that_is_read() -> None:
     metrics = ReplicaMetrics("tiny", "r1", block_length=4)
     prompt, drafting, again = (step(number, drafted, 0) for number, drafted in ((0, 0), (1, 3), (2, 0)))

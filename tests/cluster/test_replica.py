@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 
-from cluster.line import Accepted, Address, Batch
+from cluster.line import Accepted, Address, Batch, IngressCounts
 from cluster.replica import replica as room
 from cluster.replica.replica import EngineReplica
 from tests.tiny import tiny_checkpoint
@@ -137,7 +137,7 @@ def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
             fetching = asyncio.create_task(exhaust(calls)) if fetches else None
             tokens, when_they_ended = 0, 0
             async for batch in replica.listen(there):
-                await replica.alive("there")
+                await replica.alive("there", None)
                 tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
                 if not all(one.done() for one in left):
                     when_they_ended = tokens
@@ -158,13 +158,30 @@ def test_a_replica_that_nobody_looks_at_any_more_goes_on(started: Start, monkeyp
     async def run() -> None:
         async with started() as replica:
             tasks = [await accepted(replica, Request(name, (5, 6, 7), LONG), Address(name, "box")) for name in "ab"]
-            await replica.alive("a")
+            await replica.alive("a", None)
             other = asyncio.create_task(exhaust(replica.listen(Address("b", "box"))))
             tokens = 0
             async for batch in replica.listen(Address("a", "box")):
                 tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
             assert tokens == LONG.max_tokens
             await asyncio.wait_for(asyncio.gather(other, *tasks), 10)
+
+    asyncio.run(run())
+
+
+def test_what_an_ingress_counted_is_passed_on_until_it_is_gone(started: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "TICK_SECONDS", 0.02)
+
+    async def run() -> None:
+        async with started() as replica:
+            first, later, other = (IngressCounts(*told, b"") for told in (("a", 1), ("a", 2), ("b", 1)))
+            for name, counts in (("line a", first), ("line b", other), ("line a", later), ("line c", None)):
+                await replica.alive(name, counts)
+            assert set((await replica.metrics()).ingresses) == {later, other}
+            async with asyncio.timeout(10):
+                while (await replica.metrics()).ingresses != (other,):
+                    await replica.alive("line b", other)
+                    await asyncio.sleep(0.01)
 
     asyncio.run(run())
 
