@@ -3,15 +3,17 @@
 For modules that run in a process where TRITON_INTERPRET=1 was set before triton was imported.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -19,7 +21,8 @@ from triton.runtime import interpreter
 def nothing_in_vain() -> Iterator[None]:
     """Halves the time of these tests. A function that a kernel calls looks through the whole language each time for
     what it has to replace, which is needed once a module; whole numbers are computed again in 64 bits for a check that
-    is made only when debugging; a table of types is built for every look into it."""
+    is made only when debugging; a table of types is built for every look into it; the type and the sizes of a tile are
+    made anew for every value, though there are few, and compared number by number."""
     prepared: set[int] = set()
 
     def call(self: interpreter.InterpretedFunction, *given: Any, **named: Any) -> Any:
@@ -34,11 +37,38 @@ def nothing_in_vain() -> Iterator[None]:
     def numpy_type(kind: tl.dtype) -> np.dtype:
         return np.dtype(np.uint64) if isinstance(kind.scalar, tl.pointer_type) else plain(kind.scalar)
 
+    types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+    new_type = tl.block_type.__init__
+
+    def begin_type(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Any]) -> None:
+        key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
+        if key not in types:
+            new_type(self, element_ty, shape)
+            types[key] = vars(self).copy()
+        vars(self).update(types[key])
+
+    sizes: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
+
+    def begin_tensor(self: tl.tensor, handle: Any, kind: tl.dtype) -> None:
+        shape = kind.shape if kind.is_block() else ()
+        if shape not in sizes:
+            sizes[shape] = tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(prod(shape))
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = sizes[shape]
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def fit(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        return (left, right) if left.shape is right.shape else broadcast(self, left, right)
+
     builder = interpreter.interpreter_builder
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpretedFunction, "__call__", call)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+        patch.setattr(tl.block_type, "__init__", begin_type)
+        patch.setattr(tl.tensor, "__init__", begin_tensor)
+        patch.setattr(TritonSemantic, "broadcast_impl_value", fit)
         yield
 
 
