@@ -42,7 +42,7 @@ function headers(key) {
   return names;
 }
 
-async function request(url, key, { headers: more, ...options } = {}) {
+async function request(url, key, wanted, { headers: more, ...options } = {}) {
   let response;
   try {
     response = await fetch(url, { ...options, headers: { ...headers(key), ...more } });
@@ -50,8 +50,14 @@ async function request(url, key, { headers: more, ...options } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server cannot be reached. Is it still running?");
   }
-  if (response.ok) return response;
-  throw new ApiError(await errorLine(response), { status: response.status, key });
+  if (!response.ok) throw new ApiError(await errorLine(response), { status: response.status, key });
+  const type = oneLine((response.headers.get("Content-Type") ?? "").split(";")[0]).toLowerCase();
+  if (type === wanted) return response;
+  response.body?.cancel().catch(() => {});
+  throw new ApiError(
+    `What answered is not the server's API (it sent ${type || "no type"}, not ${wanted}): ` +
+      "sign in if a proxy in between wants it, or check the address.",
+  );
 }
 
 async function errorLine(response) {
@@ -72,23 +78,23 @@ function oneLine(message) {
 
 /** What lies at `url`, as text. */
 export async function fetchText(url, key) {
-  const response = await request(url, key, { cache: "no-store" });
+  const response = await request(url, key, "text/plain", { cache: "no-store" });
   return unbroken(response.text());
 }
 
 /** The JSON answer to a POST of `data`. */
 export async function postJson(url, data, options) {
-  const response = await post(url, JSON.stringify(data), options);
+  const response = await post(url, JSON.stringify(data), "application/json", options);
   return parsed(await unbroken(response.text()));
 }
 
-function post(url, body, { key, signal }) {
-  return request(url, key, { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
+function post(url, body, wanted, { key, signal }) {
+  return request(url, key, wanted, { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
 }
 
 /** The models on offer, as `/v1/models` lists them. */
 export async function listModels(base, key) {
-  const response = await request(new URL("models", base), key);
+  const response = await request(new URL("models", base), key, "application/json");
   return parsed(await unbroken(response.text())).data ?? [];
 }
 
@@ -108,7 +114,7 @@ function parsed(text) {
  * network read. Throws ApiError where the server refuses, sends an error event, or stops before the answer is complete.
  */
 export async function* stream(url, body, options) {
-  const response = await post(url, body, options);
+  const response = await post(url, body, "text/event-stream", options);
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   const parser = new EventParser();

@@ -68,6 +68,7 @@ class Recording:
     body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     end: str = "data: [DONE]\n\n"
+    media_type: str = "text/event-stream"
 
 
 def event(data: dict[str, Any]) -> str:
@@ -243,7 +244,7 @@ def api(server: RecordedServer) -> FastAPI:
         answer = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
         if answer.status != 200:
             return JSONResponse(answer.body, answer.status, answer.headers)
-        return StreamingResponse(play(server, answer), media_type="text/event-stream")
+        return StreamingResponse(play(server, answer), media_type=answer.media_type)
 
     return mount(app)
 

@@ -13,6 +13,13 @@ from tests.playground.recorded import MODEL, RecordedServer, Recording, event, p
 UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?"
 
 
+def not_the_api(sent: str, wanted: str) -> str:
+    return (
+        f"What answered is not the server's API (it sent {sent}, not {wanted}): "
+        "sign in if a proxy in between wants it, or check the address."
+    )
+
+
 def test_a_wanted_key_is_asked_for_and_kept(context: BrowserContext, recorded: RecordedServer) -> None:
     recorded.wanted_key = "sk-1"
     recorded.play(recording(plain_steps(TOKENS)))
@@ -166,6 +173,10 @@ def refusal(status: int, message: str, **headers: str) -> Recording:
         (Recording(status=502, body={"detail": "?"}), "The server answered 502 Bad Gateway."),
         (Recording([event({"error": {"message": "The engine\nstopped."}})]), "The engine stopped."),
         (Recording([], end=""), "The connection closed before the answer was complete."),
+        (
+            Recording(["<!doctype html>Sign in"], end="", media_type="text/html; charset=utf-8"),
+            not_the_api("text/html", "text/event-stream"),
+        ),
         (Recording(["data: <!doctype html>\n\n"]), UNREADABLE),
         (Recording(["data: null\n\n"]), UNREADABLE),
     ],
@@ -214,18 +225,33 @@ def test_what_is_being_written_is_no_part_of_an_example(opened: Visit, recorded:
     expect(opened.page.locator("#t-prompt")).to_have_value("My own")
 
 
-def test_a_page_in_the_place_of_the_models_is_one_line(context: BrowserContext, recorded: RecordedServer) -> None:
-    context.route("**/v1/models", lambda route: route.fulfill(body="<!doctype html>Sign in", content_type="text/html"))
+SIGN_IN = "<!doctype html>Sign in"
+
+
+@pytest.mark.parametrize(
+    ("sent", "line"), [("text/html", not_the_api("text/html", "application/json")), ("application/json", UNREADABLE)]
+)
+def test_a_page_in_the_place_of_the_models_is_one_line(
+    context: BrowserContext, recorded: RecordedServer, sent: str, line: str
+) -> None:
+    context.route("**/v1/models", lambda route: route.fulfill(body=SIGN_IN, content_type=sent))
     page = visit(context, recorded.address).page
-    expect(page.locator("#t-problem")).to_have_text(UNREADABLE)
+    expect(page.locator("#t-problem")).to_have_text(line)
     expect(page.locator("#t-served")).to_have_text("No answer from the server")
+
+
+def test_a_page_in_the_place_of_the_metrics_is_one_line(opened: Visit) -> None:
+    opened.page.route("**/metrics", lambda route: route.fulfill(body=SIGN_IN, content_type="text/html"))
+    opened.page.click("#tab-cluster")
+    expect(opened.page.locator("#c-state")).to_contain_text(not_the_api("text/html", "text/plain"))
 
 
 CUT = """async ([file]) => {
   const { listModels } = await import(file);
   const own = window.fetch;
   const start = (out) => out.error(new TypeError("network error"));
-  window.fetch = async () => new Response(new ReadableStream({ start }));
+  const headers = { "Content-Type": "application/json" };
+  window.fetch = async () => new Response(new ReadableStream({ start }), { headers });
   return listModels(location.href, "").catch((error) => error.message).finally(() => (window.fetch = own));
 }"""
 
