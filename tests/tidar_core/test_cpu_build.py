@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,26 @@ def test_parts_are_compiled_beside_each_other_and_each_once(
     again = cpu_build.compiled_libraries(["bf16", "float", "bf16"])
     assert {library._name for library in again} == {str(path) for path in cache.glob("*.so")}
     assert again[0] is again[2] is not again[1]
+
+
+def test_a_part_that_is_done_is_not_locked_until_the_others_are(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one part waits until the other was taken over by somebody who wants no more than that."""
+    begun, taken = tmp_path / "begun", tmp_path / "taken"
+    wait = f'touch {begun}; for _ in $(seq 100); do [ -e {taken} ] && exec g++ "$@"; sleep 0.1; done; exit 1'
+    count = 'case "$*" in *PART_float*) echo >>"$0.calls"; esac'
+    slow = f'case "$*" in *PART_bf16*) {wait};; esac'
+    monkeypatch.setenv("CXX", compiler(tmp_path, count, slow, 'exec g++ "$@"'))
+    with ThreadPoolExecutor() as pool:
+        both = pool.submit(cpu_build.compiled_libraries, ["bf16", "float"])
+        while not begun.exists() or not (tmp_path / "compiler.calls").exists():
+            assert not both.done()
+            time.sleep(0.05)
+        cpu_build.compiled_library("float")
+        taken.touch()
+        assert len(both.result()) == 2
+    assert (tmp_path / "compiler.calls").read_text() == "\n"
 
 
 def test_where_one_part_fails_the_compilers_of_the_others_end(

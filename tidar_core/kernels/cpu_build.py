@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import psutil
 import torch
@@ -70,6 +70,10 @@ ABANDONED_SECONDS = 3600.0  # a start that was killed left its scratch behind
 # caller is killed, and then ends the whole group of processes: the command, and what that called.
 WATCHED = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) >/dev/null 2>&1 & exec "$@" 3<&- </dev/null'
 
+Made = TypeVar("Made")
+# Waits so many seconds for what comes of a compiler, and gives None where it has not come by then.
+Compiling = Callable[[float], Made | None]
+
 
 class CompileError(RuntimeError):
     """The kernels cannot be compiled here; the message is one line."""
@@ -90,16 +94,26 @@ def compiled_library(part: Part) -> ctypes.CDLL:
 
 
 def compiled_libraries(parts: Sequence[Part]) -> list[ctypes.CDLL]:
-    """Several parts, which are compiled beside each other. Raises CompileError."""
-    with ExitStack() as compiling:
-        # In one order for all: each is locked until all are done, and no two processes may wait for each other.
-        coming = {part: compiling.enter_context(_coming(part)) for part in sorted(set(parts))}
-        made = {part: library() for part, library in coming.items()}
+    """Several parts, which are compiled beside each other, each for all that wait for it as soon as it is done. Raises
+    CompileError."""
+    coming: dict[Part, tuple[ExitStack, Compiling[ctypes.CDLL]]] = {}
+    made: dict[Part, ctypes.CDLL] = {}
+    with ExitStack() as all_parts:
+        for part in sorted(set(parts)):  # in one order for all: no two processes may wait for each other's locks
+            own = all_parts.enter_context(ExitStack())
+            coming[part] = own, own.enter_context(_coming(part))
+        while coming:
+            for part, (own, library) in list(coming.items()):
+                found = library(LOOK_SECONDS)
+                if found is not None:
+                    made[part] = found
+                    own.close()
+                    del coming[part]
     return [made[part] for part in parts]
 
 
 @contextmanager
-def _coming(part: Part) -> Iterator[Callable[[], ctypes.CDLL]]:
+def _coming(part: Part) -> Iterator[Compiling[ctypes.CDLL]]:
     """What waits for a part's library; while this is open a compiler works on it, where none is kept."""
     room = resources.files("tidar_core.kernels")
     source = "\n".join(room.joinpath(name).read_text() for name in SOURCES)
@@ -107,7 +121,7 @@ def _coming(part: Part) -> Iterator[Callable[[], ctypes.CDLL]]:
     target = cache_directory() / f"cpu-kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     kept = _kept(target)
     if kept is not None:
-        yield lambda: kept
+        yield lambda _: kept
         return
     room_to_keep = _writable(target.parent)
     with _alone(target.with_suffix(".lock")) if room_to_keep else nullcontext(False) as alone:
@@ -115,7 +129,7 @@ def _coming(part: Part) -> Iterator[Callable[[], ctypes.CDLL]]:
             _clear(left for left in target.parent.glob(f"{_scratch_of(target)}*") if _is_abandoned(left))
         meanwhile = _kept(target)
         if meanwhile is not None:
-            yield lambda: meanwhile
+            yield lambda _: meanwhile
             return
         with _made(source, part, target, room_to_keep) as library:
             yield library
@@ -131,7 +145,7 @@ def _kept(target: Path) -> ctypes.CDLL | None:
 
 
 @contextmanager
-def _made(source: str, part: Part, target: Path, room_to_keep: bool) -> Iterator[Callable[[], ctypes.CDLL]]:
+def _made(source: str, part: Part, target: Path, room_to_keep: bool) -> Iterator[Compiling[ctypes.CDLL]]:
     """Compiles a library; what waits for it also keeps it, where no other is kept by now: that may be in use. Raises
     CompileError."""
     try:
@@ -142,18 +156,18 @@ def _made(source: str, part: Part, target: Path, room_to_keep: bool) -> Iterator
             tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch,
             _compiled(source, part, Path(scratch)) as linked,
         ):
-
-            def library() -> ctypes.CDLL:
-                built = linked()
-                loaded = _loaded(built)  # before others find it
-                if room_to_keep and _kept(target) is None:
-                    _seal(built)
-                    os.replace(built, target)
-                return loaded
-
-            yield library
+            yield lambda seconds: None if (built := linked(seconds)) is None else _ready(built, target, room_to_keep)
     except OSError as error:
         raise CompileError(f"compiling the CPU kernels failed: {error}") from error
+
+
+def _ready(built: Path, target: Path, keep: bool) -> ctypes.CDLL:
+    """What was compiled, loaded before others find it. Raises OSError."""
+    loaded = _loaded(built)
+    if keep and _kept(target) is None:
+        _seal(built)
+        os.replace(built, target)
+    return loaded
 
 
 def _loaded(library: Path) -> ctypes.CDLL:
@@ -247,7 +261,7 @@ def compiler() -> list[str]:
 
 
 @contextmanager
-def _compiled(source: str, part: Part, scratch: Path) -> Iterator[Callable[[], Path]]:
+def _compiled(source: str, part: Part, scratch: Path) -> Iterator[Compiling[Path]]:
     """Begins to compile a part of the source, and gives what waits for the library. Raises CompileError, OSError."""
     called, unit, built = compiler(), scratch / "kernels.o", scratch / "kernels.so"
     (scratch / "kernels.cpp").write_text(source)
@@ -256,8 +270,9 @@ def _compiled(source: str, part: Part, scratch: Path) -> Iterator[Callable[[], P
     runtime = _torchs_openmp() if gnu else []
     with _begun([*called, *FLAGS, f"-DPART_{part}", "-c", "-o", str(unit), str(scratch / "kernels.cpp")]) as unit_made:
 
-        def linked() -> Path:
-            unit_made()
+        def linked(seconds: float) -> Path | None:
+            if unit_made(seconds) is None:
+                return None
             _run([*called, "-shared", "-Wl,--no-undefined", "-o", str(built), str(unit), *(runtime or ["-fopenmp"])])
             return built
 
@@ -267,11 +282,11 @@ def _compiled(source: str, part: Part, scratch: Path) -> Iterator[Callable[[], P
 def _run(command: list[str]) -> str:
     """What it prints. Raises CompileError, OSError."""
     with _begun(command) as printed:
-        return printed()
+        return printed(SECONDS) or ""
 
 
 @contextmanager
-def _begun(command: list[str]) -> Iterator[Callable[[], str]]:
+def _begun(command: list[str]) -> Iterator[Compiling[str]]:
     """Runs a command, and gives what waits for what it prints; however this ends, and the process with it, nothing of
     it runs on. Raises CompileError, OSError."""
     with (
@@ -287,17 +302,20 @@ def _begun(command: list[str]) -> Iterator[Callable[[], str]]:
             start_new_session=True,
         ) as process,
     ):
+        end = time.monotonic() + SECONDS
         try:
-            yield lambda: _printed(process)
+            yield lambda seconds: _printed(process, seconds, end)
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _printed(process: subprocess.Popen[str]) -> str:
+def _printed(process: subprocess.Popen[str], seconds: float, end: float) -> str | None:
     try:
-        printed, complaints = process.communicate(timeout=SECONDS)
+        printed, complaints = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
+        if time.monotonic() < end:
+            return None
         raise CompileError(
             f"the C++ compiler took longer than {SECONDS:.0f} seconds: the machine may be busy, start again later"
         ) from None
