@@ -1,5 +1,7 @@
 """The simulator of the draft policy: it walks as decoding walks, and nothing beats its oracle."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,9 +9,10 @@ from hypothesis import strategies as st
 from tests.tidar_core.engines import prompts, tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.policy import record_traces, run_policy_bench
+from tidar_core.bench.real_steps import measure_real_steps
 from tidar_core.bench.simulate import Trace, compare_settings
-from tidar_core.config import EngineConfig
-from tidar_core.engine import load_engine
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.engine import drafting, load_engine
 from tidar_core.engine.step_cost import StepCost
 from tidar_core.request import SamplingParams
 
@@ -48,9 +51,7 @@ def test_the_policy_finds_what_pays():
 
 def test_traces_say_what_decoding_does(tmp_path):
     engine = tiny_engine(tmp_path)
-    config = EngineConfig(
-        model=str(tmp_path / "model"), adapter=str(tmp_path / "adapter"), dtype="float32", device="cpu"
-    )
+    config = tiny(tmp_path)
     asked = prompts(4, longest=20)
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, drafts="full")
     answers = answer_all(engine, asked, [params] * 4)
@@ -76,11 +77,43 @@ def test_weights_in_fewer_bits_are_judged_in_bf16(tmp_path, dtype):
 
 def test_the_bench_compares_all_settings_on_a_real_engine(tmp_path):
     engine = tiny_engine(tmp_path)
-    config = EngineConfig(
-        model=str(tmp_path / "model"), adapter=str(tmp_path / "adapter"), dtype="float32", device="cpu"
-    )
-    found = run_policy_bench(engine, config, prompts(2, longest=20), batches=(1, 2), max_tokens=30, tokens=100)
-    settings_ = [(result.batch, result.setting) for result in found]
+    found = run_policy_bench(engine, tiny(tmp_path), prompts(2, longest=20), batches=(1, 2), max_tokens=30, tokens=100)
+    settings_ = [(result.batch, result.setting) for result in found.simulated]
     names = ["off", "full", "best fixed", "auto"]
     assert settings_ == [*((1, name) for name in [*names, "oracle"]), *((2, name) for name in names)]
-    assert all(result.tokens_per_second > 0 for result in found)
+    assert all(result.tokens_per_second > 0 for result in found.simulated)
+    assert not engine.has_work
+
+
+def test_what_only_real_steps_cost_is_in_the_prediction(tmp_path, monkeypatch):
+    """Drafts that are picked slowly: no curve of warm-up has that."""
+    engine, pick = tiny_engine(tmp_path), drafting.pick_drafts
+    own = engine._scheduler.policy
+
+    def slow(*given, **named):
+        time.sleep(0.05)
+        return pick(*given, **named)
+
+    for module in ("engine", "warmup", "flight"):
+        monkeypatch.setattr(f"tidar_core.engine.{module}.pick_drafts", slow)
+    found = run_policy_bench(engine, tiny(tmp_path), prompts(2, longest=20), batches=(2,), max_tokens=30, tokens=100)
+    (real,) = found.steps
+    assert real.drafting_seconds > real.picking_seconds > 0.05
+    assert real.drafting > 3 * real.plain
+    assert real.plain_seconds < 0.05
+    full = next(result for result in found.simulated if result.setting == "full")
+    assert full.tokens_per_second < 2 * full.tokens_per_step / 0.05
+    assert engine._scheduler.policy is own
+
+
+def test_more_answers_than_the_engine_decodes_at_once_are_one_line(tmp_path):
+    engine = tiny_engine(tmp_path, max_running=2)
+    with pytest.raises(ConfigError, match="never decodes 3 of these prompts at once"):
+        measure_real_steps(engine, prompts(2, longest=20), 3, (0.5, 0.5, 0.5))
+
+
+def tiny(directory):
+    """The config of `tiny_engine`."""
+    return EngineConfig(
+        model=str(directory / "model"), adapter=str(directory / "adapter"), dtype="float32", device="cpu"
+    )

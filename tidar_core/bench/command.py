@@ -26,6 +26,7 @@ from tidar_core.bench.device_command import (
 from tidar_core.bench.peers.command import peers
 from tidar_core.bench.prompts import PromptSet
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig
+from tidar_core.layout import Shape
 from tidar_core.request import DraftMode
 
 Count = Annotated[int, typer.Option(min=1, help="How many prompts.")]
@@ -271,24 +272,44 @@ def policy(
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What the draft policy is worth: simulated on this machine's step costs and on how far real drafts held,
-    against drafts off, full, the best fixed shape, and an oracle that knows what holds."""
+    """What the draft policy is worth: simulated on this machine's step costs, as real steps are found to take them at
+    each batch, and on how far real drafts held, against drafts off, full, the best fixed shape, and an oracle that
+    knows what holds."""
     with user_errors():
         from tidar_core.bench.policy import run_policy_bench
         from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
 
-        config, texts = EngineConfig(model, adapter, dtype, device, threads), human_eval_prompts(prompts)
+        batches, texts = batch or [1, 4, 8, 16, 32], human_eval_prompts(prompts)
+        config = EngineConfig(model, adapter, dtype, device, threads)
+        config = replace(config, max_running=max(config.max_running, *batches))
         engine = load(config)
         chosen = [chat_prompt(engine.tokenizer, text) for text in texts]
-        results = run_policy_bench(
-            engine, config, chosen, batches=batch or [1, 4, 8, 16, 32], max_tokens=max_tokens, tokens=tokens
+        found = run_policy_bench(engine, config, chosen, batches=batches, max_tokens=max_tokens, tokens=tokens)
+        real = Table(
+            "batch", "shape", "plain steps", "drafting steps", "picking", title="real steps: ms, times the curves"
         )
+        for step in found.steps:
+            plain, drafting = f"{1e3 * step.plain_seconds:.1f}", f"{1e3 * step.drafting_seconds:.1f}"
+            picking = f"{1e3 * step.picking_seconds:.2f} ({step.picking_seconds / step.drafting_seconds:.0%})"
+            real.add_row(
+                str(step.batch),
+                _told(step.shape),
+                f"{plain} ({step.plain:.2f})",
+                f"{drafting} ({step.drafting:.2f})",
+                picking,
+            )
+        Console().print(real)
         table = Table("batch", "setting", "tokens/s", "tokens per step", "shape", title=f"{model}, {dtype}, simulated")
-        for r in results:
-            shape = "" if r.shape is None else f"n {r.shape.drafts}, P {set(r.shape.proposals)}, b {r.shape.block}"
+        for r in found.simulated:
+            shape = "" if r.shape is None else _told(r.shape)
             table.add_row(str(r.batch), r.setting, f"{r.tokens_per_second:.1f}", f"{r.tokens_per_step:.2f}", shape)
         Console().print(table)
-        write_record(json_file, {"engine": engine.info, "policy": [asdict(result) for result in results]})
+        record = {"steps": [asdict(real) for real in found.steps], "policy": [asdict(one) for one in found.simulated]}
+        write_record(json_file, {"engine": engine.info, **record})
+
+
+def _told(shape: Shape) -> str:
+    return f"n {shape.drafts}, P {set(shape.proposals) or '{}'}, b {shape.block}"
 
 
 @bench.command()

@@ -1,12 +1,14 @@
 """`tidar bench policy`: what the draft policy's choices are worth, from this machine's step costs and real answers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tidar_core.bench.drive import answer_all
-from tidar_core.bench.simulate import Simulated, Trace, compare_settings
+from tidar_core.bench.real_steps import RealSteps, measure_real_steps
+from tidar_core.bench.simulate import Simulated, Trace, compare_settings, mean_holds
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.held_out import HeldOut, judge_windows
@@ -21,6 +23,14 @@ from tidar_core.request import SamplingParams
 from tidar_core.transfer import arithmetic_dtype
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyFound:
+    """steps: what real ones take at each batch size. simulated: the settings, by these."""
+
+    steps: tuple[RealSteps, ...]
+    simulated: tuple[Simulated, ...]
+
+
 def run_policy_bench(
     engine: Engine,
     config: EngineConfig,
@@ -29,20 +39,25 @@ def run_policy_bench(
     batches: Sequence[int],
     max_tokens: int,
     tokens: int,
-) -> list[Simulated]:
-    """Answers the prompts greedily, judges the drafter behind each of their tokens, and walks the settings through
-    `tokens` tokens at each batch size. Raises ConfigError where the model has no drafter."""
+) -> PolicyFound:
+    """Answers the prompts greedily, judges the drafter behind each of their tokens, measures real steps at each batch
+    size, and walks the settings through `tokens` tokens. Raises ConfigError where the model has no drafter."""
     if not engine.info.block_length:
         raise ConfigError("the policy has nothing to choose without a drafter: name one with --adapter")
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, drafts="off")
     answers = [answer.tokens for answer in answer_all(engine, prompts, [params] * len(prompts))]
     traces = record_traces(engine, config, prompts, answers)
     info = engine.info
-    return [
+    holds = mean_holds(traces, info.block_length)
+    steps = tuple([measure_real_steps(engine, prompts, batch, holds) for batch in batches])
+    simulated = [
         found
-        for batch in batches
-        for found in compare_settings(info.cost, traces, info.block_length, batch, tokens, info.expected_holds)
+        for real in steps
+        for found in compare_settings(
+            real.learnt(info.cost), traces, info.block_length, real.batch, tokens, info.expected_holds
+        )
     ]
+    return PolicyFound(steps, tuple(simulated))
 
 
 def record_traces(

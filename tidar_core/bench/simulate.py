@@ -2,7 +2,8 @@
 
 A trace tells for each position of an answer how many drafts in a row would hold if they were drafted behind it, which
 does not depend on what was drafted before. With it any policy can be walked through the answer and timed by the cost
-curves: drafts off, full drafting, every fixed shape, our policy, and an oracle that knows the trace.
+curves, and by how many times that real steps take: drafts off, full drafting, every fixed shape, our policy, and an
+oracle that knows the trace.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,6 +78,12 @@ class _Walker:
 Choose = Callable[[Sequence[SequenceView]], list[Shape]]
 
 
+def always(shape: Shape) -> Choose:
+    """One shape for all, and where no drafts are in hand new ones first."""
+    renewing = Shape(0, (1,), shape.block) if shape.proposals else Shape()
+    return lambda views: [shape if view.drafts_in_hand else renewing for view in views]
+
+
 def simulate(
     cost: StepCost, traces: Sequence[Trace], batch: int, tokens: int, policy: DraftPolicy, choose: Choose
 ) -> tuple[float, float]:
@@ -115,10 +122,6 @@ def compare_settings(
 ) -> list[Simulated]:
     """Drafts off, full, the best fixed shape, the policy, and for one sequence the oracle."""
 
-    def fixed(shape: Shape) -> Choose:
-        renewing = Shape(0, (1,), shape.block) if shape.proposals else Shape()
-        return lambda views: [shape if view.drafts_in_hand else renewing for view in views]
-
     def full(views: Sequence[SequenceView]) -> list[Shape]:
         return [full_shape(block_length, view.drafts_in_hand) for view in views]
 
@@ -127,10 +130,10 @@ def compare_settings(
         return Simulated(batch, setting, rate, per_step, shape)
 
     policy = DraftPolicy(block_length, cost, expected_holds)
-    shapes = {shape for shape, _ in candidate_shapes(_mean_holds(traces, block_length), block_length)}
-    best = max((run("best fixed", fixed(s), s) for s in (Shape(), *shapes)), key=lambda found: found.tokens_per_second)
+    shapes = {shape for shape, _ in candidate_shapes(mean_holds(traces, block_length), block_length)}
+    best = max((run("best fixed", always(s), s) for s in (Shape(), *shapes)), key=lambda found: found.tokens_per_second)
     results = [
-        run("off", fixed(Shape())),
+        run("off", always(Shape())),
         run("full", full),
         best,
         run("auto", lambda views: policy.choose(views, 0), policy=policy),
@@ -140,7 +143,7 @@ def compare_settings(
     return results
 
 
-def _mean_holds(traces: Sequence[Trace], block_length: int) -> tuple[float, ...]:
+def mean_holds(traces: Sequence[Trace], block_length: int) -> tuple[float, ...]:
     """P(draft i holds | drafts 1 … i-1 hold) over all places of all traces."""
     reached = [sum(hold >= i for trace in traces for hold in trace.holds) for i in range(block_length)]
     return tuple(reached[i] / max(1, reached[i - 1]) for i in range(1, block_length))

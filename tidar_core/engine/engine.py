@@ -10,12 +10,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
+from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.drafting import pick_drafts, with_drafts_say
 from tidar_core.engine.flight import Flight, launch, may_fly, settled
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
+from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
 from tidar_core.penalties import NOTHING_SAID, Ledger
@@ -110,6 +112,15 @@ class Engine:
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
         pool = scheduler.pool
         return EngineStats(len(scheduler.running), waiting, pool.owned, pool.total, since, self._passed)
+
+    def use_policy(self, policy: DraftPolicy) -> DraftPolicy:
+        """Another one chooses from now on, and learns what steps take. The one that did."""
+        before, self._scheduler.policy = self._scheduler.policy, policy
+        return before
+
+    def picking_seconds(self, proposals: int, slots: int) -> float:
+        """What picking the drafts of so many proposals takes, their scores apart."""
+        return picking_seconds(self._runner, proposals, slots)
 
     def prefix_marks(self, limit: int) -> bytes:
         """What of prompts is cached here, as `PagePool.marks` tells it."""

@@ -272,13 +272,24 @@ def fly_once(runner: Runner, cost: StepCost) -> None:
         launch(runner, [behind], cost, (first, [0])).land()
 
 
+def picking_seconds(runner: Runner, proposals: int, slots: int) -> float:
+    """What picking the drafts of so many proposals takes, their scores apart."""
+    guessed = _guessed(runner, proposals, slots)
+    (seconds,) = _timed(runner, [lambda: pick_drafts(runner, guessed)])
+    return seconds
+
+
 def _drafting(runner: Runner, proposals: int, slots: int) -> object:
     """Drafts of so many proposals, whatever they say."""
+    return pick_drafts(runner, _guessed(runner, proposals, slots))
+
+
+def _guessed(runner: Runner, proposals: int, slots: int) -> GuessedSlots:
     rows = proposals * slots
     hidden = torch.zeros(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
     logits, rules = runner.scores(hidden, range(rows)), [TokenRule(GREEDY, 1)] * rows
     anchors = on_device([0] * proposals, runner.device)
-    return pick_drafts(runner, GuessedSlots(hidden, logits, rules, anchors, [slots] * proposals))
+    return GuessedSlots(hidden, logits, rules, anchors, [slots] * proposals)
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:

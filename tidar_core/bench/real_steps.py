@@ -1,0 +1,98 @@
+"""What real steps take beside what the curves of warm-up say: the engine's policy learns it as it serves, and whoever
+simulates it has to know it before.
+
+The curves are passes and heads, measured one apart from the other and at their fastest. A real step also plans, lays
+rows and commits, and picks drafts by a slot head, which no curve has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from tidar_core.bench.simulate import always
+from tidar_core.config import ConfigError
+from tidar_core.engine import Engine, EngineInfo
+from tidar_core.engine.draft_policy import DraftPolicy, Load, SequenceView, best_shape
+from tidar_core.engine.step_cost import StepCost, StepSize
+from tidar_core.layout import PLAIN, Shape
+from tidar_core.request import Request, SamplingParams
+
+SETTLING, STEPS = 4, 24  # steps of each kind: that come first, which find cold caches, and that count
+
+
+@dataclass(frozen=True, slots=True)
+class RealSteps:
+    """Steps of `batch` answers, plain ones and such as draft in `shape`: seconds, and so many times what the curves say
+    (`StepCost.plain`, `StepCost.drafting`), medians. picking_seconds: of a drafting step, if all pick drafts in it."""
+
+    batch: int
+    shape: Shape
+    plain: float
+    drafting: float
+    plain_seconds: float
+    drafting_seconds: float
+    picking_seconds: float
+
+    def learnt(self, cost: StepCost) -> StepCost:
+        """What a policy that has seen such steps for long knows of the cost."""
+        return replace(cost, plain=self.plain, drafting=self.drafting)
+
+
+def measure_real_steps(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, holds: Sequence[float]
+) -> RealSteps:
+    """Decodes with `batch` sequences, plainly and in the drafting shape that the curves call the best where drafts hold
+    so often. Raises ConfigError where the engine does not hold so many at once."""
+    info = engine.info
+    load = Load(batch, context=sum(map(len, prompts)) // len(prompts))
+    shape, _, _ = best_shape(info.cost, holds, info.block_length, load, batch)
+    plain, drafting = (_measured(engine, prompts, batch, wanted) for wanted in (PLAIN, shape))
+    return RealSteps(
+        batch,
+        shape,
+        plain=median(seconds / curves for seconds, curves in plain),
+        drafting=median(seconds / curves for seconds, curves in drafting),
+        plain_seconds=median(seconds for seconds, _ in plain),
+        drafting_seconds=median(seconds for seconds, _ in drafting),
+        picking_seconds=engine.picking_seconds(batch, shape.block - 1),
+    )
+
+
+class _Watching(DraftPolicy):
+    """All that decode do so in one shape; it notes what steps of the whole batch took, beside what the curves say."""
+
+    def __init__(self, info: EngineInfo, batch: int, shape: Shape):
+        super().__init__(info.block_length, info.cost, info.expected_holds)
+        self._batch, self._drafts, self._choose = batch, bool(shape.block), always(shape)
+        self.seen: list[tuple[float, float]] = []
+
+    def choose(self, views: Sequence[SequenceView], prompt_rows: int, coming: int = 0) -> list[Shape]:
+        return self._choose(views)
+
+    def took(self, size: StepSize, seconds: float) -> None:
+        if not size.known and size.sequences == self._batch and bool(size.mask) == self._drafts:
+            self.seen.append((seconds, self.cost.seconds(size)))
+
+
+def _measured(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, shape: Shape
+) -> list[tuple[float, float]]:
+    watching, steps = _Watching(engine.info, batch, shape), SETTLING + STEPS
+    own = engine.use_policy(watching)
+    try:
+        # They are ended once enough was seen: longer than that they only are where prompts have to be read first.
+        params = SamplingParams(max_tokens=4 * steps * (shape.drafts + 1), temperature=0.0, ignore_eos=True)
+        names = [f"real step {number}" for number in range(batch)]
+        for number, name in enumerate(names):
+            engine.submit(Request(name, prompts[number % len(prompts)], params, cut=True))
+        while engine.has_work and len(watching.seen) < steps:
+            engine.step()
+        for name in names:
+            engine.abort(name)
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.use_policy(own)
+    if not watching.seen:
+        raise ConfigError(f"this engine never decodes {batch} of these prompts at once: take a smaller --batch")
+    return watching.seen[-STEPS:]
