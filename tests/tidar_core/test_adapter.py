@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import unicodedata
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from tests.tiny import edit_json, tiny_adapter, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.model.adapter import (
+    CUT_PROBE,
     Adapter,
+    cuts_fingerprint,
     default_adapter_for,
     identify_base,
     load_adapter,
@@ -249,6 +255,49 @@ def test_tokenizer_fingerprint_sees_ids_and_not_the_padding_of_gguf_files(model:
     assert tokenizer_fingerprint(tokenizer) != plain
 
 
+def cut_otherwise(tokenizer: PreTrainedTokenizerFast) -> list[PreTrainedTokenizerFast]:
+    """The same words behind other pre-tokenizers, another normalizer, and fewer merges."""
+    digits, as_gpt2 = pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    others = [deepcopy(tokenizer) for _ in range(4)]
+    others[0].backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, as_gpt2])
+    others[1].backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    others[2].backend_tokenizer.normalizer = normalizers.Lowercase()
+    stated = json.loads(tokenizer.backend_tokenizer.to_str())
+    stated["model"]["merges"].pop(0)
+    others[3]._tokenizer = Tokenizer.from_str(json.dumps(stated))
+    return others
+
+
+def test_other_cuts_of_the_same_words_are_one_line(path: Path, base: BaseIdentity, model: Path) -> None:
+    """As in the safetensors of a fine-tune whose maker saved the tokenizer by another class."""
+    tokenizer = load_tokenizer(find_model(str(model)))
+    others = cut_otherwise(tokenizer)
+    assert {tokenizer_fingerprint(other) for other in others} == {base.tokenizer}
+    for number, other in enumerate(others):
+        lines: list[str] = []
+        served = base.model_copy(update={"name": "other", "cuts": cuts_fingerprint(other)})
+        load_adapter(path, served, torch.float32, "cpu", lines.append)
+        assert lines == [
+            "adapter drafter was made for other cuts of text into tokens (tiny) than other: its drafts may hold less "
+            "often, the text stays the model's own"
+        ], number
+
+
+def test_an_adapter_that_does_not_say_how_text_was_cut_is_taken_as_it_is(path: Path, base: BaseIdentity) -> None:
+    stated = json.loads((path / "adapter.json").read_text())
+    assert stated["base"].pop("cuts") == base.cuts
+    (path / "adapter.json").write_text(json.dumps(stated))
+    lines: list[str] = []
+    load_adapter(path, base, torch.float32, "cpu", lines.append)
+    assert lines == []
+
+
+def test_a_gguf_file_cuts_as_its_folder_does(model: Path, base: BaseIdentity, tmp_path: Path) -> None:
+    file = tiny_gguf(tmp_path / "a.gguf", model)
+    assert cuts_fingerprint(load_tokenizer(find_model(str(file)))) == base.cuts
+    assert unicodedata.normalize("NFC", CUT_PROBE) == CUT_PROBE
+
+
 # The adapter that is shipped
 
 
@@ -260,7 +309,7 @@ def default_base() -> BaseIdentity:
 def test_the_default_model_has_its_own_adapter(default_base: BaseIdentity) -> None:
     path = default_adapter_for(default_base)
     assert path is not None
-    assert read_adapter_config(path).base == default_base
+    assert read_adapter_config(path).base == default_base.model_copy(update={"cuts": ""})  # it is older than the key
     lines: list[str] = []
     adapter = load_adapter(path, default_base, torch.bfloat16, "cpu", lines.append)
     assert lines == []

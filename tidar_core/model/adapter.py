@@ -34,6 +34,16 @@ from tidar_core.model.fingerprint import fingerprint
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, SlotHead, named_tensors
 
 WEIGHTS_FILE = "adapter.safetensors"
+# What ways of cutting text differ in. No letter of it is of two signs that one stands for: files of one model differ in
+# whether they put these together first, and cut alike but for that.
+CUT_PROBE = (
+    "It's what they're told, we'll say I'd OR I'LL don't: \"so\" (O'Neil) -- 7 42 365 1234567 3.14159 1,000,000.00 x²\n"
+    "def f(x):\n    return {'key': [x*2, -1]}  # note...\n\n\tif (a <= b && !c) { i++; }\t\t//  ok\n\n\n"
+    "      six spaces,   three \t and\r\na break   \n"
+    "HTTPServer camelCase snake_case SCREAMING_CASE https://example.org/a?b=c&d=%20\n"
+    "naïve café Größe Ærø Łódź İstanbul ÜBERRASCHUNG\n"
+    "日本語のテキスト、中文字符。 한국어 Привет, мир! العربية हिन्दी ไทย 👩\u200d🚀🙂\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,7 @@ def shape_of(
         name=name,
         fingerprint=weights_fingerprint,
         tokenizer=tokenizer_fingerprint(tokenizer),
+        cuts=cuts_fingerprint(tokenizer),
         architecture=config.architecture,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -81,6 +92,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
+def cuts_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A short hash of how text becomes tokens of that vocabulary: 16 hex digits.
+
+    Of what comes out, not of what files say: a folder and a GGUF file of one model say it in different words.
+    """
+    tokens = tokenizer.encode(CUT_PROBE, add_special_tokens=False, verbose=False)
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
 def load_adapter(
     directory: Path,
     base: BaseIdentity,
@@ -91,15 +111,16 @@ def load_adapter(
     """Read the adapter in `directory` for the model `base`, as `dtype` onto `device`.
 
     Raises ConfigError where a file is missing or broken, where shapes or tokenizer do not fit, and for a drafter
-    that the engine does not run. Other weights of a fitting base are one line to `report`: the drafts may hold less
-    often, the text cannot change.
+    that the engine does not run. Other weights of a fitting base, or other cuts of text into its tokens, are one line
+    to `report`: the drafts may hold less often, the text cannot change.
     """
     config = read_adapter_config(directory)
     _check_supported(directory, config)
     _check_fit(directory, config.base, base)
-    if config.base.fingerprint != base.fingerprint and report is not None:
+    strange = _strange(config.base, base)
+    if strange and report is not None:
         report(
-            f"adapter {directory.name} was made for other weights ({config.base.name}) than {base.name}: "
+            f"adapter {directory.name} was made for {' and '.join(strange)} ({config.base.name}) than {base.name}: "
             "its drafts may hold less often, the text stays the model's own"
         )
     path = directory / WEIGHTS_FILE
@@ -191,8 +212,14 @@ def _check_supported(directory: Path, config: AdapterConfig) -> None:
 
 def _misfits(made_for: BaseIdentity, base: BaseIdentity) -> list[str]:
     """Names of the fields in which an adapter's base differs from the model in a way that makes it unusable."""
-    fields = [field for field in BaseIdentity.model_fields if field not in ("name", "fingerprint")]
+    fields = [field for field in BaseIdentity.model_fields if field not in ("name", "fingerprint", "cuts")]
     return [field for field in fields if getattr(made_for, field) != getattr(base, field)]
+
+
+def _strange(made_for: BaseIdentity, base: BaseIdentity) -> list[str]:
+    """What an adapter did not learn of this model, where that only costs drafts."""
+    strange = ["other weights"] if made_for.fingerprint != base.fingerprint else []
+    return [*strange, "other cuts of text into tokens"] if made_for.cuts not in ("", base.cuts) else strange
 
 
 def _check_fit(directory: Path, made_for: BaseIdentity, base: BaseIdentity) -> None:

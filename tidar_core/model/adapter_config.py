@@ -24,13 +24,17 @@ _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class BaseIdentity(BaseModel):
-    """The model that an adapter is for: name, hashes of weights and vocabulary, and the shape an adapter must fit."""
+    """The model that an adapter is for: name, hashes of weights and vocabulary, and the shape an adapter must fit.
+
+    cuts: a hash of how the vocabulary cuts text; empty in adapters that are older than this key.
+    """
 
     model_config = _STRICT
 
     name: str
     fingerprint: str
     tokenizer: str
+    cuts: str = ""
     architecture: Architecture
     hidden_size: int = Field(ge=1)
     intermediate_size: int = Field(ge=1)
