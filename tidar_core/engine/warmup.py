@@ -286,7 +286,9 @@ def _drafting(runner: Runner, proposals: int, slots: int) -> object:
 
 def _guessed(runner: Runner, proposals: int, slots: int) -> GuessedSlots:
     rows = proposals * slots
-    hidden = torch.zeros(rows, runner.config.hidden_size).to(runner.device, runner.weights.embedding.dtype)
+    # No two scores alike: to find the best of many that are takes several times as long.
+    random = torch.randn(rows, runner.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = random.to(runner.device, runner.weights.embedding.dtype)
     logits, rules = runner.scores(hidden, range(rows)), [TokenRule(GREEDY, 1)] * rows
     anchors = on_device([0] * proposals, runner.device)
     return GuessedSlots(hidden, logits, rules, anchors, [slots] * proposals)
