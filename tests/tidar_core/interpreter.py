@@ -37,6 +37,10 @@ def nothing_in_vain() -> Iterator[None]:
     def numpy_type(kind: tl.dtype) -> np.dtype:
         return np.dtype(np.uint64) if isinstance(kind.scalar, tl.pointer_type) else plain(kind.scalar)
 
+    @cache
+    def sizes_of(*shape: int) -> tuple[tl.tuple, tl.constexpr]:
+        return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(prod(shape))
+
     types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
     new_type = tl.block_type.__init__
 
@@ -44,17 +48,14 @@ def nothing_in_vain() -> Iterator[None]:
         key = element_ty.name, tuple([getattr(size, "value", size) for size in shape])
         if key not in types:
             new_type(self, element_ty, shape)
-            types[key] = vars(self).copy()
+            types[key] = vars(self) | {"sizes_of_tensors": sizes_of(*key[1])}
         vars(self).update(types[key])
 
-    sizes: dict[tuple[int, ...], tuple[tl.tuple, tl.constexpr]] = {}
+    of_scalars = sizes_of()
 
     def begin_tensor(self: tl.tensor, handle: Any, kind: tl.dtype) -> None:
-        shape = kind.shape if kind.is_block() else ()
-        if shape not in sizes:
-            sizes[shape] = tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(prod(shape))
         self.handle, self.type, self.dtype = handle, kind, kind.scalar
-        self.shape, self.numel = sizes[shape]
+        self.shape, self.numel = kind.sizes_of_tensors if kind.is_block() else of_scalars
 
     broadcast = TritonSemantic.broadcast_impl_value
 
