@@ -11,6 +11,7 @@ from cluster.wire.limits import few
 from cluster.wire.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 
 MAX_TEMPLATE_ARGUMENTS = 32
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(BaseModel):
@@ -160,6 +161,9 @@ class Templated(BaseModel):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    reasoning_effort: Annotated[
+        Effort | None, Field(description="Told the model's chat template, which may not care; `none`: no thoughts.")
+    ] = None
 
     @model_validator(mode="after")
     def can_go_on(self) -> "Templated":
@@ -189,6 +193,13 @@ class Templated(BaseModel):
     def offered_tools(self) -> list[Tool]:
         """The tools that the model hears of: none where it may not call them."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the template is told besides. Few have a word for the effort, most for whether there is any."""
+        effort = self.reasoning_effort
+        told = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return told | (self.chat_template_kwargs or {})
 
     @property
     def said(self) -> str | None:

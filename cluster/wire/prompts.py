@@ -77,8 +77,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
         tool_format(card.tokenizer)
     if any(message.is_of_tools for message in messages):
         tool_format(card.tokenizer, "messages")  # other templates leave calls out without a word
-    further: dict[str, Any] = dict(body.chat_template_kwargs or {})
-    for name in further:
+    for name in body.chat_template_kwargs or ():
         if name in TAKEN or name in signature(card.tokenizer.apply_chat_template).parameters:
             what = f"chat_template_kwargs: `{name[:40]}` is no argument of a template"
             raise bad_request(f"{what}, see the fields of the request", "chat_template_kwargs")
@@ -89,7 +88,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
             tokenize=False,
             add_generation_prompt=body.add_generation_prompt is not False and said is None,
             continue_final_message=said is not None,
-            **further,
+            **body.template_arguments,
         )
     except RecursionError as error:
         raise bad_request("the messages or tools are nested too deeply", "messages") from error

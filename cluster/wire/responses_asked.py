@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
 from cluster.wire.limits import few, told
-from cluster.wire.messages import FunctionCall, RefusalPart, check_content
+from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
 from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
 from cluster.wire.tools import MAX_TOOLS, Function, FunctionName
@@ -40,6 +40,7 @@ CHAT_NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
 }
 # They cannot change the answer: a text that is too long is refused, whatever `truncation` says.
 HARMLESS_HERE = frozenset(
@@ -50,7 +51,6 @@ HARMLESS_HERE = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
-        "reasoning",
         "safety_identifier",
         "service_tier",
         "store",
@@ -190,6 +190,14 @@ class TextOptions(BaseModel):
     format: TextFormat | None = None
 
 
+class ReasoningOptions(BaseModel):
+    """`reasoning`: how much the model is to think."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    effort: Effort | None = None
+
+
 class ResponsesBody(BaseModel):
     """`POST /v1/responses`. Null means the same as leaving a field out; what is not named here is as in a chat."""
 
@@ -206,6 +214,7 @@ class ResponsesBody(BaseModel):
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] | None = None
     top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     stream: bool | None = None
@@ -226,6 +235,10 @@ class ResponsesBody(BaseModel):
             raise FieldError("tidar.trace is for /v1/chat/completions and /v1/completions", "tidar.trace")
         return self
 
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
     def as_chat(self) -> ChatBody:
         """The same question to /v1/chat/completions. Raises ApiError (400), by the name of the field here."""
         own = HARMLESS_HERE | UNSUPPORTED_HERE.keys()
@@ -238,6 +251,7 @@ class ResponsesBody(BaseModel):
             "tools": None if self.tools is None else [chat_tool(tool) for tool in self.tools],
             "tool_choice": chat_choice(self.tool_choice),
             "response_format": None if self.text is None else chat_format(self.text.format),
+            "reasoning_effort": self.effort,
         }
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
@@ -259,7 +273,7 @@ class ResponsesBody(BaseModel):
             "metadata": self.metadata or {},
             "parallel_tool_calls": passed.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self.effort, "summary": None},
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}} | text,

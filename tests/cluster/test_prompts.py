@@ -118,6 +118,28 @@ def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None,
 
 
 @pytest.mark.parametrize(
+    ("effort", "arguments", "text"),
+    [
+        ("low", {}, "a, effort low"),
+        ("none", {}, "ano thoughts, effort none"),
+        ("none", {"enable_thinking": True}, "a, effort none"),
+        ("high", {"enable_thinking": False, "reasoning_effort": "all"}, "ano thoughts, effort all"),
+        (None, {}, "a"),
+    ],
+)
+def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dict[str, Any], text: str) -> None:
+    card = thinker()
+    card.tokenizer.chat_template += "{% if reasoning_effort %}, effort {{ reasoning_effort }}{% endif %}"
+    for kind in (ChatBody, TokenizeBody):
+        fields = {"messages": [TURN], "reasoning_effort": effort, "chat_template_kwargs": arguments}
+        assert render_chat(card, read_body(fields, kind)) == text
+    fields = {"input": "a", "reasoning": {"effort": effort}, "chat_template_kwargs": arguments}
+    responses = read_body(fields, ResponsesBody)
+    assert render_chat(card, responses.as_chat()) == text
+    assert json.loads(responses.echo(card.sampling_defaults))["reasoning"]["effort"] == effort
+
+
+@pytest.mark.parametrize(
     ("arguments", "param", "said"),
     [
         ({"messages": []}, "chat_template_kwargs", "`messages` is no argument"),

@@ -96,7 +96,7 @@ def test_fields_reach_the_chat_under_its_names() -> None:
 def test_what_changes_nothing_is_no_matter() -> None:
     plain = as_chat()
     harmless = as_chat(
-        store=True, metadata={"a": "b"}, reasoning={"effort": "low"}, truncation="auto", user="me", background=False,
+        store=True, metadata={"a": "b"}, reasoning={"summary": "auto"}, truncation="auto", user="me", background=False,
         include=["reasoning.encrypted_content"], stream_options={"include_obfuscation": False}, max_tool_calls=3,
         previous_response_id=None, service_tier="auto",
     )  # fmt: skip
@@ -115,6 +115,8 @@ def test_what_changes_nothing_is_no_matter() -> None:
         ({"return_token_ids": True}, "return_token_ids", "not supported"),
         ({"max_tokens": 5}, "max_tokens", "use max_output_tokens"),
         ({"messages": []}, "messages", "use input"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "use reasoning.effort"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "'low', 'medium'"),
         ({"tidar": {"trace": True}}, "tidar.trace", "/v1/chat/completions"),
         ({"tidar": {"trail": True}}, "tidar.trail", "unknown field"),
         ({"input": []}, "input", "at least 1"),
