@@ -48,10 +48,9 @@ def sampling_params(
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
     chat = isinstance(body, ChatBody)
-    name = "max_tokens"
-    wanted = body.max_tokens
+    name, wanted = "max_tokens", body.limit
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", body.max_completion_tokens
+        name = "max_completion_tokens"
     alone = isinstance(body, CompletionBody) and body.reads_alone
     if alone:
         wanted = 1  # which a step says anyway, and nobody is told

@@ -43,38 +43,56 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
+    "ebnf": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
+    "logprob_token_ids": (),
     "modalities": (["text"],),
     "prompt_embeds": (),
+    "regex": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "stop_regex": (),
+    "structural_tag": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 
-# What serves in place of those of them that others have had, and given up for it.
+# What serves in place of those of them that others have, or have had and given up for it.
 INSTEAD: Mapping[str, str] = {
+    "ebnf": "structured_outputs",
     "function_call": "tool_choice",
     "functions": "tools",
+    "grammar": "structured_outputs",
     "guided_choice": "structured_outputs",
     "guided_grammar": "structured_outputs",
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
 }
+
+# What other endpoints call the limit of an answer. Some clients send all names at once.
+LIMITS = ("max_completion_tokens", "max_output_tokens")
 
 # Those of them that would change the prompt.
 OF_PROMPTS = ("chat_template", "documents", "function_call", "functions", "truncate_prompt_tokens")
@@ -205,6 +223,18 @@ class Body(BaseModel):
             raise FieldError("stream_options is only allowed where stream is true", "stream_options")
         return self
 
+    @model_validator(mode="after")
+    def limit_has_its_name_here(self) -> "Body":
+        for name in () if self.limit is not None else LIMITS:
+            if (self.model_extra or {}).get(name) is not None:
+                raise FieldError(f"{name} is a field of another endpoint: use max_tokens", name)
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens the answer may have; None where nothing is said of it."""
+        return self.max_tokens
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -288,6 +318,10 @@ class ChatBody(Templated, Body):
             message = "structured_outputs cannot be combined with tools; use response_format"
             raise FieldError(message, "structured_outputs")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -254,6 +254,19 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     assert ("use `" in error.message) == (name in INSTEAD)
 
 
+@pytest.mark.parametrize("name", ["thinking_token_budget", "repetition_detection", "logprob_token_ids", "json_schema"])
+def test_what_other_servers_know_is_not_passed_over(name: str) -> None:
+    assert refused(refuse_unsupported, chat(**{name: 5})).param == name
+
+
+def test_a_limit_of_another_endpoint_is_not_passed_over() -> None:
+    """Else the answer would be cut at 16 tokens, or not at all."""
+    for error in (refused(completion, max_completion_tokens=99), refused(chat, max_output_tokens=99)):
+        assert "use max_tokens" in error.message
+    assert completion(max_completion_tokens=9, max_tokens=9).limit == 9, "as clients send it that know both"
+    assert chat(max_completion_tokens=9, max_output_tokens=9).limit == 9
+
+
 @pytest.mark.parametrize("name", sorted(set(INSTEAD.values())))
 def test_what_is_named_instead_is_known(name: str) -> None:
     assert name in ChatBody.model_fields
