@@ -91,6 +91,7 @@ class Message(BaseModel):
     refusal: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="after")
     def says_something(self) -> "Message":
@@ -113,15 +114,19 @@ class Message(BaseModel):
 
     @property
     def thought(self) -> str:
-        """What the model thought before it said this, as a client sends it back."""
-        told = (self.model_extra or {}).get("reasoning_content")
-        return told if isinstance(told, str) else ""
+        """What the model thought before it said this, as a client sends it back: by DeepSeek's name, or vLLM's newer
+        one."""
+        given = self.model_extra or {}
+        told = (given.get("reasoning_content"), given.get("reasoning"))
+        return next((text for text in told if text and isinstance(text, str)), "")
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: arguments as an object, and of what is not there no word."""
         # Templates of open models know `system`, OpenAI's newer name for the same role is `developer`.
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         turn["content"] = self.content or self.refusal or ""
+        if self.name is not None:
+            turn["name"] = self.name
         if self.thought and self.role == "assistant":
             turn["reasoning_content"] = self.thought
         if self.tool_calls:

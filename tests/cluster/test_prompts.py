@@ -259,6 +259,15 @@ def test_a_chat_is_tokenized_as_it_is_answered(fields: dict[str, Any]) -> None:
     assert rendered(ChatBody) == rendered(TokenizeBody)
 
 
+def test_who_speaks_is_told_the_template() -> None:
+    """Hermes 2 Pro's refuses what a tool brought where it does not hear the tool's name."""
+    tokenizer = tool_tokenizer(HERMES_TEMPLATE)
+    tokenizer.chat_template += "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{% endfor %}"
+    turns: list[Any] = [{**TURN, "name": "Ada"}, {**TURN, "name": None}]
+    turns += [{"role": "tool", "tool_call_id": "1", "name": "now", "content": "9:00"}]
+    assert render_chat(card_for(tokenizer), chat(messages=turns)).endswith("Ada-now")
+
+
 def test_what_a_chats_prompt_cannot_have_is_refused_by_tokenize_too() -> None:
     for name in ("chat_template", "documents", "functions", "truncate_prompt_tokens"):
         body = {"messages": [{"role": "user", "content": "a"}], name: ["a"]}

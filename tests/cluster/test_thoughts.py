@@ -180,6 +180,10 @@ def test_thoughts_come_before_calls() -> None:
 def test_thoughts_of_an_earlier_turn_are_the_templates() -> None:
     earlier = {"role": "assistant", "content": "Yes.", "reasoning_content": "Why?"}
     assert Message.model_validate(earlier).for_template() == earlier
+    for more in ({"reasoning": "Why?"}, {"reasoning": "Why?", "reasoning_content": None}):
+        newer = {"role": "assistant", "content": "Yes.", **more}
+        assert Message.model_validate(newer).for_template() == earlier, "as vLLM tells it"
+    assert not Message.model_validate({"role": "assistant", "content": "Yes.", "reasoning": {"effort": 1}}).thought
     cut = Message.model_validate({"role": "assistant", "content": None, "refusal": None, "reasoning_content": "Why"})
     assert cut.for_template() == {"role": "assistant", "content": "", "reasoning_content": "Why"}
     items: list[Any] = [
