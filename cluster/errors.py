@@ -9,6 +9,12 @@ from starlette.responses import JSONResponse
 from tidar_core.request import RequestError
 
 RETRY_AFTER_SECONDS = 1
+SHAPES = {  # JSON's words for what pydantic tells in Python's
+    "dict_type": "must be an object",
+    "list_type": "must be a list",
+    "model_attributes_type": "must be an object",
+    "model_type": "must be an object",
+}
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -84,7 +90,7 @@ def from_validation(error: ValidationError) -> ApiError:
     # The branch of a union that was tried is no part of the name that a client would know.
     parts = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or "(" in part))]
     param = cause.param if isinstance(cause, FieldError) else ".".join(parts) or None
-    message = first["msg"].removeprefix("Value error, ")
+    message = SHAPES.get(first["type"], first["msg"].removeprefix("Value error, "))
     if first["type"] == "extra_forbidden":
         message = f"unknown field `{param}`"
     elif param and not message.startswith(param):

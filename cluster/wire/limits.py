@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field
 
 
 def few(most: int) -> BeforeValidator:
@@ -14,6 +14,19 @@ def few(most: int) -> BeforeValidator:
         return value
 
     return BeforeValidator(check)
+
+
+# In brackets the name of a branch is no part of the name of a field: see `from_validation`.
+WORD, OBJECT = "(word)", "(object)"
+
+
+def word_or_object(what: str) -> Discriminator:
+    """Between a word and an object, so that an error is told of the one that was given; `what` says what it may be."""
+
+    def kind_of(value: object) -> str | None:
+        return WORD if isinstance(value, str) else OBJECT if isinstance(value, dict | BaseModel) else None
+
+    return Discriminator(kind_of, custom_error_type="kind", custom_error_message=f"must be {what}")
 
 
 def told(**limits: float) -> Any:

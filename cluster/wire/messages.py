@@ -42,6 +42,8 @@ def check_content(value: object, parts: Mapping[str, str] = PARTS) -> str | None
     texts = []
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind is None:
+            raise ValueError("each content part must be an object with a `type`")
         place = parts.get(kind) if isinstance(kind, str) else None
         if place is None:
             raise ValueError(f"content parts of type {kind!r} are not supported; this model reads text")

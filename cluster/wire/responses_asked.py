@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
-from cluster.wire.limits import few, told
+from cluster.wire.limits import OBJECT, few, told
 from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
 from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
-from cluster.wire.tools import MAX_TOOLS, Function, FunctionName
+from cluster.wire.tools import MAX_TOOLS, OF_CHOICES, ChoiceWord, Function, FunctionName
 from tidar_core.request import MAX_LOGPROBS, Sampling
 
 TEXT_PARTS: Mapping[str, str] = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -126,7 +126,6 @@ def kind_of(value: object) -> str | None:
     return "(message)" if value.get("type") is None and "role" in value else f"({value.get('type')})"
 
 
-# In brackets the name of a branch is no part of the name of a field: see `from_validation`.
 Item = Annotated[
     Annotated[MessageItem, Tag("(message)")]
     | Annotated[CallItem, Tag("(function_call)")]
@@ -143,6 +142,8 @@ Item = Annotated[
 
 
 def text_as_item(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise ValueError("must be a string or a list of items")
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -216,7 +217,7 @@ class ResponsesBody(BaseModel):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
+    tool_choice: Annotated[ChoiceWord | Annotated[FunctionToolChoice, Tag(OBJECT)], OF_CHOICES] | None = None
     stream: bool | None = None
     metadata: Annotated[dict[str, str] | None, few(16)] = None
 

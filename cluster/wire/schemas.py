@@ -124,6 +124,8 @@ Prompt = (
 
 
 def one_or_many(value: object) -> object:
+    if not isinstance(value, str | list | None):
+        raise ValueError("must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 

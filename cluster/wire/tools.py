@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, Tag
 
 from cluster.errors import bad_request
+from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
@@ -67,7 +68,9 @@ class NamedTool(BaseModel):
     function: FunctionChoice
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ChoiceWord = Annotated[Literal["none", "auto", "required"], Tag(WORD)]
+OF_CHOICES = word_or_object("none, auto, required or an object that names a function")
+ToolChoice = Annotated[ChoiceWord | Annotated[NamedTool, Tag(OBJECT)], OF_CHOICES]
 
 
 @dataclass(frozen=True, slots=True)

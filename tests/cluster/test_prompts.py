@@ -151,7 +151,7 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
         ({"share": 1, "depth": []}, "messages", "refused the messages"),
         ({"share": {}}, "messages", "refused the messages"),
         (dict.fromkeys(map(str, range(40))), "chat_template_kwargs", "32"),
-        ("enable_thinking", "chat_template_kwargs", "dictionary"),
+        ("enable_thinking", "chat_template_kwargs", "must be an object"),
     ],
 )
 def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said: str) -> None:

@@ -223,6 +223,23 @@ def test_messages_that_cannot_be_read(message: dict[str, Any], param: str) -> No
     assert refused(chat, messages=[message]).param == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.function: Field required"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type: Input should be 'function'"),
+        ({"tool_choice": "any"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": 1}, "tool_choice: must be none, auto, required or an object that names a function"),
+        ({"stop": 5}, "stop: must be a string or a list of strings"),
+        ({"response_format": "json_object"}, "response_format: must be an object"),
+        ({"messages": ["a"]}, "messages.0: must be an object"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content: each content part must be an object"),
+    ],
+)
+def test_of_a_wrong_shape_is_said_what_it_must_be(fields: dict[str, Any], said: str) -> None:
+    assert refused(chat, **fields).message.startswith(said)
+
+
 def test_what_the_assistant_refused_is_what_it_said() -> None:
     parts = [{"type": "text", "text": "Well"}, {"type": "refusal", "refusal": "no"}]
     for turn, said in (({"refusal": "no", "content": None}, "no"), ({"content": parts}, "Well\nno")):
