@@ -227,7 +227,7 @@ def event(told: Json) -> bytes:
 
 def error_event(error: ApiError) -> bytes:
     """An error after the stream began: the status line is long gone."""
-    return b"data: " + bytes(error.response().body) + b"\n\n"
+    return event(error.body())
 
 
 async def event_stream(

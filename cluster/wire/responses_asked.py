@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
+from cluster.wire.encoding import in_one_line
 from cluster.wire.limits import OBJECT, few, told
 from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
 from cluster.wire.schemas import ChatBody, first_in_vain
@@ -285,9 +286,10 @@ class ResponsesBody(BaseModel):
             "truncation": "disabled",
         }
         try:
-            return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            made = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (ValueError, RecursionError) as error:
             raise bad_request("tools and text must be JSON, and not nested too deeply", "tools") from error
+        return in_one_line(made.encode()).decode()
 
 
 def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str, Any]]:

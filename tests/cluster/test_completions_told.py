@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from statistics import median
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from cluster.errors import ApiError
 from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import chunk, event_stream, logprobs_of, new_head, streamed_logprobs, whole
 from cluster.wire.encoding import as_json
@@ -72,6 +73,31 @@ def test_text_and_log_probabilities(chat: bool) -> None:
 
 def test_what_json_has_no_word_for_is_null() -> None:
     assert as_json({"a": [float("inf"), float("nan"), "€"]}) == '{"a":[null,null,"€"]}'.encode()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_event_is_one_line_whatever_ends_lines(chat: bool) -> None:
+    """httpx, and with it Hugging Face's client, end one at U+0085, U+2028 and U+2029 too."""
+    said = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e"
+
+    async def streamed() -> list[bytes]:
+        stream = event_stream(new_head("tiny", chat), answered(part), part, pieces(), print)
+        return [event async for event in stream]
+
+    async def broken() -> list[bytes]:
+        stream = event_stream(new_head("tiny", chat), answered(part), part, failing(), print)
+        return [event async for event in stream]
+
+    async def failing() -> AsyncGenerator[Piece, None]:
+        raise ApiError(400, said)
+        yield part
+
+    part = Piece(0, (said,), ENDS)
+    for events in (asyncio.run(streamed()), asyncio.run(broken())):
+        assert [len(event.decode().splitlines()) for event in events] == [2] * len(events)
+    body, (event,) = told(chat, part)[0], told(chat, part)[1][:1]
+    for choice in (body["choices"][0], event["choices"][0]):
+        assert (choice["text"] if not chat else (choice.get("message") or choice["delta"])["content"]) == said
 
 
 def test_calls_and_thoughts() -> None:

@@ -93,6 +93,14 @@ def test_fields_reach_the_chat_under_its_names() -> None:
     assert as_chat(include=["message.output_text.logprobs"]).wanted_logprobs == 0
 
 
+def test_what_is_repeated_of_a_request_is_one_line() -> None:
+    """It stands in events of a stream."""
+    said = "a\u2028b\x85c"
+    echo = asked(instructions=said).echo(Sampling())
+    assert len(echo.splitlines()) == 1
+    assert json.loads(echo)["instructions"] == said
+
+
 def test_what_changes_nothing_is_no_matter() -> None:
     plain = as_chat()
     harmless = as_chat(
