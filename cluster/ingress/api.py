@@ -128,6 +128,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             of_prompt=body.prompt_logprobs,
             tells_end=not chat,
             tells_ids=bool(body.return_token_ids),
+            by_part=echo is not None,
             tools=plan.tools,
             follows=plan.follows,
             thinking=plan.thinking,

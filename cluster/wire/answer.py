@@ -14,6 +14,7 @@ from cluster.wire.tools import Toolbox
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 from tidar_core.text import TextStream
 
+Share = tuple[TokenLogprobs, ...]
 Part = str | Thought | CallDelta  # of what an answer says: text, thoughts before it, calls of tools
 
 
@@ -21,7 +22,8 @@ Part = str | Thought | CallDelta  # of what an answer says: text, thoughts befor
 class Piece:
     """What one step added to one choice, in order. `tokens` are all that the model said, also those that are no part
     of the text: a stop string's, the one that ended the answer. `trace` is the wire's `tidar` object, where one was
-    asked for."""
+    asked for. shares: where they were asked for by part (`Answer.by_part`), of each part of `told` the
+    log-probabilities of its tokens, which only text has."""
 
     choice: int
     told: tuple[Part, ...]
@@ -29,7 +31,7 @@ class Piece:
     trace: dict[str, Any] | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     tokens: tuple[int, ...] = ()
-    thought_tokens: int = 0  # of its tokens the first so many are thoughts
+    shares: tuple[Share, ...] = ()
 
     @property
     def text(self) -> str:
@@ -70,6 +72,8 @@ class Choice:
     echo: "Echo | None" = None
     tools: ToolParser | None = None
     thoughts: ThoughtParser | None = None
+    by_part: bool = False
+    waiting: Share = ()  # of tokens whose text is held back
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -92,35 +96,58 @@ class Choice:
             self.cached_tokens += min(output.trace.cached, self.prompt_tokens)
         # The id that ended an answer is among the tokens, but no part of the text.
         shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
-        pushed = self.text.push(shown)
-        text = pushed.text
-        if finish and pushed.stop is None:
-            text += self.text.finish()
         shown_trace = None
         if self.spelling is not None and output.trace is not None:
             shown_trace = self.spelling.describe(output, output.trace, replica)
         entries = output.logprobs if self.tells_end else output.logprobs[: len(shown)]
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        front = ""
         if self.echo is not None:
             if self.echo.logprobs is not None:
                 entries = (*with_likeliest(output.prompt_logprobs, self.echo.logprobs), *entries)
-            text, self.echo = self.echo.text + text, None
-        told = runs(self._told(text))
-        thought_tokens = 0 if self.thoughts is None else self.thoughts.count(output.tokens)
-        return Piece(self.number, told, finish, shown_trace, entries, output.tokens, thought_tokens)
+            front, self.echo = self.echo.text, None
+        if self.by_part:
+            told, shares = with_shares(self._shared(shown, entries))
+        else:
+            told, shares = runs(self._told(shown, front, finish is not None)), ()
+        if self.thoughts is not None:
+            self.thoughts.count(output.tokens)
+        return Piece(self.number, told, finish, shown_trace, entries, output.tokens, shares)
 
-    def _told(self, text: str) -> Iterator[Part]:
-        """A step's text, and what of it are thoughts or adds to calls."""
+    def _shared(self, tokens: Sequence[int], entries: Share) -> Iterator[tuple[Part, Share]]:
+        """A step's parts with the log-probabilities of their tokens. Token by token, so that whose one is does not
+        depend on how many a step brought."""
+        for number, token in enumerate(tokens):
+            self.waiting += entries[number : number + 1]
+            yield from (self._with_share(part) for part in self._told((token,)) if part)
+            if (self.thoughts and self.thoughts.within) or (self.tools and self.tools.in_call):
+                self.waiting = ()
+        if self.finish is not None:
+            yield from (self._with_share(part) for part in self._told((), last=True) if part)
+            yield self._with_share("")
+
+    def _with_share(self, part: Part) -> tuple[Part, Share]:
+        """With it goes what waits: it was waiting for this text, or is no text's."""
+        share, self.waiting = self.waiting, ()
+        return part, share if isinstance(part, str) else ()
+
+    def _told(self, tokens: Sequence[int], front: str = "", last: bool = False) -> Iterator[Part]:
+        """The text of tokens, and what of it are thoughts or adds to calls. front: text before it; last: no more
+        comes."""
+        pushed = self.text.push(tokens)
+        text = front + pushed.text
+        if last and pushed.stop is None:
+            text += self.text.finish()
         parts: tuple[str | Thought, ...] = (text,)
         if self.thoughts is not None:
             parts = self.thoughts.push(text)
-            parts = parts if self.finish is None else (*parts, *self.thoughts.finish())
+            parts = (*parts, *self.thoughts.finish()) if last else parts
         for part in parts:
             if self.tools is None or isinstance(part, Thought):
                 yield part
             else:
                 yield from self.tools.push(part)
-        if self.tools is not None and self.finish is not None:
+        if self.tools is not None and last:
             yield from self.tools.finish()
 
 
@@ -131,6 +158,7 @@ class Answer:
     tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
     vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. of_prompt: of how many of the
     likeliest tokens vLLM's `prompt_logprobs` tells, None where none were asked for. tells_ids: its `return_token_ids`.
+    by_part: each text of the answer has its log-probabilities, as in the Responses API.
     """
 
     card: ModelCard
@@ -140,6 +168,7 @@ class Answer:
     of_prompt: int | None = None
     tells_end: bool = False
     tells_ids: bool = False
+    by_part: bool = False
     tools: Toolbox | None = None
     follows: str = "response_format"  # the field that says what the answer has to follow
     thinking: Thinking | None = None
@@ -160,6 +189,7 @@ class Answer:
                 ),
                 spelling=Spelling(self.card.tokenizer, request.params.mid_text) if self.trace else None,
                 tells_end=self.tells_end,
+                by_part=self.by_part and request.params.logprobs is not None,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,
                 thoughts=self.thinking.parser() if self.thinking else None,
@@ -191,14 +221,33 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     """What several steps added to one choice as if it were one; traces cannot be joined."""
     if len(pieces) == 1:
         return pieces[0]
+    if any(piece.shares for piece in pieces):
+        told, shares = with_shares(pair for piece in pieces for pair in zip(piece.told, piece.shares, strict=True))
+    else:
+        told, shares = runs(part for piece in pieces for part in piece.told), ()
     return replace(
         pieces[0],
-        told=runs(part for piece in pieces for part in piece.told),
+        told=told,
+        shares=shares,
         finish=pieces[-1].finish,
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         tokens=tuple(token for piece in pieces for token in piece.tokens),
-        thought_tokens=sum(piece.thought_tokens for piece in pieces),
     )
+
+
+def with_shares(parts: Iterable[tuple[Part, Share]]) -> tuple[tuple[Part, ...], tuple[Share, ...]]:
+    """The parts, and of each its log-probabilities; neighbours that are text are joined."""
+    told: list[Part] = []
+    shares: list[Share] = []
+    for part, share in parts:
+        last = told[-1] if told else None
+        if isinstance(part, str) and isinstance(last, str):
+            told[-1] = last + part
+            shares[-1] += share
+        elif part or share:
+            told.append(part)
+            shares.append(share)
+    return tuple(told), tuple(shares)
 
 
 def runs(told: Iterable[Part]) -> tuple[Part, ...]:

@@ -36,38 +36,30 @@ class Output:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self._open = False  # whether the last of them still grows
-        self._early = Entries()  # of tokens whose text is held back
 
-    def add(self, piece: Piece, logprobs: Entries) -> Iterator[Json]:
-        for part in piece.told:
+    def add(self, piece: Piece, logprobs: Sequence[Entries] = ()) -> Iterator[Json]:
+        """logprobs: of each part of the piece; empty where none were asked for."""
+        for part, entries in zip(piece.told, logprobs or [Entries()] * len(piece.told), strict=True):
             if isinstance(part, CallDelta):
                 yield from self._call(part)
             elif isinstance(part, Thought):
                 yield from self._think(part.text)
             else:
-                yield from self._text(part, logprobs)
-                logprobs = Entries()
-        if logprobs:
-            yield from self._text("", logprobs)
+                yield from self._text(part, entries)
 
     def end(self, status: str, in_arguments: bool = False) -> Iterator[Json]:
         """The last item ends as the whole answer does, but a call as its arguments do: whoever reads "completed" will
         call. An answer without a word is an empty message."""
         if not self.items:
             yield from self._begin_message()
-            if self._early:
-                yield from self._text("", self._early)
         if self.items[-1]["type"] == "function_call":
             status = "incomplete" if in_arguments else "completed"
         yield from self._close(status)
 
     def _text(self, text: str, logprobs: Entries) -> Iterator[Json]:
         if not self._open or self.items[-1]["type"] != "message":
-            if not text:
-                if not self._open:  # else the tokens of a call
-                    self._early += logprobs
+            if not text and self.items:  # tokens behind a call
                 return
-            logprobs, self._early = Entries((*self._early, *logprobs)), Entries()
             yield from self._close("completed")
             yield from self._begin_message()
         part = self.items[-1]["content"][0]
@@ -83,7 +75,6 @@ class Output:
 
     def _think(self, text: str) -> Iterator[Json]:
         if not self._open or self.items[-1]["type"] != "reasoning":
-            self._early = Entries()
             yield from self._close("completed")
             yield from self._begin({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
             part = {"type": "reasoning_text", "text": ""}
@@ -94,7 +85,6 @@ class Output:
 
     def _call(self, delta: CallDelta) -> Iterator[Json]:
         if delta.id is not None:
-            self._early = Entries()
             yield from self._close("completed")
             called = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             yield from self._begin({"type": "function_call", "id": _id("fc"), **called})
@@ -173,9 +163,9 @@ def status_of(answer: Answer) -> str:
     return "incomplete" if finish.reason is FinishReason.LENGTH else "completed"
 
 
-def logprobs_told(head: Head, answer: Answer, piece: Piece) -> Entries:
-    found = logprobs_of(head, answer, 0, piece.logprobs[piece.thought_tokens :])  # only text has a place for them
-    return Entries() if found is None else Entries(map(as_json, found["content"]))
+def logprobs_told(head: Head, answer: Answer, piece: Piece) -> list[Entries]:
+    told = (logprobs_of(head, answer, 0, share) for share in piece.shares)
+    return [Entries(map(as_json, found["content"])) for found in told if found is not None]
 
 
 def in_arguments(answer: Answer) -> bool:

@@ -112,14 +112,18 @@ class ThoughtParser:
         self._ended = False
         self._step = self._in_thought if thinking.amid else self._before
 
-    def count(self, tokens: tuple[int, ...]) -> int:
-        """Count a step's tokens, behind the `push` of their text; how many of them, the first, are thoughts."""
+    def count(self, tokens: tuple[int, ...]) -> None:
+        """Count a step's tokens, behind the `push` of their text."""
         if not self._ended:
             self._ended = self._thinking.end_id in tokens or (self._thinking.end_id is None and self.over)
             own = self._thinking.end_id
             self._counted += tokens.index(own) + 1 if own is not None and own in tokens else len(tokens)
-        before, self.tokens = self.tokens, self._counted if self._thought or self._thinking.begun else 0
-        return min(self.tokens - before, len(tokens))
+        self.tokens = self._counted if self._thought or self._thinking.begun else 0
+
+    @property
+    def within(self) -> bool:
+        """What was pushed last is of thoughts, or of the white space behind them."""
+        return self._step in (self._in_thought, self._behind)
 
     @property
     def over(self) -> bool:

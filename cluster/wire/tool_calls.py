@@ -92,6 +92,7 @@ class ToolParser:
         self, form: ToolFormat, names: Collection[str], parallel: bool, new_id: Callable[[], str], begun: str = ""
     ):
         self.calls = 0
+        self.in_call = False  # what was pushed last is of a call to its end
         self._names = names
         self._parallel = parallel
         self._new_id = new_id
@@ -127,10 +128,16 @@ class ToolParser:
 
     def push(self, text: str) -> tuple[str | CallDelta, ...]:
         """Append text; return what of it can be shown, and what it adds to calls, in order."""
+        begun = self._is_in_call
         self._held += text
         while self._held and self._step():
             pass
+        self.in_call = self._is_in_call or (begun and not self._held)
         return self._out()
+
+    @property
+    def _is_in_call(self) -> bool:
+        return self._step in (self._in_arguments, self._in_rest, self._behind_object)
 
     def finish(self) -> tuple[str | CallDelta, ...]:
         """End the answer. What was held back is text, but for whitespace and a cut tag behind a call."""

@@ -1,12 +1,16 @@
 """Tokens that become text, thoughts, calls and traces."""
 
+from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.wire.answer import Answer, Choice, Piece, joined, requests_for, runs
-from cluster.wire.tool_calls import CallDelta
+from cluster.wire.thoughts import Thinking
+from cluster.wire.tool_calls import HERMES, CallDelta
+from cluster.wire.tools import Toolbox
 from tests.cluster.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
 from tidar_core.request import Finish, FinishReason, SamplingParams, StepOutput, StepTrace, TokenLogprobs
@@ -47,6 +51,48 @@ def test_the_id_that_ends_an_answer_is_counted_and_not_shown() -> None:
     piece = growing.add(output([*ids("dog"), 2], Finish(FinishReason.STOP, 2)), "r1")
     assert piece.text == "dog"
     assert growing.completion_tokens == len(ids("dog")) + 1
+
+
+THINKS = Thinking("<think>", "</think>", None, begun=False)
+BOX = Toolbox(HERMES, frozenset({"now"}), True, None)
+CALL = HERMES.head("now") + "{}" + HERMES.tail
+
+
+@pytest.mark.parametrize(
+    ("said", "texts"),
+    [
+        (f"<think>\nHm.\n</think>\n\n< Sure. {CALL} done <to", ["< Sure.", " done <to"]),
+        (f"{CALL}\n{CALL}", []),
+        (f"a{CALL}\n", ["a"]),
+        ("é€ fo", ["é€ fo"]),
+        ("é€ fox", ["é€ "]),
+    ],
+)
+@given(data=st.data())
+def test_each_text_has_the_log_probabilities_of_its_own_tokens_however_an_answer_is_cut(
+    said: str, texts: list[str], data: st.DataObject
+) -> None:
+    """They had gone to whatever text was told next to them: drafts that held changed whose they were."""
+    params = [SamplingParams(max_tokens=50, logprobs=0, stop=("fox",))]
+    requests = requests_for("answer", [(1,)], params)
+    growing = Answer(CARD, requests, False, by_part=True, tools=BOX, thinking=THINKS).choices[0]
+    tokens = ids(said)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1))))
+    pieces = []
+    for start, end in pairwise([0, *cuts, len(tokens)]):
+        run = tuple(tokens[start:end])
+        finish = Finish(FinishReason.LENGTH) if end == len(tokens) else None
+        entries = tuple(TokenLogprobs(token, -0.5, ()) for token in run)
+        pieces.append(growing.add(StepOutput("answer-0", run, None, finish, entries), "r1"))
+    whole = joined(pieces)
+    told = [
+        (part, "".join(TOKENIZER.decode([entry.token for entry in share])))
+        for part, share in zip(whole.told, whole.shares, strict=True)
+        if isinstance(part, str)
+    ]
+    assert [part for part, _ in told if part] == texts
+    assert [spelled.removesuffix("fox").lstrip() for part, spelled in told if part] == [text.lstrip() for text in texts]
+    assert sum(len(share) for share in whole.shares) <= len(tokens)
 
 
 def test_a_stop_string_is_cut_out_and_what_only_began_one_is_shown() -> None:

@@ -118,17 +118,17 @@ def test_a_call_is_complete_where_its_arguments_are() -> None:
             assert output.items[0]["status"] == told
 
 
-def test_tokens_whose_text_waits_have_log_probabilities_too() -> None:
+def test_tokens_that_bring_no_text_have_log_probabilities_too() -> None:
+    """As those of a stop string with which an answer begins; behind a call nothing has a place for them."""
     entries = Entries(as_json({"token": token}) for token in "abc")
-    output = Output()
-    for told, some in (((), entries[:1]), ((), entries[1:2]), (("abc",), entries[2:])):
-        list(output.add(Piece(0, told), Entries(some)))
-    list(output.end("completed"))
-    assert output.items[0]["content"][0]["logprobs"] == entries
     silent = Output()
-    list(silent.add(Piece(0, ()), entries))
+    list(silent.add(Piece(0, ("",)), [entries]))
     list(silent.end("completed"))
     assert silent.items[0]["content"][0]["logprobs"] == entries
+    called = Output()
+    list(called.add(Piece(0, (CallDelta(0, "{}", "call_0", "weather"), "")), [Entries(), entries]))
+    list(called.end("completed"))
+    assert [item["type"] for item in called.items] == ["function_call"]
 
 
 json_values = st.recursive(
@@ -151,8 +151,8 @@ def test_the_end_of_a_stream_does_not_make_its_log_probabilities_anew() -> None:
     params = SamplingParams(max_tokens=5000, logprobs=20)
     finish = Finish(FinishReason.STOP)
     entry = TokenLogprobs(300, -0.5, tuple((token, -0.5) for token in range(300, 320)))
-    pieces = [Piece(0, ("ab",), None, None, (entry,)) for _ in range(500)]
-    pieces.append(Piece(0, ("ab",), finish, None, (entry,)))
+    pieces = [Piece(0, ("ab",), logprobs=(entry,), shares=((entry,),)) for _ in range(500)]
+    pieces.append(Piece(0, ("ab",), finish, logprobs=(entry,), shares=((entry,),)))
 
     async def rest() -> AsyncGenerator[Piece, None]:
         for piece in pieces[1:]:
