@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
 from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer
 
@@ -13,7 +12,7 @@ from cluster.card import ModelCard
 from cluster.errors import ApiError, bad_request, from_validation
 from cluster.wire.messages import Templated
 from cluster.wire.schemas import ChatBody, CompletionBody
-from cluster.wire.tools import tool_format
+from cluster.wire.tools import TEMPLATE_ERRORS, tool_format
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 CONTINUATION = "continue_final_message"
@@ -92,7 +91,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
         )
     except RecursionError as error:
         raise bad_request("the messages or tools are nested too deeply", "messages") from error
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except TEMPLATE_ERRORS as error:
         why = " ".join(str(error).split())
         if why.startswith(CONTINUATION):  # transformers, with the whole chat behind it
             raise not_as_it_was() from error

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
 
 MAX_TOOLS = 128  # as OpenAI
+# By which a chat template fails: it says so, or cannot do with what it was given.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -201,7 +203,7 @@ def tool_format(tokenizer: "PreTrainedTokenizerFast", param: str = "tools") -> T
     tools: list[Any] = [{"type": "function", "function": _PROBE_TOOL}]
     try:
         text = str(tokenizer.apply_chat_template(_PROBE_TURNS, tools=tools, tokenize=False))
-    except (TemplateError, TypeError, ValueError):
+    except TEMPLATE_ERRORS:
         text = ""
     if "probe description" not in text:
         raise bad_request(

@@ -95,6 +95,7 @@ def thinker() -> ModelCard:
         "{% for m in messages %}{{ m.content }}{% endfor %}"
         "{% if enable_thinking is defined and enable_thinking is false %}no thoughts{% endif %}"
         "{% if share is defined %}{{ 1 / share }}{{ depth[0].x }}{% endif %}"
+        "{% if sorted is defined %}{{ sorted | dictsort }}{% endif %}"
     )
     return card_for(tokenizer)
 
@@ -150,6 +151,7 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
         ({"share": 0}, "messages", "refused the messages: division by zero"),
         ({"share": 1, "depth": []}, "messages", "refused the messages"),
         ({"share": {}}, "messages", "refused the messages"),
+        ({"sorted": []}, "messages", "'list' object has no attribute 'items'"),
         (dict.fromkeys(map(str, range(40))), "chat_template_kwargs", "32"),
         ("enable_thinking", "chat_template_kwargs", "must be an object"),
     ],
