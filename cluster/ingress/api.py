@@ -224,10 +224,14 @@ def add_document(app: FastAPI, options: ServeOptions) -> None:
 
 async def read_raw(request: Request, limit: int) -> bytes:
     """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
-    without asking first, 413 as soon as it is known to be over the limit."""
+    without asking first, or is compressed, 413 as soon as it is known to be over the limit."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed != "identity":
+        said = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
+        raise ApiError(415, said, code="compressed")
     refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal():

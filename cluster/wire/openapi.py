@@ -34,7 +34,7 @@ ERRORS: Mapping[int, str] = {
     401: "A key is wanted.",
     404: "There is no such model.",
     413: "The body is too large.",
-    415: "The body is not said to be JSON: the header Content-Type says `application/json`.",
+    415: "The body is compressed, or not said to be JSON: the header Content-Type says `application/json`.",
     429: "The server is full; Retry-After says when to try again.",
     503: "No engine answers yet; Retry-After says when to try again.",
 }

@@ -143,6 +143,14 @@ def test_what_a_page_of_another_site_may_send_unasked_is_refused(api: FastAPI, k
         assert ask(api, "POST", path, content=b"{}", headers=JSON | headers).status_code == (415 if headers else 503)
 
 
+def test_a_compressed_body_is_refused_as_one(api: FastAPI) -> None:
+    for packed, status in (("gzip", 415), ("zstd", 415), ("identity", 503)):
+        headers = JSON | {"Content-Encoding": packed}
+        response = ask(api, "POST", "/v1/completions", content=b"{}", headers=headers)
+        assert response.status_code == status
+        assert (packed in error_of(response)["message"]) == (status == 415)
+
+
 def test_no_other_origin_is_let_in(api: FastAPI) -> None:
     response = ask(api, "GET", "/health", headers={"Origin": "http://elsewhere"})
     assert not [name for name in response.headers if name.startswith("access-control")]
