@@ -287,13 +287,15 @@ def _string(literal: str) -> str | None:
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call whose parts stand in another order, or whose arguments are JSON within a string."""
+    """Name and arguments of a call whose parts stand in another order, or whose arguments are JSON within a string.
+    Another string is nothing that a client could read, or send back."""
     try:
         found: Any = json.loads(text)
+        arguments = found.get("arguments", found.get("parameters"))
+        plain = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
-    arguments = found.get("arguments", found.get("parameters"))
-    if not isinstance(found.get("name"), str) or not isinstance(arguments, dict | str):
+    if not isinstance(found.get("name"), str) or not isinstance(plain, dict):
         return None
     told = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     try:

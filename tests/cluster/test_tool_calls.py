@@ -132,6 +132,7 @@ def test_arguments_and_text_come_as_they_are_written() -> None:
         ('<tool_call>{"arguments": {"a": 1}, "name": "say"}</tool_call>', "say", '{"a": 1}'),
         ('<tool_call>{"name": "say", "arguments": "{\\"a\\": 1}"}</tool_call>', "say", '{"a": 1}'),
         ('<tool_call>{"name":"say","parameters":{"a":1}}', "say", '{"a":1}'),
+        ('<tool_call>{"name": "say", "arguments": ""}</tool_call>', "say", ""),
         ('<tool_call>{"name": "say", "arguments": {"a": 1}, "id": 3} </tool_call>', "say", '{"a": 1}'),
     ],
 )
@@ -146,6 +147,8 @@ def test_other_spellings_of_a_call(text: str, name: str, arguments: str) -> None
         '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "add"}\n</tool_call>',
         '<tool_call>\n{"name": "add", "arguments": 3}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": "three"}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": "[3]"}\n</tool_call>',
         "<tool_call>no</tool_call> ",
         '<tool_call>\n{"name": "ad',
         "a <tool_call",
