@@ -238,7 +238,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 def with_shares(parts: Iterable[tuple[Part, Share]]) -> tuple[tuple[Part, ...], tuple[Share, ...]]:
     """The parts, and of each its log-probabilities; neighbours that are text are joined."""
     told: list[Part] = []
-    shares: list[Share] = []
+    shares: list[list[TokenLogprobs]] = []
     for part, share in parts:
         last = told[-1] if told else None
         if isinstance(part, str) and isinstance(last, str):
@@ -246,8 +246,8 @@ def with_shares(parts: Iterable[tuple[Part, Share]]) -> tuple[tuple[Part, ...], 
             shares[-1] += share
         elif part or share:
             told.append(part)
-            shares.append(share)
-    return tuple(told), tuple(shares)
+            shares.append(list(share))
+    return tuple(told), tuple(map(tuple, shares))
 
 
 def runs(told: Iterable[Part]) -> tuple[Part, ...]:
