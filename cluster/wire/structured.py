@@ -21,6 +21,14 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[str], Field(max_length=MAX_OPTIONS)] | None = None
     grammar: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_asks_for_nothing(cls, value: object) -> object:
+        """vLLM's own class, written out, has all of its fields."""
+        if not isinstance(value, dict):
+            return value
+        return {name: asked for name, asked in value.items() if asked is not None and asked is not False}
+
     @model_validator(mode="after")
     def one_way(self) -> "StructuredOutputs":
         ways = (self.json_, self.json_object or None, self.regex, self.choice, self.grammar)

@@ -45,6 +45,8 @@ def test_every_way_to_ask_becomes_one_grammar() -> None:
     assert grammar(structured_outputs={"json": SCHEMA}) == wanted
     assert grammar(structured_outputs={"json": json.dumps(SCHEMA)}) == wanted
     assert grammar(structured_outputs={"regex": "a+"}) == Grammar("regex", "a+")
+    untouched = {"json": None, "json_object": None, "structural_tag": None, "disable_any_whitespace": False}
+    assert grammar(structured_outputs={"regex": "a+", **untouched}) == Grammar("regex", "a+")
     assert grammar(structured_outputs={"grammar": 'root ::= "a"'}) == Grammar("ebnf", 'root ::= "a"')
     assert grammar(structured_outputs={"choice": ["a", 'b"']}) == Grammar("ebnf", 'root ::= "a" | "b\\""')
 
@@ -62,6 +64,7 @@ def test_every_way_to_ask_becomes_one_grammar() -> None:
         ({"structured_outputs": {"choice": []}}, "at least one text"),
         ({"structured_outputs": {"choice": ["a"] * 1025}}, "1024"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structural_tag"),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "disable_any_whitespace"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "not both"),
     ],
 )
