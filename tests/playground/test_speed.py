@@ -1,6 +1,8 @@
-"""A thousand tokens a second, and the page still draws more than thirty frames."""
+"""A thousand tokens a second, and the page still draws more than thirty frames: medians of three answers, since a
+machine that is shared stands still for a second now and then."""
 
 import time
+from statistics import median
 
 from playwright.sync_api import expect
 
@@ -18,17 +20,19 @@ FRAMES = """() => {
 def test_a_thousand_tokens_a_second_stay_smooth(opened: Visit, recorded: RecordedServer) -> None:
     steps = plain_steps(TOKENS * 200)  # 2,800 tokens
     tokens = sum(step.accepted + 1 for step in steps)
-    recorded.play(recording(steps, pause=len(TOKENS) * 200 / 1000 / len(steps)))
     page = opened.page
     page.evaluate(FRAMES)
-    begun, frames = time.monotonic(), page.evaluate("window.frames_seen")
-    ask(page, "Go")
-    opened.settle()
-    took = time.monotonic() - begun
-    drawn = (page.evaluate("window.frames_seen") - frames) / took
-    assert shown(page) == TEXT * 200
-    print(f"{tokens / took:.0f} tokens/s at {drawn:.0f} frames/s")
-    assert tokens / took > 700, "the page kept up with the stream"
-    assert drawn > 30
-    latest = page.locator(".answer-text .line").last
-    expect(latest).to_be_in_viewport()
+    speeds, rates = [], []
+    for _ in range(3):
+        recorded.play(recording(steps, pause=len(TOKENS) * 200 / 1000 / len(steps)))
+        begun, frames = time.monotonic(), page.evaluate("window.frames_seen")
+        ask(page, "Go")
+        opened.settle()
+        took = time.monotonic() - begun
+        speeds.append(tokens / took)
+        rates.append((page.evaluate("window.frames_seen") - frames) / took)
+        assert shown(page) == TEXT * 200
+        expect(page.locator(".answer-text .line").last).to_be_in_viewport()
+        print(f"{speeds[-1]:.0f} tokens/s at {rates[-1]:.0f} frames/s")
+    assert median(speeds) > 700, "the page kept up with the stream"
+    assert median(rates) > 30
