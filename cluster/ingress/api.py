@@ -63,7 +63,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions, page:
             allow_origins=options.cors_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After",),
+            expose_headers=("Retry-After", "X-Request-Id"),
         )
     trace_requests(app, spans)
     add_openai_routes(app, models, options)

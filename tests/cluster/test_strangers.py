@@ -138,6 +138,9 @@ def test_a_listed_site_reads_answers_streams_and_errors(stranger: httpx.Client, 
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == ORIGIN
         assert answer.headers["vary"] == "Origin"
+        readable = answer.headers["access-control-expose-headers"].lower().split(", ")
+        assert {"retry-after", "x-request-id"} <= set(readable)
+        assert answer.headers["x-request-id"]
     unlisted = stranger.post("/v1/completions", json=fine, headers={"Origin": "https://a.example", **guarded.headers})
     assert "access-control-allow-origin" not in unlisted.headers
 
