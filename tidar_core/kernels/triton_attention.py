@@ -82,7 +82,8 @@ def _split_start(split):
     """The first key of a split."""
     level = tl.minimum(split // SPLITS_A_LEVEL, LEVELS)
     within = split - level * SPLITS_A_LEVEL
-    return FIRST_SPLIT * (SPLITS_A_LEVEL * ((1 << level) - 1) + (within << level))
+    # Constants stand behind tensors: in front of one, some of Triton's interpreters take the product for a constant.
+    return (((1 << level) - 1) * SPLITS_A_LEVEL + (within << level)) * FIRST_SPLIT
 
 
 @triton.jit
@@ -91,8 +92,8 @@ def _split_count(keys):
     level = keys * 0
     for passed in tl.static_range(1, LEVELS + 1):
         level += (keys > FIRST_SPLIT * SPLITS_A_LEVEL * ((1 << passed) - 1)).to(tl.int32)
-    start = FIRST_SPLIT * SPLITS_A_LEVEL * ((1 << level) - 1)
-    length = FIRST_SPLIT << level
+    start = ((1 << level) - 1) * (FIRST_SPLIT * SPLITS_A_LEVEL)
+    length = (1 << level) * FIRST_SPLIT
     return level * SPLITS_A_LEVEL + (keys - start + length - 1) // length
 
 
