@@ -17,7 +17,14 @@ from typing import Any
 
 import ray
 import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train import (
+    ControllerError,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+    TrainingFailedError,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchTrainer
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -99,19 +106,29 @@ def _train(
 def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts) -> Progress:
     """Shows what the workers say until they are done. Raises ConfigError where they cannot go on."""
     over = False
-    while not over:
-        interrupts.check()
-        over = run.done()
-        for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
-            if isinstance(news, ConfigError):
-                raise news
-            news(screen)
-        time.sleep(0.0 if over else LOOK_SECONDS)
     try:
+        while not over:
+            interrupts.check()
+            over = run.done()
+            for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
+                if isinstance(news, ConfigError):
+                    raise news
+                news(screen)
+            time.sleep(0.0 if over else LOOK_SECONDS)
         progress = run.result().return_value
     except (TrainingFailedError, ray.exceptions.RayError) as error:
-        causes = list(getattr(error, "worker_failures", {}).values())
-        why = last_line(str(causes[0])) if causes else first_line(error)
-        raise ConfigError(f"the workers failed, {RESTARTS} new starts included; at last with: {why}") from error
+        interrupts.check()
+        raise ConfigError(f"{_told_of(error)}; the same command goes on from here") from error
     assert isinstance(progress, Progress)
     return progress
+
+
+def _told_of(error: Exception) -> str:
+    """What went wrong with the workers, or with Ray under them."""
+    match error:
+        case WorkerGroupError(worker_failures=failures) if failures:
+            why = last_line(str(next(iter(failures.values()))))
+            return f"the workers failed, {RESTARTS} new starts included; at last with: {why}"
+        case ControllerError(controller_failure=failure):
+            return f"the workers could not be started: {last_line(str(failure))}"
+    return f"the workers are gone: {first_line(error)}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.train import WorkerGroupError
+from ray.train import ControllerError, WorkerGroupError
 from typer.testing import CliRunner
 
 import cluster.training.train
@@ -185,8 +185,26 @@ def test_what_a_worker_cannot_do_ends_the_run_in_one_line() -> None:
 def test_workers_that_fail_again_and_again_are_one_line() -> None:
     run = Future[Any]()
     run.set_exception(WorkerGroupError("…", {1: RuntimeError("a trace\nCUDA out of memory")}))
-    with pytest.raises(ConfigError, match=r"^the workers failed, 3 new starts included; .*: CUDA out of memory$"):
+    said = r"^the workers failed, 3 new starts included; .*: CUDA out of memory; the same command goes on from here$"
+    with pytest.raises(ConfigError, match=said):
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_workers_that_cannot_be_started_are_one_line_that_says_why() -> None:
+    run = Future[Any]()
+    run.set_exception(ControllerError(RuntimeError("a trace\nconnection refused")))
+    said = r"^the workers could not be started: connection refused; the same command goes on from here$"
+    with pytest.raises(ConfigError, match=said):
+        cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_a_ray_that_ends_under_the_workers_is_one_line() -> None:
+    class Gone(Saying):
+        def qsize(self) -> int:
+            raise ray.exceptions.ActorDiedError
+
+    with pytest.raises(ConfigError, match=r"^the workers are gone: .*; the same command goes on from here$"):
+        cluster.training.train.follow(Future[Any](), Gone(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
 def test_an_interrupt_ends_it() -> None:
