@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private.state import available_resources_per_node
 from ray.train import (
     ControllerError,
     FailureConfig,
@@ -55,15 +56,24 @@ def workers_on_ray(count: int, options: ConvertOptions, screen: Screen) -> Itera
 
 
 def check_room(count: int, gpus: bool, threads: int) -> None:
-    """Raise ConfigError where the cluster has no room for the workers; without it they would wait for ever."""
-    there, free = ray.cluster_resources(), ray.available_resources()
-    for kind, each in _resources(gpus, threads).items():
+    """Raise ConfigError where the cluster has no room for the workers, of which each takes what it needs of one node;
+    without it they would wait for ever."""
+    there, free, wanted = ray.cluster_resources(), ray.available_resources(), _resources(gpus, threads)
+    for kind, each in wanted.items():
         if free.get(kind, 0) < count * each:
             taken = there.get(kind, 0) - free.get(kind, 0)
             raise ConfigError(
                 f"{count} workers need {count * each} {kind}s, Ray sees {there.get(kind, 0):.0f}"
                 f"{f', of which others have {taken:.0f}' if taken else ''}: lower --workers"
             )
+    nodes = available_resources_per_node().values()
+    room = sum(min(int(node.get(kind, 0) // each) for kind, each in wanted.items()) for node in nodes)
+    if room < count:
+        each_needs = " and ".join(f"{each} {kind}{'s' * (each > 1)}" for kind, each in wanted.items())
+        raise ConfigError(
+            f"each of {count} workers needs {each_needs} of one node, and Ray's nodes have room for {room}: lower "
+            "--workers" + (" or --threads" if wanted["CPU"] > 1 else "")
+        )
 
 
 def _resources(gpus: bool, threads: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from operator import methodcaller
 from pathlib import Path
@@ -156,6 +157,28 @@ def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_gath
     assert re.fullmatch(said, line)
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "threads", "said"),
+    [
+        ([{"CPU": 4.0}] * 4, False, 4, None),
+        ([{"CPU": 3.0}] * 6, False, 4, "4 CPUs of one node, and Ray's nodes have room for 0: lower --workers or --thr"),
+        ([{"CPU": 7.0}] * 3, False, 4, "4 CPUs of one node, and Ray's nodes have room for 3: lower --workers or --thr"),
+        ([{"GPU": 2.0, "CPU": 9.0}] * 2, True, 0, None),
+        ([{"GPU": 4.0, "CPU": 1.0}, {"CPU": 8.0}], True, 0, "1 GPU and 1 CPU of one node, .* room for 1: lower --work"),
+    ],
+)
+def test_workers_of_which_one_fits_on_no_node_are_refused(
+    nodes: list[dict[str, float]], gpus: bool, threads: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_together = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: all_together)
+    monkeypatch.setattr(ray, "available_resources", lambda: all_together)
+    by_id = {str(number): node for number, node in enumerate(nodes)}
+    monkeypatch.setattr(cluster.training.train, "available_resources_per_node", lambda: by_id)
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=f"^each of 4 workers needs {said}"):
+        cluster.training.train.check_room(4, gpus, threads)
 
 
 class Saying:
