@@ -1,6 +1,8 @@
 """What one worker of `train` does, in a process that Ray Train has started and joined to a torch group."""
 
+import os
 import pickle
+import socket
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 
@@ -30,10 +32,22 @@ def work(options: ConvertOptions, spent: float, said: Queue) -> Progress:
         said.put(pickle.dumps(news))  # as bytes, or the queue's process would import all that is in it
 
     try:
+        check_seen(options)
         return train_gathered(options, spent, Relay(tell if crew.leads else lambda news: None), crew)
     except ConfigError as error:
         tell(error)  # to start again would not help: whoever listens ends the run
         raise
+
+
+def check_seen(options: ConvertOptions) -> None:
+    """Raise ConfigError where this node does not have a path that is there on the one that gathered: it would be told
+    as if it were nowhere."""
+    for path in (options.model, options.start, options.shards, options.work):
+        if os.path.isabs(path) and not os.path.exists(path):
+            raise ConfigError(
+                f"{path} is not there on {socket.gethostname()}, where one of the workers is: put it where every node "
+                "sees it"
+            )
 
 
 def crew_of_this_process() -> Crew:

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 
 import cluster.training.train
 from cluster.operate.interrupts import Interrupts
+from cluster.training.train_worker import check_seen
 from tests.cluster.observed_work import observed_work, seen_by
 from tests.tidar_core.trained import random_documents
 from tests.tiny import tiny_checkpoint
 from tidar_core.cli import app
-from tidar_core.config import ConfigError
+from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.run import convert
@@ -179,6 +180,19 @@ def test_workers_of_which_one_fits_on_no_node_are_refused(
     monkeypatch.setattr(cluster.training.train, "available_resources_per_node", lambda: by_id)
     with nullcontext() if said is None else pytest.raises(ConfigError, match=f"^each of 4 workers needs {said}"):
         cluster.training.train.check_room(4, gpus, threads)
+
+
+@pytest.mark.parametrize("missing", ["model", "start", "data", "out.work"])
+def test_a_node_that_does_not_see_what_the_workers_share_is_told(tmp_path: Path, missing: str) -> None:
+    named = {name: tmp_path / name for name in ("model", "start", "data", "out.work")}
+    for path in named.values():
+        path.mkdir()
+    options = ConvertOptions(str(named["model"]), tmp_path / "out", named["data"], start=str(named["start"]))
+    check_seen(options)
+    check_seen(replace(options, model=DEFAULT_MODEL, start="none"))
+    named[missing].rmdir()
+    with pytest.raises(ConfigError, match=rf"^{named[missing]} is not there on .*: put it where every node sees it$"):
+        check_seen(options)
 
 
 class Saying:
