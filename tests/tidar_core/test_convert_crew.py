@@ -3,26 +3,35 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.tidar_core.trained import TinyBase, corpus_of, random_documents
+from tests.tidar_core.documents import HEADER, document
+from tests.tidar_core.trained import SIMPLE, Killed, TinyBase, corpus_of, random_documents
+from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
+from tidar_core.convert import run as run_module
 from tidar_core.convert.blocks import draw_blocks, narrowed, pack_documents
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.held_out import choose_windows
+from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.sampler import Sampler, anchor_counts
-from tidar_core.convert.shards import Corpus
+from tidar_core.convert.shards import Corpus, open_store
 from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
+from tidar_core.model.adapter import tokenizer_fingerprint
+from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import load_tokenizer
 from tidar_core.model.weights import named_tensors
 
 SIZE = 3
@@ -159,6 +168,38 @@ def test_a_worker_that_sees_another_checkpoint_is_refused(tiny, corpus, tmp_path
     second = replace(second, agree=lambda number: 2.0)
     with pytest.raises(ConfigError, match="is not the same for all workers"):
         train(tiny, corpus, tmp_path / "1", 4, second, CONFIG)
+
+
+def begin(options: ConvertOptions, rank: int, agree: Callable[[float], float]) -> None:
+    """Goes the way of one of two workers up to where it would train."""
+    with pytest.MonkeyPatch.context() as patched, suppress(Killed):
+        patched.setattr(run_module, "train_drafter", Mock(side_effect=Killed))
+        run_module.train_gathered(options, 0.0, Mock(), Crew(rank, 2, agree=agree))
+
+
+def told_to_others(told: list[float]) -> Callable[[float], float]:
+    left = iter(told)
+    return lambda _: next(left)
+
+
+def test_a_worker_that_reads_other_things_than_the_first_is_refused(tiny, tmp_path):
+    """As where each node has files of its own, or where another run gathers into the data while the workers start."""
+    torch.set_num_threads(1)
+    tokenizer = tokenizer_fingerprint(load_tokenizer(find_model(str(tiny.directory))))
+    for name, count in (("data", 30), ("fewer", 29)):
+        store = open_store(tmp_path / name, HEADER.model_copy(update={"tokenizer": tokenizer}))
+        store.append([document(job) for job in range(count)], [], 0.0)
+    options = ConvertOptions(
+        str(tiny.directory), tmp_path / "out", tmp_path / "data", rank=2, device="cpu", dtype="float32", train=CONFIG
+    )
+    told: list[float] = []
+    begin(options, 0, lambda number: told.append(number) or number)
+    assert len(told) > 1
+    begin(options, 1, told_to_others(told))
+    other = tiny_checkpoint(tmp_path / "other", seed=1, **SIMPLE)
+    for theirs in (replace(options, data=tmp_path / "fewer"), replace(options, model=str(other))):
+        with pytest.raises(ConfigError, match="model or --start is not the same for all workers: put it where every"):
+            begin(theirs, 1, told_to_others(told))
 
 
 def test_too_few_documents_for_a_crew(tiny, tmp_path):

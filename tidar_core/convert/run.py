@@ -8,6 +8,7 @@ import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
@@ -40,7 +41,7 @@ from tidar_core.convert.own_words import (
     unanswered,
 )
 from tidar_core.convert.sampler import Sampler, anchor_counts
-from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, open_store, read_header
+from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, digest_of, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.start import begin, check_start
@@ -93,6 +94,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     frozen = frozen_base(base.config, weights, screen.line)
     config = options.train
     start, begun_from = begin(options, identity, weights, screen)
+    _check_alike(options, corpus, f"{identity.fingerprint} {begun_from}", crew)
     if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
         config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held = corpus.split()
@@ -300,6 +302,19 @@ def _train_full(options: ConvertOptions, base: _Base, corpus: Corpus, spent: flo
 def _budget(options: ConvertOptions, spent: float) -> Budget:
     seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
     return Budget(options.steps, 0.0 if options.steps else seconds)
+
+
+def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: Crew) -> None:
+    """Raises ConfigError where this worker reads others than the first does: each learns its part of what all draw, so
+    that parts of different things would be put together, and nobody saw it. known_by: stands for model and start."""
+    if crew.size == 1:
+        return
+    mine = digest_of((corpus.tokens, corpus.own, corpus.ends, np.frombuffer(known_by.encode(), np.uint8)))
+    if crew.agree(int(mine, 16)) != int(mine, 16):  # exact: a double holds its 48 bits
+        raise ConfigError(
+            f"what lies in {options.shards}, the model or --start is not the same for all workers: put it where every "
+            "node sees it, and let nobody gather into that folder while they start"
+        )
 
 
 def _check_known(options: ConvertOptions, base: _Base, corpus: Corpus) -> None:
