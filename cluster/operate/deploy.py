@@ -3,9 +3,8 @@
 import asyncio
 import io
 import re
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
@@ -25,6 +24,8 @@ from cluster.operate.haproxy import haproxy_settings
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import (
     Say,
+    beside,
+    check_ray,
     check_threads,
     claim,
     ended_parts,
@@ -100,24 +101,6 @@ def up(options: UpOptions, say: Say = say_now) -> None:
             if not interrupts.asked:
                 raise
             say("stopped")  # what was interrupted failed for that reason
-
-
-def beside(work: Callable[[], Any], name: str) -> Future[Any]:
-    """What `work` returns or raises, from a thread of its own.
-
-    No pool's thread, which Python waits for until it ends: an interrupt of the main thread may leave a lock held (a
-    module's, logging's) that another thread then waits for for ever.
-    """
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return future
 
 
 def refuse_running_serve(address: str) -> None:
@@ -201,14 +184,6 @@ def result_of(future: Future[Any], interrupts: Interrupts) -> Any:
         check_ray(interrupts)
         time.sleep(LOOK_SECONDS / 5)
     return future.result()
-
-
-def check_ray(interrupts: Interrupts) -> None:
-    """Raise KeyboardInterrupt where the user wants an end, ConfigError where Ray has come to one: what is asked of it
-    then waits for a minute, and after that Ray ends this process on the spot."""
-    interrupts.check()
-    if gone := ended_parts():
-        raise ConfigError(f"the Ray cluster is gone: its {gone[0]} ended")
 
 
 def status_of_serve(interrupts: Interrupts) -> ServeStatus:

@@ -6,7 +6,9 @@ import re
 import secrets
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -152,6 +154,32 @@ def ended_parts() -> list[str]:
     """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
     ours = ray._private.worker._global_node
     return [] if ours is None else [kind for kind, _ in ours.dead_processes() if kind in CORE]
+
+
+def check_ray(interrupts: Interrupts) -> None:
+    """Raise KeyboardInterrupt where the user wants an end, ConfigError where Ray has come to one: what is asked of it
+    then waits for a minute, and after that Ray ends this process on the spot."""
+    interrupts.check()
+    if gone := ended_parts():
+        raise ConfigError(f"the Ray cluster is gone: its {gone[0]} ended")
+
+
+def beside(work: Callable[[], Any], name: str) -> Future[Any]:
+    """What `work` returns or raises, from a thread of its own.
+
+    No pool's thread, which Python waits for until it ends: an interrupt of the main thread may leave a lock held (a
+    module's, logging's) that another thread then waits for for ever.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 def claim(address: str) -> None:

@@ -9,7 +9,7 @@ on from the last checkpoint. With CPU workers (gloo) it is tested; on GPUs (nccl
 import pickle
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import first_line, last_line, ray_cluster, running_cluster
+from cluster.operate.ray_cluster import beside, check_ray, first_line, last_line, ray_cluster, running_cluster
 from cluster.preflight import settled
 from cluster.training.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
@@ -106,11 +106,7 @@ def _train(
         ),
     )
     screen.line(f"training on {count} workers, which share every step")
-    pool = ThreadPoolExecutor(1)
-    try:
-        return follow(pool.submit(trainer.fit), said, screen, interrupts)
-    finally:
-        pool.shutdown(wait=False)
+    return follow(beside(trainer.fit, "train"), said, screen, interrupts)
 
 
 def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts) -> Progress:
@@ -118,7 +114,7 @@ def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts
     over = False
     try:
         while not over:
-            interrupts.check()
+            check_ray(interrupts)
             over = run.done()
             for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
                 if isinstance(news, ConfigError):
@@ -127,7 +123,7 @@ def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts
             time.sleep(0.0 if over else LOOK_SECONDS)
         progress = run.result().return_value
     except (TrainingFailedError, ray.exceptions.RayError) as error:
-        interrupts.check()
+        check_ray(interrupts)
         raise ConfigError(f"{_told_of(error)}; the same command goes on from here") from error
     assert isinstance(progress, Progress)
     return progress

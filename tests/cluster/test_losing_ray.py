@@ -13,7 +13,7 @@ import psutil
 import pytest
 from ray import serve
 
-from cluster.operate import deploy
+from cluster.operate import deploy, ray_cluster
 from cluster.operate.interrupts import Interrupts
 from tests.servers import Server, end_all, kill_all, start, tiny_model, wait_for_text, words_of
 from tidar_core.config import ConfigError
@@ -74,7 +74,7 @@ def test_a_ray_that_is_gone_is_noticed_wherever_it_is_waited_for(
     monkeypatch.setattr(serve, "status", status)
     monkeypatch.setattr(deploy, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr(deploy, "start_proxies", lambda *_: Event().wait())
-    monkeypatch.setattr(deploy, "ended_parts", lambda: ended)
+    monkeypatch.setattr(ray_cluster, "ended_parts", lambda: ended)
     interrupts, board = Interrupts(), SimpleNamespace(news=list)
     waits = [
         lambda: deploy.start_serve("127.0.0.1", 1, interrupts),

@@ -20,6 +20,7 @@ from ray.train import ControllerError, WorkerGroupError
 from typer.testing import CliRunner
 
 import cluster.training.train
+from cluster.operate import ray_cluster
 from cluster.operate.interrupts import Interrupts
 from cluster.training.train_worker import check_seen
 from tests.cluster.observed_work import observed_work, seen_by
@@ -242,6 +243,13 @@ def test_a_ray_that_ends_under_the_workers_is_one_line() -> None:
 
     with pytest.raises(ConfigError, match=r"^the workers are gone: .*; the same command goes on from here$"):
         cluster.training.train.follow(Future[Any](), Gone(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_a_ray_of_our_own_that_ends_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone, Ray ends this process in the middle after a minute, with lines of its own."""
+    monkeypatch.setattr(ray_cluster, "ended_parts", lambda: ["gcs_server"])
+    with pytest.raises(ConfigError, match=r"^the Ray cluster is gone: its gcs_server ended$"):
+        cluster.training.train.follow(Future[Any](), Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
 def test_an_interrupt_ends_it() -> None:
