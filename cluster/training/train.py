@@ -27,6 +27,7 @@ from ray.train import (
     WorkerGroupError,
 )
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -40,7 +41,9 @@ from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.transfer import choose_device
 
 RESTARTS = 3  # of all workers, after one died
+STARTS_IN_VAIN = 10  # of Ray's waits for room, a minute each: a node that died may be replaced meanwhile
 LOOK_SECONDS = 0.25
+PATIENCE = FailureConfig(RESTARTS, controller_failure_limit=STARTS_IN_VAIN)  # type: ignore[call-arg]  # of Train's v1
 
 
 @contextmanager
@@ -85,6 +88,7 @@ def _train(
     count: int, gpus: bool, interrupts: Interrupts, options: ConvertOptions, spent: float, screen: Screen
 ) -> Progress:
     """As `train_gathered`, on the workers."""
+    check_room(count, gpus, options.threads)  # once more: it was there when gathering began
     if gpus:
         torch.cuda.empty_cache()  # one of the workers may get the GPU that this process has gathered on
     everywhere = replace(
@@ -101,9 +105,7 @@ def _train(
         scaling_config=ScalingConfig(
             num_workers=count, use_gpu=gpus, resources_per_worker=dict(_resources(gpus, options.threads))
         ),
-        run_config=RunConfig(
-            name="ray", storage_path=str(options.work), failure_config=FailureConfig(max_failures=RESTARTS)
-        ),
+        run_config=RunConfig(name="ray", storage_path=str(options.work), failure_config=PATIENCE),
     )
     screen.line(f"training on {count} workers, which share every step")
     return follow(beside(trainer.fit, "train"), said, screen, interrupts)
@@ -135,6 +137,8 @@ def _told_of(error: Exception) -> str:
         case WorkerGroupError(worker_failures=failures) if failures:
             why = last_line(str(next(iter(failures.values()))))
             return f"the workers failed, {RESTARTS} new starts included; at last with: {why}"
+        case ControllerError(controller_failure=WorkerGroupStartupTimeoutError(num_workers=count)):
+            return f"the cluster has no room for {count} workers any more, and none came: lower --workers"
         case ControllerError(controller_failure=failure):
             return f"the workers could not be started: {last_line(str(failure))}"
     return f"the workers are gone: {first_line(error)}"

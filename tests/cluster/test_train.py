@@ -17,6 +17,8 @@ import pytest
 import ray
 import torch
 from ray.train import ControllerError, WorkerGroupError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
 from typer.testing import CliRunner
 
 import cluster.training.train
@@ -234,6 +236,37 @@ def test_workers_that_cannot_be_started_are_one_line_that_says_why() -> None:
     said = r"^the workers could not be started: connection refused; the same command goes on from here$"
     with pytest.raises(ConfigError, match=said):
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_workers_that_find_no_room_again_are_not_waited_for_for_ever() -> None:
+    """As where a node dies and none takes its place: Ray by itself would look again without end."""
+    policy = create_failure_policy(cluster.training.train.PATIENCE)
+    error = ControllerError(WorkerGroupStartupTimeoutError(4))
+    decisions = [policy.make_decision(error) for _ in range(20)]
+    assert set(decisions[:5]) == {FailureDecision.RETRY}  # for minutes, in which a node may come
+    assert decisions[-1] == FailureDecision.RAISE
+
+    run = Future[Any]()
+    run.set_exception(error)
+    said = r"^the cluster has no room for 4 workers any more, and none came: lower --workers; the same command"
+    with pytest.raises(ConfigError, match=said):
+        cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_room_that_went_while_the_words_were_gathered_is_told(
+    options: ConvertOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms = iter([None, ConfigError("2 workers need 2 CPUs")])
+
+    def check_room(*_: object) -> None:
+        if (problem := next(rooms)) is not None:
+            raise problem
+
+    monkeypatch.setattr(cluster.training.train, "check_room", check_room)
+    monkeypatch.setattr(cluster.training.train, "ray_cluster", lambda *_: nullcontext())
+    trainers = cluster.training.train.workers_on_ray(2, options, Shown())
+    with trainers as train, pytest.raises(ConfigError, match="2 workers need 2 CPUs"):
+        train(options, 0.0, Shown())
 
 
 def test_a_ray_that_ends_under_the_workers_is_one_line() -> None:
