@@ -7,6 +7,7 @@ on from the last checkpoint. With CPU workers (gloo) it is tested; on GPUs (nccl
 """
 
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -135,10 +136,17 @@ def _told_of(error: Exception) -> str:
     """What went wrong with the workers, or with Ray under them."""
     match error:
         case WorkerGroupError(worker_failures=failures) if failures:
-            why = last_line(str(next(iter(failures.values()))))
+            why = _cause(next(iter(failures.values())))
             return f"the workers failed, {RESTARTS} new starts included; at last with: {why}"
         case ControllerError(controller_failure=WorkerGroupStartupTimeoutError(num_workers=count)):
             return f"the cluster has no room for {count} workers any more, and none came: lower --workers"
         case ControllerError(controller_failure=failure):
-            return f"the workers could not be started: {last_line(str(failure))}"
-    return f"the workers are gone: {first_line(error)}"
+            return f"the workers could not be started: {_cause(failure)}"
+    return f"the workers are gone: {first_line(error).rstrip('.')}"
+
+
+def _cause(failure: Exception) -> str:
+    """What it says at the end of its traceback: of several lines the first: CUDA ends with advice."""
+    text = str(failure)
+    named = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", text, re.MULTILINE)
+    return (named[-1] if named else last_line(text)).rstrip(".")

@@ -230,6 +230,22 @@ def test_workers_that_fail_again_and_again_are_one_line() -> None:
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
+CUDA_IS_FULL = """Traceback (most recent call last):
+  File "train_worker.py", line 28, in work
+    return train_gathered(options)
+torch.AcceleratorError: CUDA error: out of memory
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+
+
+def test_of_an_error_with_advice_behind_it_the_error_is_told() -> None:
+    run = Future[Any]()
+    run.set_exception(WorkerGroupError("…", {1: RuntimeError(CUDA_IS_FULL)}))
+    with pytest.raises(ConfigError, match=r"with: torch.AcceleratorError: CUDA error: out of memory; the same command"):
+        cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
 def test_workers_that_cannot_be_started_are_one_line_that_says_why() -> None:
     run = Future[Any]()
     run.set_exception(ControllerError(RuntimeError("a trace\nconnection refused")))
