@@ -33,7 +33,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import beside, check_ray, first_line, last_line, ray_cluster, running_cluster
+from cluster.operate.ray_cluster import beside, check_ray, last_line, ray_cluster, running_cluster
 from cluster.preflight import settled
 from cluster.training.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
@@ -142,7 +142,7 @@ def _told_of(error: Exception) -> str:
             return f"the cluster has no room for {count} workers any more, and none came: lower --workers"
         case ControllerError(controller_failure=failure):
             return f"the workers could not be started: {_cause(failure)}"
-    return f"the workers are gone: {first_line(error).rstrip('.')}"
+    return f"the workers cannot go on: {_cause(error)}"
 
 
 def _cause(failure: Exception) -> str:

@@ -1,5 +1,6 @@
 """Drafters trained by two workers of Ray Train: the same steps, the same bits, whatever dies on the way."""
 
+import errno
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, create_failure_policy
@@ -288,10 +290,22 @@ def test_room_that_went_while_the_words_were_gathered_is_told(
 def test_a_ray_that_ends_under_the_workers_is_one_line() -> None:
     class Gone(Saying):
         def qsize(self) -> int:
-            raise ray.exceptions.ActorDiedError
+            raise ActorDiedError
 
-    with pytest.raises(ConfigError, match=r"^the workers are gone: .*; the same command goes on from here$"):
+    with pytest.raises(ConfigError, match=r"^the workers cannot go on: .*; the same command goes on from here$"):
         cluster.training.train.follow(Future[Any](), Gone(), Shown(), Interrupts())  # type: ignore[arg-type]
+
+
+def test_of_a_process_of_ray_that_could_not_be_made_the_reason_is_told() -> None:
+    """As Ray Train's own on a full disk, into which it writes a folder before all else."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    run = Future[Any]()
+    made = RayTaskError("TrainController.__init__", f"Traceback …\nOSError: {full}", full)
+    run.set_exception(ActorDiedError(made))
+    with pytest.raises(
+        ConfigError, match=r"^the workers cannot go on: OSError: \[Errno 28\] No space left on device; the"
+    ):
+        cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
 def test_a_ray_of_our_own_that_ends_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
