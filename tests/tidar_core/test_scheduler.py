@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
+from tidar_core.engine.draft_policy import DraftPolicy
+from tidar_core.engine.pages import PagePool
+from tidar_core.engine.scheduler import Limits, Scheduler
+from tidar_core.engine.step_cost import StepCost
+from tidar_core.layout import PLAIN, Shape
 from tidar_core.prefixes import prefix_marks
-from tidar_core.request import Request, SamplingParams
+from tidar_core.request import Request, SamplingParams, Sequence
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
@@ -96,3 +103,200 @@ def test_what_a_request_computed_itself_is_no_prefix_that_it_found(tmp_path):
             if output.trace is not None:
                 cached.setdefault(output.request_id, output.trace.cached)
     assert cached == {"urgent": 0, "long": 0}
+
+
+SAID = 7  # by the model, whatever it is asked
+
+
+def scheduler_of(pages, **limits):
+    """One without a model: pages of four tokens, blocks of four slots, rows that cost nothing."""
+    policy = DraftPolicy(4, StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
+    room = {"max_running": 4, "step_rows": 16, "max_positions": 64, "page_size": 4, **limits}
+    return Scheduler(PagePool(pages), policy, Limits(eos_ids=frozenset({2}), **room))
+
+
+def ask(scheduler, name, tokens, priority=0, salt=None, **params):
+    prompt = tuple(range(100, 100 + tokens))
+    chosen = replace(GREEDY, **{"drafts": "off", **params})
+    sequence = Sequence(Request(name, prompt, chosen, cache_salt=salt or name, priority=priority), 0.0, list(prompt))
+    scheduler.add(sequence)
+    return sequence
+
+
+def commit(scheduler, plans):
+    return scheduler.commit(plans, [[SAID] * (1 + len(plan.drafts)) for plan in plans])
+
+
+def test_an_urgent_one_goes_on_in_the_very_step_in_which_others_give_way():
+    scheduler = scheduler_of(5)
+    for name, tokens, priority in (("urgent", 12, 0), ("low", 3, 2), ("lower", 4, 3), ("lowest", 4, 4)):
+        ask(scheduler, name, tokens, priority)
+    commit(scheduler, scheduler.plan())
+    assert names(scheduler.running) == ["urgent", "low", "lower"], "for the last there was no row"
+    plans = scheduler.plan()
+    assert names(plan.sequence for plan in plans) == ["urgent", "low"]
+    assert names(scheduler.waiting) == ["lower", "lowest"]
+    assert scheduler.pool.owned == 5
+
+
+def test_who_does_not_fit_is_not_overtaken_and_holds_nothing():
+    scheduler = scheduler_of(4)
+    ask(scheduler, "runs", 5)
+    commit(scheduler, scheduler.plan())
+    big = ask(scheduler, "big", 12)
+    ask(scheduler, "small", 1)
+    assert names(plan.sequence for plan in scheduler.plan()) == ["runs"]
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["runs"], ["big", "small"])
+    assert (scheduler.pool.owned, list(big.pages), big.cached) == (2, [], None)
+
+
+@pytest.mark.parametrize(("pages", "ahead"), [(2, False), (3, True)])
+def test_a_step_is_planned_ahead_only_with_the_pages_for_the_most_that_may_come(pages, ahead):
+    scheduler = scheduler_of(pages)
+    sequence = ask(scheduler, "r", 7)
+    under_way = scheduler.plan()
+    (plan,), sources = scheduler.plan_ahead(under_way)
+    assert (plan.position, plan.known, plan.drafts, plan.shape, sources) == (6, (0,), (), PLAIN, [0])
+    assert len(sequence.pages) == 2, "the token that comes is the eighth"
+    commit(scheduler, under_way)
+    found = scheduler.plan_ahead(scheduler.plan())
+    assert (found is not None) == ahead
+    assert (len(sequence.pages), scheduler.pool.owned) == (pages, pages)
+
+
+@pytest.mark.parametrize(("prompt", "pages"), [(4, 2), (5, 3)])
+def test_behind_a_step_that_drafts_all_drafts_are_counted_on(prompt, pages):
+    scheduler = scheduler_of(4)
+    sequence = ask(scheduler, "r", prompt, drafts="full")
+    under_way = scheduler.plan()
+    assert under_way[0].shape == Shape(0, (1,), 4)
+    (plan,), _ = scheduler.plan_ahead(under_way)
+    assert (plan.drafts, plan.shape) == ((1, 2, 3), Shape(3, (1, 2, 3, 4), 4))
+    assert len(sequence.pages) == pages, "for the prompt, the anchor and three drafts"
+
+
+def test_nothing_is_planned_behind_a_last_token():
+    scheduler = scheduler_of(8)
+    for name, tokens in (("short", 1), ("long", 2)):
+        ask(scheduler, name, 4, max_tokens=tokens)
+    under_way = scheduler.plan()
+    plans, sources = scheduler.plan_ahead(under_way)
+    assert (names(plan.sequence for plan in plans), sources) == (["long"], [1])
+    commit(scheduler, under_way)
+    assert (names(scheduler.running), scheduler.pool.owned) == (["long"], 2)
+
+
+def test_the_policy_hears_who_reads_and_who_is_about_to_decode():
+    heard = []
+
+    class Noted(DraftPolicy):
+        def choose(self, views, prompt_rows, coming=0):
+            heard.append((len(views), prompt_rows, coming))
+            return super().choose(views, prompt_rows, coming)
+
+    scheduler = scheduler_of(32, max_running=3, step_rows=8)
+    scheduler.policy = Noted(4, scheduler.policy.cost)
+    for name, tokens in (("decodes", 4), ("reads", 20), ("waits", 20), ("waits too", 20)):
+        ask(scheduler, name, tokens)
+    for _ in range(2):
+        commit(scheduler, scheduler.plan())
+    assert names(scheduler.waiting) == ["waits", "waits too"]
+    assert heard == [(1, 7, 2)] * 2, "one that reads, and one of two for whom there is a place"
+
+
+def test_drafts_end_before_the_first_that_is_none():
+    scheduler = scheduler_of(8)
+    sequence = ask(scheduler, "r", 4)
+    scheduler.take_drafts(sequence, (5, 6, -1, 8))
+    assert sequence.drafts == [5, 6]
+
+
+def test_how_drafts_held_is_learnt_where_they_have_no_say():
+    for trust, learns in ((1.0, True), (0.9, False)):
+        scheduler = scheduler_of(8)
+        sequence = ask(scheduler, "r", 4, drafts="full", draft_trust=trust)
+        assert (sequence.acceptance is not None) == learns
+        commit(scheduler, scheduler.plan())
+        scheduler.take_drafts(sequence, (SAID, 9, 9))
+        before = scheduler.policy.new_acceptance().holds()
+        (output,) = commit(scheduler, scheduler.plan())
+        assert (output.tokens, output.trace.accepted, output.trace.used) == ((SAID, SAID), 1, 2)
+        after = scheduler.policy.new_acceptance().holds()
+        if learns:
+            assert (after[0] > before[0], after[1] < before[1], after[2] == before[2]) == (True, True, True)
+        else:
+            assert after == before
+
+
+def test_drafts_that_were_not_verified_stay_where_the_one_before_them_was_said():
+    for first, left in ((SAID, [5]), (9, [])):
+        scheduler = scheduler_of(8)
+        plain, drafting = ask(scheduler, "plain", 4), ask(scheduler, "drafting", 4, drafts="full", block=2)
+        commit(scheduler, scheduler.plan())
+        scheduler.take_drafts(plain, (first, 5))
+        scheduler.take_drafts(drafting, (SAID, first, 5))
+        assert [plan.drafts for plan in scheduler.plan()] == [(), (SAID,)]
+        commit(scheduler, scheduler.plan())
+        assert (plain.drafts, drafting.drafts) == (left, left)
+
+
+def test_the_least_urgent_gives_way_itself():
+    scheduler = scheduler_of(4)
+    ask(scheduler, "urgent", 11)
+    low = ask(scheduler, "low", 4, priority=1)
+    commit(scheduler, scheduler.plan())
+    assert names(plan.sequence for plan in scheduler.plan()) == names(scheduler.running) == ["urgent"]
+    assert (names(scheduler.waiting), list(low.pages), low.computed) == (["low"], [], 0)
+
+
+def test_an_urgent_one_takes_the_only_place():
+    scheduler = scheduler_of(16, max_running=1)
+    ask(scheduler, "runs", 4, priority=1)
+    commit(scheduler, scheduler.plan())
+    ask(scheduler, "urgent", 20)
+    assert names(plan.sequence for plan in scheduler.plan()) == ["urgent"]
+    assert (names(scheduler.running), names(scheduler.waiting)) == (["urgent"], ["runs"])
+
+
+def test_a_step_is_not_planned_ahead_of_who_may_come_in_with_it():
+    scheduler = scheduler_of(16, max_running=1)
+    ask(scheduler, "runs", 4)
+    under_way = scheduler.plan()
+    ask(scheduler, "waits", 4)
+    assert scheduler.plan_ahead(under_way) is not None
+    ask(scheduler, "urgent", 4, priority=-1)
+    assert scheduler.plan_ahead(under_way) is None
+
+
+def test_who_was_refused_pages_may_come_in_once_there_are_more():
+    scheduler = scheduler_of(4)
+    for name in ("runs", "goes"):
+        ask(scheduler, name, 4)
+    commit(scheduler, scheduler.plan())
+    ask(scheduler, "refused", 4 * 4)
+    under_way = scheduler.plan()
+    assert scheduler.plan_ahead(under_way) is not None
+    assert scheduler.remove("goes")
+    assert scheduler.plan_ahead([plan for plan in under_way if plan.sequence in scheduler.running]) is None
+
+
+def test_one_who_goes_leaves_the_others_where_they_are():
+    scheduler = scheduler_of(8, max_running=2)
+    for name in ("a", "b", "c", "d"):
+        ask(scheduler, name, 4)
+    commit(scheduler, scheduler.plan())
+    assert [scheduler.remove(name) for name in ("b", "d", "d")] == [True, True, False]
+    assert (names(scheduler.running), names(scheduler.waiting), scheduler.pool.owned) == (["a"], ["c"], 1)
+    assert [scheduler.holds(name) for name in "abcd"] == [True, False, True, False]
+
+
+def test_pages_that_two_share_come_free_once():
+    scheduler = scheduler_of(6)
+    ask(scheduler, "stays", 2)
+    for name in ("one", "other"):
+        ask(scheduler, name, 9, priority=1, salt="shared")
+        commit(scheduler, scheduler.plan())
+    assert scheduler.pool.owned == 5, "two that both have, and one each"
+    ask(scheduler, "urgent", 24)
+    assert names(plan.sequence for plan in scheduler.plan()) == ["stays"]
+    assert (names(scheduler.running), names(scheduler.waiting)[0]) == (["stays"], "urgent")

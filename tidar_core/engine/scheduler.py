@@ -376,7 +376,7 @@ class Scheduler:
         accepted, anchor = (committed - 1, kept[-1]) if len(kept) == committed else (len(kept), None)
         used = committed if committed in shape.proposals else None
         verify_rows, mask_rows = plan.verify_rows + plan.idle[0], shape.mask_rows + plan.idle[1]
-        cached = min(sequence.cached or 0, sequence.prompt_length) if first else 0
+        cached = (sequence.cached or 0) if first else 0
         trace = StepTrace(  # by place: by name it takes twice as long, and there is one a sequence and step
             sequence.decode_steps, now - sequence.arrived, drafts, accepted, anchor,
             shape.block, shape.proposals, used, verify_rows, mask_rows, cached,
