@@ -182,6 +182,11 @@ def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     assert [shapes[i] for i in (0, 1, 3)] == [Shape()] * 3
 
 
+def test_of_equals_those_draft_that_have_drafts_in_hand():
+    shapes = DraftPolicy(4, STEP, (0.9,)).choose([SequenceView("auto", 3 * (i == 2), 4) for i in range(4)], 0)
+    assert [shape != Shape() for shape in shapes] == [False, False, True, False]
+
+
 def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequence[float], drafting: int) -> float:
     """The rate of a batch of which `drafting` sequences draft: in `shape` while they have drafts in hand, with one
     step (0, {1}, b) after each miss. chances: P(a) for a = 1 … n+1."""

@@ -64,10 +64,16 @@ def test_every_row_sees_at_least_one_key():
             assert row.tail_end > row.tail_start
 
 
+def test_behind_an_anchor_labels_are_shifted():
+    with pytest.raises(ValueError, match="goes with labels 'shifted' alone"):
+        BlockForm(slot_0="anchor")
+
+
 def test_full_shape_is_the_papers():
     shape = full_shape(8, 7)
     assert (shape.verify_rows, shape.mask_rows) == (8, 64)
     assert full_shape(8, 0) == Shape(0, (1,), 8)
+    assert full_shape(4, 7) == Shape(3, (1, 2, 3, 4), 4), "no more drafts than a block of its own has"
 
 
 shapes = st.builds(

@@ -105,6 +105,11 @@ def test_marks_are_equal_as_far_as_every_fourth_page_is(first, second, limit):
         assert ours[mark] == keys[0][page][:MARK_BYTES]
 
 
+def test_the_last_token_marks_nothing_and_no_more_is_told_than_may_be():
+    assert [len(split_marks(prefix_marks(range(length), 2, "", 9))) for length in (8, 9, 16, 17)] == [0, 1, 1, 2]
+    assert prefix_marks(range(100), 2, "", 3) == prefix_marks(range(25), 2, "", 9)
+
+
 def test_the_marks_used_last_are_told_first():
     pool = PagePool(3)
     for key in (b"a" * 16, b"b" * 16, b"c" * 16):
