@@ -300,3 +300,12 @@ def test_pages_that_two_share_come_free_once():
     ask(scheduler, "urgent", 24)
     assert names(plan.sequence for plan in scheduler.plan()) == ["stays"]
     assert (names(scheduler.running), names(scheduler.waiting)[0]) == (["stays"], "urgent")
+
+
+def test_a_prompt_whose_scores_are_told_is_computed_anew():
+    scheduler = scheduler_of(12)
+    ask(scheduler, "first", 9, salt="shared")
+    commit(scheduler, scheduler.plan())
+    again, read = (ask(scheduler, str(told), 9, salt="shared", prompt_logprobs=told) for told in (None, 0))
+    scheduler.plan()
+    assert [(each.computed, each.cached) for each in (again, read)] == [(8, 8), (0, 0)]
