@@ -243,7 +243,9 @@ def test_a_schema_behind_thoughts_is_still_checked() -> None:
     with pytest.raises(ApiError, match="response_format: a grammar may have at most 65536 bytes"):
         behind_thoughts(Grammar("regex", "a" * 65_500), PLAIN, "response_format")
     schema = schema_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}})
-    assert behind_thoughts(schema, PLAIN, "response_format").kind == "structural_tag"
+    behind = behind_thoughts(schema, PLAIN, "response_format")
+    assert behind.kind == "structural_tag"
+    assert json.loads(behind.text)["format"]["elements"][-1]["json_schema"] == json.loads(schema.text)
     assert behind_thoughts(Grammar("json_object"), PLAIN, "response_format").kind == "structural_tag"
 
 

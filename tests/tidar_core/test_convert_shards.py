@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.tidar_core.documents import HEADER, document
 from tidar_core.config import ConfigError
-from tidar_core.convert.shards import Corpus, open_store, read_header
+from tidar_core.convert.shards import Corpus, open_store, prompt_number, read_header
 
 
 def test_shards_give_back_what_was_put_in(tmp_path):
@@ -169,3 +169,9 @@ def test_a_users_copy_of_a_shard_is_left_alone(tmp_path):
     shard = tmp_path / "shard-000000.safetensors"
     (tmp_path / "shard-000000-copy.safetensors").write_bytes(shard.read_bytes())
     assert len(open_store(tmp_path, HEADER).read().corpus) == 1
+
+
+def test_prompts_are_told_from_jobs_and_from_each_other():
+    numbers = {prompt_number(key) for key in (0, 1, 2, 2**62, 2**62 + 1, 2**63 - 1, -2, -(2**62) - 2)}
+    assert len(numbers) == 8
+    assert -(2**63) <= min(numbers) <= max(numbers) < 0
