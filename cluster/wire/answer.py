@@ -108,15 +108,17 @@ class Choice:
             front, self.echo = self.echo.text, None
         if self.by_part:
             told, shares = with_shares(self._shared(shown, entries))
+        elif self.thoughts is not None:
+            told, shares = runs(part for part, _ in self._shared(shown, ())), ()
         else:
             told, shares = runs(self._told(shown, front, finish is not None)), ()
         if self.thoughts is not None:
-            self.thoughts.count(output.tokens)
+            self.thoughts.count(output.tokens[len(shown) :])
         return Piece(self.number, told, finish, shown_trace, entries, output.tokens, shares)
 
     def _shared(self, tokens: Sequence[int], entries: Share) -> Iterator[tuple[Part, Share]]:
-        """A step's parts with the log-probabilities of their tokens. Token by token, so that whose one is does not
-        depend on how many a step brought."""
+        """A step's parts with the log-probabilities of their tokens. Token by token, so that whose one is, and how many
+        are of thoughts, does not depend on how many a step brought."""
         for number, token in enumerate(tokens):
             self.waiting += entries[number : number + 1]
             yield from (self._with_share(part) for part in self._told((token,)) if part)
@@ -141,6 +143,7 @@ class Choice:
         parts: tuple[str | Thought, ...] = (text,)
         if self.thoughts is not None:
             parts = self.thoughts.push(text)
+            self.thoughts.count(tokens)
             parts = (*parts, *self.thoughts.finish()) if last else parts
         for part in parts:
             if self.tools is None or isinstance(part, Thought):

@@ -6,6 +6,7 @@ for the answer to go on from, so that a template tells whether a model does.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +113,9 @@ class ThoughtParser:
         self._ended = False
         self._step = self._in_thought if thinking.amid else self._before
 
-    def count(self, tokens: tuple[int, ...]) -> None:
-        """Count a step's tokens, behind the `push` of their text."""
+    def count(self, tokens: Sequence[int]) -> None:
+        """Count tokens, behind the `push` of their text. One at a time where the end of thoughts shows in that alone:
+        those behind it are none of them."""
         if not self._ended:
             self._ended = self._thinking.end_id in tokens or (self._thinking.end_id is None and self.over)
             own = self._thinking.end_id

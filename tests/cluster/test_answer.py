@@ -95,6 +95,21 @@ def test_each_text_has_the_log_probabilities_of_its_own_tokens_however_an_answer
     assert sum(len(share) for share in whole.shares) <= len(tokens)
 
 
+@given(data=st.data())
+def test_tokens_of_thoughts_are_as_many_however_an_answer_is_cut(data: st.DataObject) -> None:
+    """A tag of several tokens, whose step brings words of the answer too."""
+    requests = requests_for("answer", [(1,)], [SamplingParams(max_tokens=50)])
+    growing = Answer(CARD, requests, False, thinking=THINKS).choices[0]
+    assert growing.thoughts is not None
+    thought, said = ids("<think>\nHm.\n</think>"), ids("\n\nSure, two of them.")
+    tokens = [*thought, *said, 2]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1))))
+    for start, end in pairwise([0, *cuts, len(tokens)]):
+        finish = Finish(FinishReason.STOP, 2) if end == len(tokens) else None
+        growing.add(output(tokens[start:end], finish), "r1")
+    assert growing.thoughts.tokens == len(thought)
+
+
 def test_a_stop_string_is_cut_out_and_what_only_began_one_is_shown() -> None:
     stopped = choice(stop=("fox",))
     assert stopped.add(output(ids("the quick fo")), "r1").text == "the quick "
