@@ -47,8 +47,8 @@ class FieldError(ValueError):
         self.param = param
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param, code)
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param)
 
 
 def unknown_model(name: str, served: Iterable[str]) -> ApiError:

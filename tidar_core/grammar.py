@@ -16,6 +16,7 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64  # levels of JSON, of which a nested object takes two
+TOO_DEEP = f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
 
 
 class GrammarError(ValueError):
@@ -48,15 +49,13 @@ class Grammar:
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
     """The grammar of a schema that was parsed already."""
-    if _deeper_than(schema, MAX_SCHEMA_DEPTH):
-        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    _check_depth(schema)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 
 def tag_grammar(form: dict[str, Any], parts: tuple[tuple[str, Grammar], ...] = ()) -> Grammar:
     """The grammar of a format of xgrammar's structural tags."""
-    if _deeper_than(form, MAX_SCHEMA_DEPTH):
-        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    _check_depth(form)
     text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
     return Grammar("structural_tag", text, parts)
 
@@ -71,13 +70,11 @@ def choice_grammar(choices: list[str]) -> Grammar:
 def _parsed(text: str) -> Any:
     try:
         schema = json.loads(text)
-        too_deep = _deeper_than(schema, MAX_SCHEMA_DEPTH)
     except RecursionError:
-        too_deep = True
+        raise GrammarError(TOO_DEEP) from None
     except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}") from error
-    if too_deep:
-        raise GrammarError(f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep")
+    _check_depth(schema)
     return schema
 
 
@@ -93,9 +90,9 @@ def _schemas_between(form: Any) -> Iterator[Any]:
             yield from _schemas_between(list(form.values()))
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def _check_depth(value: Any) -> None:
     layer = [value]
-    for _ in range(levels):
+    for _ in range(MAX_SCHEMA_DEPTH):
         layer = [
             item
             for value in layer
@@ -103,8 +100,8 @@ def _deeper_than(value: Any, levels: int) -> bool:
             for item in (value.values() if isinstance(value, dict) else value)
         ]
         if not layer:
-            return False
-    return True
+            return
+    raise GrammarError(TOO_DEEP)
 
 
 # What says nothing about an instance by itself.

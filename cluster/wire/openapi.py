@@ -66,13 +66,13 @@ def document(app: FastAPI, api_keys: bool, metrics_keys: bool) -> dict[str, Any]
     schemas["Error"] = ERROR_SCHEMA
     made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, operations in made["paths"].items():
-        for method, operation in operations.items():
+        for operation in operations.values():
             body = BODIES.get(path)
             if body is not None:
                 content = {"application/json": {"schema": {"$ref": REF + body.__name__}}}
                 operation["requestBody"] = {"required": True, "content": content}
             guarded = path not in OPEN and (api_keys or (metrics_keys and path == "/metrics"))
-            operation["responses"] = responses(path, method, guarded)
+            operation["responses"] = responses(path, guarded)
             operation["security"] = [{"key": []}] if guarded else []
     return made
 
@@ -86,7 +86,7 @@ def schemas_of_bodies() -> dict[str, Any]:
     return schemas
 
 
-def responses(path: str, method: str, guarded: bool) -> dict[str, Any]:
+def responses(path: str, guarded: bool) -> dict[str, Any]:
     answer = ANSWERS.get(path)
     if path in PLAIN_TEXT:
         content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}

@@ -58,9 +58,9 @@ class _ObjectReader:
         self._in_string = False
         self._escaped = False
 
-    def until(self, depth: int, text: str, start: int = 0) -> int | None:
-        """Read `text` from `start` to where so few brackets are open; the place behind that, None if it is not there.
-        All of the text counts as read then."""
+    def end(self, text: str, start: int = 0) -> int | None:
+        """Read `text` from `start` to where the object ends; the place behind that, None if it is not there. All of the
+        text counts as read then."""
         for place in range(start, len(text)):
             char = text[place]
             if self._escaped:
@@ -74,7 +74,7 @@ class _ObjectReader:
                 self._depth += 1
             elif char in "}]":
                 self._depth -= 1
-                if self._depth <= depth:
+                if self._depth <= 0:
                     return place + 1
         return None
 
@@ -196,7 +196,7 @@ class ToolParser:
             self._reader = _ObjectReader()
             self._step = self._in_arguments
             return True
-        end = self._reader.until(0, self._held, self._read)
+        end = self._reader.end(self._held, self._read)
         self._read = len(self._held)
         if end is None:
             return False
@@ -209,17 +209,17 @@ class ToolParser:
         return True
 
     def _in_arguments(self) -> bool:
-        end = self._reader.until(0, self._held)
+        end = self._reader.end(self._held)
         arguments, self._held = self._cut(len(self._held) if end is None else end)
         self._add(CallDelta(self.calls - 1, arguments))
         if end is not None:
             self._reader = _ObjectReader()
-            self._reader.until(0, "{")  # the one that the arguments stand in
+            self._reader.end("{")  # the one that the arguments stand in
             self._step = self._in_rest
         return end is not None
 
     def _in_rest(self) -> bool:
-        end = self._reader.until(0, self._held)
+        end = self._reader.end(self._held)
         self._held = "" if end is None else self._held[end:]
         if end is not None:
             self._lead = ""

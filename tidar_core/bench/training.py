@@ -60,9 +60,9 @@ class TrainingSpeed:
     work: tuple[Work, ...]
 
 
-def random_corpus(vocab_size: int, seed: int = 0) -> Corpus:
+def random_corpus(vocab_size: int) -> Corpus:
     """Documents of random lengths and tokens, some tokens frequent and most rare, all of them to learn from."""
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     lengths = draw.integers(SHORTEST, LONGEST, DOCUMENTS)
     tokens = np.minimum(draw.zipf(1.2, int(lengths.sum())) - 1, vocab_size - 1).astype(np.int32)
     numbers = np.arange(DOCUMENTS, dtype=np.int64)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 NO_TIE = 1 - 1e-9  # what costs as much but for rounding is not cheaper, whichever way it was added up
+BUSY_SHARE = 0.8  # of the most tokens per second that a batch of any size gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,11 @@ class StepCost:
         apart = self.head_seconds(size.verify) + self.head_seconds(size.picked)
         return self.head_seconds(size.verify + size.slots) < NO_TIE * apart
 
-    def full_batch(self, most: int, share: float = 0.8) -> int:
-        """How many sequences keep this engine busy: the fewest, of at most `most`, that give `share` of the most tokens
-        per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
+    def full_batch(self, most: int) -> int:
+        """How many sequences keep this engine busy: the fewest, of at most `most`, that give `BUSY_SHARE` of the most
+        tokens per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
         rates = [n / self.seconds(StepSize(known=0, verify=n, sequences=n)) for n in range(1, most + 1)]
-        return next(n for n, rate in enumerate(rates, 1) if rate >= share * max(rates))
+        return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
 
     def describe(self) -> dict[str, list[float]]:
         """The measured points for people and other programs: row counts, and milliseconds of each part there."""
