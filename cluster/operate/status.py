@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from tidar_core.config import ConfigError
 
@@ -62,7 +63,7 @@ def show_status(
             try:
                 before, now = now, look(base, metrics_key)
             except ConfigError as error:
-                shown.update(f"{error}", refresh=True)  # it may come back
+                shown.update(Text(f"{error}"), refresh=True)  # it may come back
                 continue
             shown.update(replica_table(now, before), refresh=True)
 

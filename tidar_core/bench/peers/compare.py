@@ -177,10 +177,12 @@ def _running(engine: Contender, say: Callable[[str], None]) -> Iterator[tuple[st
     """The engine's process, ready; gives the name of its device, and the function that sends it a round."""
     say(f"starting {engine.name}")
     root = str(Path(tidar_core.__file__).absolute().parent.parent)
-    with TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
+    with (
+        TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(
             engine.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=root
-        )
+        ) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
         questions, answers = process.stdin, process.stdout
