@@ -17,8 +17,7 @@ class ModelCard:
 
     fingerprint: of the base's weights; a prompt for this model is none for an engine of others. block_length is the
     drafter's (0 where there is none); drafts and sampling_defaults are used where a request says
-    nothing.
-    step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
+    nothing. step_cost: what a step's rows cost where the card was made, as `StepCost.describe` has it (milliseconds).
     page_size: positions a K/V page, by which prefixes are cached. created: when the replica loaded it, in seconds since
     1970. Crosses Ray's own transport, inside the cluster.
     """

@@ -11,6 +11,7 @@ controls and charts are the page's own too: those of Gradio would keep a session
     cluster.js   /metrics, once a second while it is looked at; burst.js sends many prompts in one request
     inspector.js, meters.js, numbers.js, dom.js    the hint at a token, the numbers, how they are written, makers of
                                                    elements
+    theme.js     light or dark, a script of its own in the page's head: before anything is drawn
     trace.js, stats.js, recording.js, prometheus.js    pure: tokens and numbers of a step, of an answer, of a file,
                                                        of a metrics page
     thoughts.js                                        pure: what an answer is in the conversation that goes on from it

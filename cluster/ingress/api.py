@@ -194,8 +194,8 @@ def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, pag
     async def metrics() -> Response:
         told = await models.metrics()
         others = counts.of_others(known for replica in told for known in replica.ingresses)
-        page = render([*(replica.series for replica in told), *others, counts.collect()])
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
+        text = render([*(replica.series for replica in told), *others, counts.collect()])
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)

@@ -69,7 +69,7 @@ class Choice:
     text: TextStream
     spelling: Spelling | None
     tells_end: bool = False
-    echo: "Echo | None" = None
+    echo: Echo | None = None
     tools: ToolParser | None = None
     thoughts: ThoughtParser | None = None
     by_part: bool = False

@@ -1,8 +1,8 @@
 """What a model thinks before it answers, told apart from the answer.
 
 Models that think aloud (Qwen3, DeepSeek-R1's distillations, SmolLM3, EXAONE 4, Seed-OSS) write it in front of the
-answer, between two tags. Their templates cut it out of earlier turns, or leave the first tag open
-for the answer to go on from, so that a template tells whether a model does.
+answer, between two tags. Their templates cut it out of earlier turns, or leave the first tag open for the
+answer to go on from, so that a template tells whether a model does.
 """
 
 import json

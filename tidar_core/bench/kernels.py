@@ -39,8 +39,7 @@ def run_kernel_bench(
     """Checks and measures as one record: device, versions, seed, ceilings, checks, measures, tiles.
 
     Without `measured` there are only the checks in bf16. With `tuned` the tiles of every weight are searched for as
-    well. keep gets the record after each of them, as far as
-    it is. Raises ConfigError.
+    well. keep gets the record after each of them, as far as it is. Raises ConfigError.
     """
     require_gpu()
     import triton

@@ -142,8 +142,8 @@ def token_table(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tu
 
 
 class Guard:
-    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew
-    for the next one. For one thread."""
+    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew for the next
+    one. For one thread."""
 
     def __init__(self, tokens: str):
         self._tokens = tokens

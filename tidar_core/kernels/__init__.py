@@ -12,16 +12,17 @@ processor multiplies tiles, what is in bf16 does so (`cpu_tiles.cpp`, `cpu_atten
 gradient. They are written in `cpu_lanes.cpp`: sixteen lanes at once, one register with AVX-512, two with AVX2, four
 elsewhere. `rules.py` makes token rules numbers, for all that pick.
 
-The `triton_*.py` files are the same record for an NVIDIA GPU, imported where triton is installed: paged attention over
-a list of work that the device makes itself, row-wise operations, and products with one tile of outputs and one order of
-sums for each weight; `triton_layers.py` makes of them all layers of a model, with what stands between the products done
-within them; `triton_experts.py` is the experts of a mixture (`experts.py`), whose rows the host never counts. Weights
-and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel begin while the one before
-it still runs, `triton_succession.py` is what a step leaves to the one behind it (`succession.py`). `triton_blocks.py`
-is for training alone: attention of mask blocks with its gradient. They are tested interpreted and compiled for Hopper,
-and against their oracles on an H200 (`tidar bench kernels`).
+The `triton_*.py` files are the same record (`triton_ops.py`) for an NVIDIA GPU, imported where triton is installed:
+paged attention over a list of work that the device makes itself (`triton_attention.py`), row-wise operations
+(`triton_rows.py`), products with one tile of outputs and one order of sums for each weight (`triton_gemm.py`), and the
+token rule (`triton_sampling.py`); `triton_layers.py` makes of them all layers of a model, with what stands between the
+products done within them; `triton_experts.py` is the experts of a mixture (`experts.py`), whose rows the host never
+counts. Weights and K/V pages may be in 8 bits (`tidar_core.model.float8`). `triton_launch.py` lets a kernel begin while
+the one before it still runs, `triton_succession.py` is what a step leaves to the one behind it (`succession.py`).
+`triton_blocks.py` is for training alone: attention of mask blocks with its gradient. They are tested interpreted and
+compiled for Hopper, and against their oracles on an H200 (`tidar bench kernels`).
 
 A row's result depends on that row and the keys it sees alone, bit for bit, whatever else is in the batch: norms,
-rotation and activation work row by row, attention reads keys in order of position. Matrix products keep
-the rule at multiples of `Ops.row_multiple` rows where the library below them does; the engine probes it at warm-up.
+rotation and activation work row by row, attention reads keys in order of position. Matrix products keep the rule at
+multiples of `Ops.row_multiple` rows where the library below them does; the engine probes it at warm-up.
 """

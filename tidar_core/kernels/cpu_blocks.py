@@ -71,8 +71,8 @@ def seen_blocks(
 @dataclass(frozen=True, slots=True)
 class BlockOps:
     """In fp32. qkv: [rows, (heads + 2 kv_heads) * head_dim], not rotated; turning has the tables of the rows'
-    positions. keys, values: of the rows laid before, [kv_heads, rows, head_dim], the
-    heads of a row side by side in memory. Raises TypeError where something lies otherwise.
+    positions. keys, values: of the rows laid before, [kv_heads, rows, head_dim], the heads of a row side by
+    side in memory. Raises TypeError where something lies otherwise.
 
     lay_keys(config, qkv, turning): such keys, rotated, and values.
     attend(config, qkv, turning, keys, values, seen, kept): [rows, heads * head_dim], and the shares, fp32, where they

@@ -8,9 +8,9 @@ results by the root of their mean, since that is one number a row. So a norm cos
 twice.
 
 Columns that belong together lie side by side in a tile: gate and up, or the two halves that a rotation mixes. Only the
-order in which a program reads the rows of a weight says so; weights lie in memory as ever. Where a
-head is looked at as a whole, for Qwen3's norm of it or for pages in 8 bits, the rotation is a launch of its own: heads
-may be wider than tiles.
+order in which a program reads the rows of a weight says so; weights lie in memory as ever. Where a head is looked at as
+a whole, for Qwen3's norm of it or for pages in 8 bits, the rotation is a launch of its own: heads may be wider than
+tiles.
 """
 
 # mypy: allow-untyped-defs

@@ -14,8 +14,7 @@
     text_part.py what its config.json states of the model of text
     configuration.py its shape, as the checkpoint states it
     sampling_defaults.py how its makers want it sampled
-    mixtures.py  where it has experts: which, and what their tensors are called
-    stacked.py   experts that a file has in one tensor
+    stacked.py   experts that a file has in two tensors a layer
     loading.py   its weights, fused for the decoder
     fingerprint.py   which weights these are
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save

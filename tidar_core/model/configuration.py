@@ -169,7 +169,6 @@ def _activation(config: PreTrainedConfig, name: str) -> Activation:
 def _biases(config: PreTrainedConfig, architecture: Architecture) -> tuple[bool, bool, bool]:
     """Of the projections to q, k and v, of that behind attention, and of the MLP's: as transformers' models have them,
     whatever else a config.json says."""
-
     attention, mlp = _stated(config, "attention_bias"), _stated(config, "mlp_bias")
     match architecture:
         case "mistral" | "mixtral" | "ministral" | "ministral3" | "phi3" | "exaone4":
