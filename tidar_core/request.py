@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tidar_core.engine.constraint import GrammarState
-    from tidar_core.engine.draft_policy import HeldDrafts
+    from tidar_core.engine.held_drafts import HeldDrafts
     from tidar_core.penalties import Ledger
     from tidar_core.text import TextStream
 

@@ -13,15 +13,14 @@ from tidar_core.engine.draft_policy import (
     FULL_ROWS,
     Choice,
     DraftPolicy,
-    HeldDrafts,
     Load,
     SequenceView,
     best_choice,
     best_shape,
     candidate_shapes,
     most_full,
-    outcome_probabilities,
 )
+from tidar_core.engine.held_drafts import HeldDrafts, outcome_probabilities
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
-from tidar_core.engine.draft_policy import DraftPolicy, HeldDrafts, SequenceView, candidate_shapes
+from tidar_core.engine.draft_policy import DraftPolicy, SequenceView, candidate_shapes
+from tidar_core.engine.held_drafts import HeldDrafts
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape, fit_shape, full_shape
 

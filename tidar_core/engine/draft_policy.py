@@ -20,14 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tidar_core.engine.held_drafts import FADING, SEQUENCE_MEMORY, HeldDrafts, outcome_probabilities
 from tidar_core.engine.step_cost import NO_TIE, FloatArray, IntArray, StepCost, StepSize, curve_at
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import DraftMode
 
 PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
-PRIOR_WEIGHT = 10.0
-MEMORY, SEQUENCE_MEMORY = 0.995, 0.97  # weight that an observation keeps when the next one comes: of all, of one
-FADING, PLAIN_FADING = 0.995, 0.998  # weight that it keeps through a step without drafts, and without plain ones
+PLAIN_FADING = 0.998  # weight that an observation of plain steps keeps through a step that drafts
 FRESH = 40  # steps for which it is not doubted
 BIAS_MEMORY = 0.95  # of how long real steps take
 BIAS_MOST = 3.0  # times what is known: no more counts of a step that others held up
@@ -35,55 +34,6 @@ MOVED = 0.05  # by which one kind of steps became dearer than the other, and wha
 FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step: what they take of memory has an end
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
-
-
-class HeldDrafts:
-    """How often draft i holds when those before it did: smoothed over a prior, recent steps weigh most.
-
-    expected: of each draft, before any was seen. memory: what an observation still weighs when the next one comes.
-    whole: the books that this one's are a part of, as a sequence's are of all; they stand in for `expected`.
-    """
-
-    def __init__(self, expected: Sequence[float], memory: float = MEMORY, whole: "HeldDrafts | None" = None):
-        self._expected = tuple(expected)
-        self._tried = [0.0] * len(self._expected)
-        self._held = [0.0] * len(self._expected)
-        self._memory = memory
-        self._whole = whole
-        self._idle = 0  # steps whose fading is still to be counted
-        self._known: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # what `holds` said, over which prior
-
-    def observe(self, verified: int, held: int) -> None:
-        """One step verified `verified` drafts, of which the first `held` held."""
-        self._settle()
-        self._known = None
-        for draft in range(min(verified, held + 1)):
-            self._tried[draft] = self._tried[draft] * self._memory + 1.0
-            self._held[draft] = self._held[draft] * self._memory + (draft < held)
-        if self._whole is not None:
-            self._whole.observe(verified, held)
-
-    def fade(self) -> None:
-        """A step without drafts: what was learnt counts a little less, so that drafting gets a new chance."""
-        self._idle += 1
-        self._known = None
-
-    def holds(self) -> tuple[float, ...]:
-        """P(draft i holds | drafts 1 … i-1 hold), for i = 1, 2, …"""
-        prior = self._expected if self._whole is None else self._whole.holds()
-        if self._known is None or self._known[0] is not prior:
-            self._settle()
-            books = zip(self._held, self._tried, prior, strict=True)
-            holds = [(held + expected * PRIOR_WEIGHT) / (tried + PRIOR_WEIGHT) for held, tried, expected in books]
-            self._known = prior, tuple(holds)
-        return self._known[1]
-
-    def _settle(self) -> None:
-        if self._idle:
-            left = FADING**self._idle
-            self._tried = [count * left for count in self._tried]
-            self._held = [count * left for count in self._held]
-            self._idle = 0
 
 
 class SequenceView(NamedTuple):
@@ -96,12 +46,6 @@ class SequenceView(NamedTuple):
     context: int = 0
     acceptance: HeldDrafts | None = None
     say: bool = False
-
-
-def outcome_probabilities(holds: Sequence[float], drafts: int) -> list[float]:
-    """P(a) for a = 1 … n+1, where n = `drafts` drafts are verified."""
-    survive = list(accumulate(holds[:drafts], mul, initial=1.0))
-    return [survive[i] * (1.0 - holds[i]) for i in range(drafts)] + [survive[drafts]]
 
 
 @lru_cache(maxsize=64)
@@ -250,9 +194,8 @@ class DraftPolicy:
         count = -(-choice.drafting * len(views) // load.sequences)
         drafting = set(range(len(views)))
         if count < len(views):  # drafts in hand were paid for already
-            ranked = sorted(
-                drafting, key=lambda i: (views[i].drafts_in_hand > 0, self._promise(views[i])), reverse=True
-            )
+            promises = [(view.drafts_in_hand > 0, _promise(self._holds(view))) for view in views]
+            ranked = sorted(drafting, key=promises.__getitem__, reverse=True)
             drafting = set(ranked[:count])
         shapes = [
             _within(choice.shape, self._limit(view), view.drafts_in_hand > 0) if i in drafting else PLAIN
@@ -284,9 +227,6 @@ class DraftPolicy:
 
     def _holds(self, view: SequenceView) -> tuple[float, ...]:
         return (view.acceptance or self._all).holds()
-
-    def _promise(self, view: SequenceView) -> float:
-        return _promise(self._holds(view))
 
     def _best(self, views: Sequence[SequenceView], load: Load) -> Choice:
         limit = min(max(view.block_limit for view in views), self.block_length)
