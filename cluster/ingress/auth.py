@@ -49,7 +49,8 @@ def digest(key: str) -> bytes:
 def read_keys(path: str | None) -> tuple[bytes, ...]:
     """Digests of the keys in a file, one a line; empty lines and lines that begin with # do not count.
 
-    Raises ConfigError where the file cannot be read or holds no key: it would leave the server open.
+    Raises ConfigError where the file cannot be read, holds no key, which would leave the server open, or one that a
+    request's header cannot bring as it is.
     """
     if path is None:
         return ()
@@ -57,10 +58,13 @@ def read_keys(path: str | None) -> tuple[bytes, ...]:
         lines = [line.strip() for line in from_home(path).read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the key file {path} cannot be read: {error}") from None
-    keys = tuple(digest(line) for line in lines if line and not line.startswith("#"))
+    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
     if not keys:
         raise ConfigError(f"the key file {path} holds no key: write one a line")
-    return keys
+    for number, key in keys.items():
+        if not key.isascii():
+            raise ConfigError(f"line {number} of the key file {path} would open nothing: write keys in ASCII alone")
+    return tuple(map(digest, keys.values()))
 
 
 @dataclass(slots=True)

@@ -74,6 +74,14 @@ def test_a_key_file_of_no_use_is_refused(tmp_path: Path, content: str | None) ->
         read_keys(str(path))
 
 
+def test_a_key_that_no_header_brings_is_refused_without_telling_it(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# of the team\nfine\nschlüssel\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^line 3 of the key file") as caught:
+        read_keys(str(path))
+    assert "schl" not in str(caught.value)
+
+
 def test_a_key_that_is_taken_out_of_its_file_opens_nothing_any_more(
     client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
