@@ -262,12 +262,13 @@ def test_a_chat_is_tokenized_as_it_is_answered(fields: dict[str, Any]) -> None:
 
 
 def test_who_speaks_is_told_the_template() -> None:
-    """Hermes 2 Pro's refuses what a tool brought where it does not hear the tool's name."""
+    """Hermes 2 Pro's refuses what a tool brought where it does not hear the tool's name; others want the call's."""
     tokenizer = tool_tokenizer(HERMES_TEMPLATE)
-    tokenizer.chat_template += "{% for m in messages %}{{ m.name if m.name is defined else '-' }}{% endfor %}"
+    told = "{{ m.name if m.name is defined else '-' }}{{ m.tool_call_id }}"
+    tokenizer.chat_template += f"{{% for m in messages %}}{told}{{% endfor %}}"
     turns: list[Any] = [{**TURN, "name": "Ada"}, {**TURN, "name": None}]
-    turns += [{"role": "tool", "tool_call_id": "1", "name": "now", "content": "9:00"}]
-    assert render_chat(card_for(tokenizer), chat(messages=turns)).endswith("Ada-now")
+    turns += [{"role": "tool", "tool_call_id": "#1", "name": "now", "content": "9:00"}]
+    assert render_chat(card_for(tokenizer), chat(messages=turns)).endswith("Ada-now#1")
 
 
 def test_what_a_chats_prompt_cannot_have_is_refused_by_tokenize_too() -> None:

@@ -160,6 +160,23 @@ def test_a_rival_that_cannot_help_does_no_harm() -> None:
     play(all_of_them)
 
 
+def test_who_refused_a_rival_is_not_asked_for_the_next() -> None:
+    async def scene() -> None:
+        first, another_kind, fits = Engine("r0"), Engine("r1", kind=OTHER), Engine("r2")
+        reader = Reader()
+        reading = asyncio.create_task(reader.read(Stage([first, another_kind, fits]).carrier()))
+        await reader.has(3)
+        await first.hang(PATIENCE.doubt + 0.3)
+        await reader.has(len(reader.outputs) + 3)
+        hanging = asyncio.create_task(first.hang(60))
+        await reading
+        reader.check()
+        hanging.cancel()
+        assert (reader.replicas, len(another_kind.asked), len(fits.asked)) == (["r0", "r2"], 1, 1)
+
+    play(scene)
+
+
 def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
     async def alone() -> None:
         stage = Stage([Engine("r0")])
