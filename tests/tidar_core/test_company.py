@@ -3,12 +3,10 @@
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -85,10 +83,10 @@ VISITS = st.builds(
 )
 
 
-@lru_cache(maxsize=1)
-def engines() -> tuple[Engine, Engine]:
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """One that has drafts, steps ahead and too few pages, and one that has none of it."""
-    folder = Path(mkdtemp())
+    folder = tmp_path_factory.mktemp("engines")
     busy = tiny_engine(folder / "busy", overlap=True, max_model_len=96, cache_tokens=160, max_running=3, step_rows=24)
     alone = tiny_engine(folder / "alone", adapter="none")
     alone._compiling = busy._compiling  # grammars are compiled once
@@ -134,8 +132,8 @@ def params_of(wishes: dict[str, Any]) -> SamplingParams:
 
 @settings(max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(visits=st.lists(VISITS, min_size=2, max_size=5))
-def test_no_request_sees_its_company(visits: list[Visit]) -> None:
-    busy, alone = engines()
+def test_no_request_sees_its_company(engines: tuple[Engine, Engine], visits: list[Visit]) -> None:
+    busy, alone = engines
     whole, asked = {}, {}
     for number, visit in enumerate(visits):
         name, prompt, params = str(number), QUESTIONS[visit.question], params_of(visit.wishes)
