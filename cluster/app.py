@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.carry.directory import Directory, Wake
 from cluster.options import ServedModel, ServeOptions, deployment_part
 from cluster.preflight import check_visible
-from cluster.replica.replica import EngineReplica, engine_nodes
+from cluster.replica.replica import EngineReplica
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 
@@ -69,7 +69,7 @@ def build(args: dict[str, Any]) -> Application:
 def application(args: ServeOptions, router: str = ROUTER, page: bool = True) -> Application:
     """The application behind `/`, for the cluster that Ray is connected to. router: the class that chooses replicas.
     page: whether the playground, an application of its own, is there too."""
-    device, threads = placement(args)
+    device = engine_device(args)
     gpu: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {}
     if args.accelerator is not None:
         gpu["accelerator_type"] = args.accelerator
@@ -88,7 +88,7 @@ def application(args: ServeOptions, router: str = ROUTER, page: bool = True) -> 
     names = engine_names(args)
     engines = {
         name: engine.options(name=names[name], **replica_count(args, served)).bind(
-            replace(served.config, device=device, threads=threads), name, args.most_engines
+            replace(served.config, device=device), name, args.most_engines
         )
         for name, served in args.served.items()
     }
@@ -131,19 +131,9 @@ def replica_count(options: ServeOptions, served: ServedModel) -> dict[str, Any]:
     return {"autoscaling_config": scaling}
 
 
-def placement(options: ServeOptions) -> tuple[Literal["cpu", "cuda"], int]:
-    """The device that "auto" stands for on this cluster, and each engine's CPU threads.
-
-    Threads: an equal share of a node's CPUs among the engines there, whatever their device; 0 where no node is there
-    yet that an engine may run on, as where the head, which has no CPU, builds the application before others join it.
-    """
-    resources = ray.cluster_resources()
-    some_gpu = resources.get("GPU", 0) or options.accelerator is not None
-    device: Literal["cpu", "cuda"] = "cuda" if options.device == "auto" and some_gpu else "cpu"
+def engine_device(options: ServeOptions) -> Literal["cpu", "cuda"]:
+    """The device of the engines; "auto" is a GPU where the cluster has one, or is said to get one that it names."""
     if options.device != "auto":
-        device = options.device
-    cpus = [node["Resources"]["CPU"] for node in engine_nodes(device)]
-    if options.threads or not cpus:
-        return device, options.threads
-    engines_a_node = -(-options.most_engines // len(cpus))
-    return device, max(1, int(sum(cpus)) // len(cpus) // engines_a_node)
+        return options.device
+    some_gpu = ray.cluster_resources().get("GPU", 0) or options.accelerator is not None
+    return "cuda" if some_gpu else "cpu"

@@ -218,7 +218,7 @@ def check_resources(options: ServeOptions) -> None:
     """Raise ConfigError where the cluster has no room for the replicas; without it they would wait for ever."""
     resources = ray.cluster_resources()
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
-    device, _ = app.placement(options)
+    device = app.engine_device(options)
     most, mend = options.most_engines, "lower --replicas" if options.max_replicas is None else "lower --max-replicas"
     if len(options.served) > 1:
         mend += " or serve fewer models"

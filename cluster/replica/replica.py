@@ -100,19 +100,15 @@ def prepare_threads(threads: int) -> None:
         os.environ[SPINS] = SPINS_BESIDE_OTHERS
 
 
-def engine_nodes(device: str) -> list[dict[str, Any]]:
-    """The nodes, as Ray tells of them, that are there and that engines may run on."""
+def share_of_node(device: str, engines: int) -> int:
+    """CPU threads of an engine that shares this node: with as many others as come to each of the nodes that are there
+    by now and that engines may run on, and no more than find room on it."""
 
     def fits(offered: dict[str, float]) -> bool:
         return bool(offered.get("CPU")) and (device == "cpu" or bool(offered.get("GPU")))
 
-    return [node for node in ray.nodes() if node["Alive"] and fits(node["Resources"])]
-
-
-def share_of_node(device: str, engines: int) -> int:
-    """CPU threads of an engine that shares this node: with as many others as come to each of the nodes that are there
-    by now, and no more than find room on it."""
-    nodes, here = engine_nodes(device), ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"] and fits(node["Resources"])]
+    here = ray.get_runtime_context().get_node_id()
     (offered,) = (node["Resources"] for node in nodes if node["NodeID"] == here)
     engines_here = -(-engines // len(nodes))
     if device == "cuda":

@@ -121,8 +121,13 @@ class Gathered:
         if self.calls:
             told["tool_calls"] = self.calls
         if self.thoughts:
-            told["reasoning_content"] = self.thoughts
+            told |= told_thoughts(self.thoughts)
         return told
+
+
+def told_thoughts(thoughts: str) -> Json:
+    """By both names: some clients read DeepSeek's alone, others the one that vLLM and OpenRouter use."""
+    return {"reasoning": thoughts, "reasoning_content": thoughts}
 
 
 def finish_reason(finish: Finish, choice: Choice) -> str:
@@ -204,7 +209,7 @@ def delta_of(piece: Piece, first: bool) -> Json:
     if piece.calls:
         told["tool_calls"] = [call_delta(delta) for delta in piece.calls]
     if piece.thoughts:
-        told["reasoning_content"] = piece.thoughts
+        told |= told_thoughts(piece.thoughts)
     return told
 
 

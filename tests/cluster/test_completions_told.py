@@ -110,7 +110,14 @@ def test_calls_and_thoughts() -> None:
         {"id": name, "type": "function", "function": {"name": function, "arguments": "{}"}}
         for name, function in (("id0", "f"), ("id1", "g"))
     ]
-    assert body["choices"][0]["message"]["reasoning_content"] == "Hm."
+    names = ("reasoning", "reasoning_content")
+    assert [body["choices"][0]["message"][name] for name in names] == ["Hm."] * 2
+    assert [[name in event["choices"][0]["delta"] for name in names] for event in events[:-1]] == [
+        [True] * 2,
+        [False] * 2,
+        [False] * 2,
+    ]
+    assert [events[0]["choices"][0]["delta"][name] for name in names] == ["Hm."] * 2
     deltas = [ChatCompletionChunk.model_validate(event).choices[0].delta for event in events[:-1]]
     assert [delta.role for delta in deltas] == ["assistant", None, None]
     assert [len(delta.tool_calls or ()) for delta in deltas] == [0, 2, 2]

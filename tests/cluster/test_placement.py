@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.app import placement
+from cluster.app import engine_device
 from cluster.operate.deploy import check_resources
 from cluster.options import ServeOptions
 from cluster.replica.replica import share_of_node
@@ -22,24 +22,20 @@ def alive(**resources: float) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "engines", "device", "threads"),
+    ("asked", "offered", "device"),
     [
-        ([alive(), alive(CPU=16.0)], 1, "cpu", 16),  # a head for Ray's own processes alone has no CPU
-        ([alive(), *[alive(CPU=64.0)] * 3], 6, "cpu", 32),
-        ([{"Alive": False, "Resources": {}}, alive(CPU=64.0)], 2, "cpu", 32),
-        ([alive(CPU=8.0), alive(CPU=64.0, GPU=4.0)], 4, "cuda", 16),
-        ([alive()], 1, "cpu", 0),
-        ([alive(CPU=8.0)], 1, "cuda", 0),
-        ([alive(CPU=4.0)], 8, "cpu", 1),
+        ({}, {"CPU": 64.0}, "cpu"),
+        ({}, {"CPU": 64.0, "GPU": 4.0}, "cuda"),
+        ({"accelerator": "H100"}, {"CPU": 8.0}, "cuda"),  # nodes that have it are added once an engine needs one
+        ({"device": "cpu"}, {"CPU": 64.0, "GPU": 4.0}, "cpu"),
+        ({"device": "cuda"}, {"CPU": 64.0}, "cuda"),
     ],
 )
-def test_an_engine_has_its_share_of_the_nodes_that_engines_run_on(
-    nodes: list[dict[str, Any]], engines: int, device: Any, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_engines_run_where_the_cluster_offers_it(
+    asked: dict[str, Any], offered: dict[str, float], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0, "GPU": 4.0})
-    monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    assert placement(ServeOptions(device=device, replicas=engines)) == (device, threads)
-    assert placement(ServeOptions(device=device, replicas=engines, threads=3)) == (device, 3)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: offered)
+    assert engine_device(ServeOptions(**asked)) == device
 
 
 @pytest.mark.parametrize(
@@ -47,15 +43,19 @@ def test_an_engine_has_its_share_of_the_nodes_that_engines_run_on(
     [
         (alive(CPU=16.0), [], "cpu", 1, 16),
         (alive(CPU=16.0, GPU=8.0), [], "cpu", 2, 8),
+        (alive(CPU=12.0), [], "cpu", 7, 1),
+        (alive(CPU=64.0), [alive(CPU=64.0)] * 2, "cpu", 6, 32),
+        (alive(CPU=16.0), [alive(CPU=64.0)], "cpu", 4, 8),
         (alive(CPU=16.0), [alive(CPU=16.0)] * 3, "cpu", 4, 16),
         (alive(CPU=16.0), [alive(CPU=16.0)] * 3, "cpu", 5, 8),
         (alive(CPU=64.0, GPU=8.0), [], "cuda", 32, 8),
+        (alive(CPU=64.0, GPU=4.0), [alive(CPU=8.0)], "cuda", 4, 16),
         (alive(CPU=64.0, GPU=8.0), [alive(CPU=64.0)], "cuda", 2, 32),
         (alive(CPU=64.0, GPU=8.0), [alive(CPU=64.0, GPU=8.0)], "cuda", 2, 64),
         (alive(CPU=2.0), [], "cpu", 3, 1),
     ],
 )
-def test_a_replica_whose_node_was_not_there_yet_takes_its_share_of_it(
+def test_an_engine_takes_its_share_of_its_node(
     node: dict[str, Any],
     others: list[dict[str, Any]],
     device: str,
@@ -70,13 +70,11 @@ def test_a_replica_whose_node_was_not_there_yet_takes_its_share_of_it(
     assert share_of_node(device, engines) == threads
 
 
-def test_all_engines_of_a_node_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_of_all_models_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 12.0})
-    monkeypatch.setattr(ray, "nodes", lambda: [alive(CPU=12.0)])
     models = {"x": {**OTHER, "replicas": 3}, "y": OTHER}
     options = read_options(ServeOptions, {"name": "one", "replicas": 2, "models": models})
-    assert placement(options) == ("cpu", 12 // (2 + 3 + 2))
-    assert placement(options.model_copy(update={"models": {}})) == ("cpu", 6)
+    assert options.most_engines == 2 + 3 + 2
     check_resources(options)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
     with pytest.raises(ConfigError, match="7 engines need as many CPUs, Ray sees 6: lower --replicas or serve fewer"):
@@ -85,6 +83,5 @@ def test_all_engines_of_a_node_share_its_cpus(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_gpu_nobody_is_told_to_start_less_than_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 6.0})
-    monkeypatch.setattr(ray, "nodes", lambda: [alive(CPU=6.0)])
     with pytest.raises(ConfigError, match=r"no GPU is visible to Ray: .* --device cpu"):
         check_resources(ServeOptions(device="cuda"))

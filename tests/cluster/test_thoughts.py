@@ -287,18 +287,21 @@ def test_a_chat_tells_thoughts_whole_and_streamed(client: openai.OpenAI, guarded
     assert (first.content, first.reasoning_content) == (second.content, second.reasoning_content)
     assert re.fullmatch("[A-Z]{4,9}", first.content)
     assert re.fullmatch("a{3,6}", first.reasoning_content)
+    assert first.reasoning == first.reasoning_content
     usage = answers[0].usage
     assert usage.completion_tokens_details.reasoning_tokens == len(first.reasoning_content) + 2
     with client.chat.completions.create(**chat(guarded), stream=True) as stream:
         deltas: list[Any] = [chunk.choices[0].delta for chunk in stream if chunk.choices]
     assert "".join(delta.content or "" for delta in deltas) == first.content
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == first.reasoning_content
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == first.reasoning_content
 
 
 def test_a_trace_shows_the_text_as_the_model_says_it(client: openai.OpenAI, guarded: Guarded) -> None:
     told: Any = client.chat.completions.create(**chat(guarded, tidar={"trace": True})).choices[0].message
     assert re.fullmatch(r"<think>a+</think>\s*[A-Z]{4,9}", told.content)
     assert not hasattr(told, "reasoning_content")
+    assert not hasattr(told, "reasoning")
 
 
 def test_a_response_has_an_item_for_them(guarded: Guarded, client: openai.OpenAI) -> None:
@@ -326,3 +329,4 @@ def test_who_is_not_to_think_answers_at_once(client: openai.OpenAI, guarded: Gua
     told: Any = client.chat.completions.create(**asked).choices[0].message
     assert re.fullmatch("[A-Z]{4,9}", told.content)
     assert not hasattr(told, "reasoning_content")
+    assert not hasattr(told, "reasoning")
