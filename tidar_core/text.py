@@ -35,10 +35,10 @@ class TextStream:
 
     Special tokens are left out. The texts of all `push` calls and of `finish` together equal
     `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`, cut before the stop
-    string where one came up, and with the space in front that decoders of pieces take from a text's first word where
-    it is `mid_text`: behind a text that is not among the tokens. (One exception: tokenizers that spell unknown
-    characters in byte tokens, as SentencePiece does, decode a malformed run of them anew as a whole; here a character
-    that was shown stays.)
+    string where one came up, or behind it (`with_stop`), and with the space in front that decoders of pieces take from
+    a text's first word where it is `mid_text`: behind a text that is not among the tokens. (One exception: tokenizers
+    that spell unknown characters in byte tokens, as SentencePiece does, decode a malformed run of them anew as a whole;
+    here a character that was shown stays.)
 
     The stop that ends first wins; of several that end together, the longest. So the answer never depends on how the
     text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed. A
@@ -52,9 +52,10 @@ class TextStream:
         emitted: Sequence[int] = (),
         min_tokens: int = 0,
         mid_text: bool = False,
+        with_stop: bool = False,
     ) -> None:
         self._decoder = _decoder_for(tokenizer.backend_tokenizer, mid_text)
-        self._matcher = _StopMatcher(stop)
+        self._matcher = _StopMatcher(stop, with_stop)
         self._deaf = min_tokens
         self.push(emitted)
 
@@ -98,14 +99,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
 class _StopMatcher:
     """Searches a growing text for stop strings, by Knuth, Morris and Pratt's automaton, one for each string."""
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
+    def __init__(self, stops: tuple[str, ...], with_stop: bool) -> None:
         self.matched: str | None = None
+        self._with_stop = with_stop
         self._held = ""  # the longest end of the text that begins a stop string
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
         self._lengths = [0] * len(stops)  # of each stop string, how much the text ends with
 
     def feed(self, text: str, deaf: bool = False) -> str:
-        """Append text; return what can be shown: no part of a stop string, found or still possible. Where it is deaf,
+        """Append text; return what can be shown: no part of a stop string that is still possible, and of one that was
+        found nothing but where it is shown whole. Where it is deaf,
         a stop string that ends in this text is none, but one may begin."""
         if self.matched is not None:
             return ""
@@ -117,7 +120,7 @@ class _StopMatcher:
             if found is not None:
                 self.matched = found
                 self._held = ""
-                return waiting[: end - len(found)]
+                return waiting[: end if self._with_stop else end - len(found)]
         shown = len(waiting) - max(self._lengths)
         self._held = waiting[shown:]
         return waiting[:shown]

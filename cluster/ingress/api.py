@@ -28,7 +28,7 @@ from cluster.observe.tracing import flush, trace_requests, tracer_provider
 from cluster.options import ServeOptions
 from cluster.wire.answer import Answer, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
-from cluster.wire.prompts import check_ids, decode, encode, read_body, render_chat
+from cluster.wire.prompts import check_ids, decode, encode_end, most_tokens, read_body, render_chat
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 from cluster.wire.schemas import ChatBody, DetokenizeBody, TokenizeBody
@@ -128,6 +128,9 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             of_prompt=body.prompt_logprobs,
             tells_end=not chat,
             tells_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
+            tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+            tells_stop=bool(body.include_stop_str_in_output),
             by_part=echo is not None,
             tools=plan.tools,
             follows=plan.follows,
@@ -156,7 +159,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
             body = read_body(value, TokenizeBody)
             text = render_chat(card, body) if body.prompt is None else body.prompt
             special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-            ids = encode(backend, text, special)
+            ids = encode_end(backend, text, special, most_tokens(body.truncate_prompt_tokens, card))
             found: dict[str, Any] = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids}
             found["token_strs"] = [backend.id_to_token(token) for token in ids] if body.return_token_strs else None
             return found

@@ -110,8 +110,9 @@ def echoes_of(body: CompletionBody, prompts: Prompts, backend: Tokenizer) -> lis
     """What stands before each choice where the prompt is to be repeated: its text as it came, or as its tokens say."""
     if not body.echo:
         return []
+    as_it_came = body.truncate_prompt_tokens is None
     texts = [
-        given if isinstance(given, str) else decode(backend, prompt)
+        given if isinstance(given, str) and as_it_came else decode(backend, prompt)
         for given, prompt in zip(body.prompt, prompts, strict=True)
     ]
     pairs = zip(texts, prompts, strict=True)

@@ -61,7 +61,8 @@ class Echo:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as it grows: its text, its counts, how it ended."""
+    """One answer as it grows: its text, its counts, how it ended. shown_ends: tokens that may end it and are a part of
+    its text then."""
 
     number: int
     prompt_tokens: int
@@ -72,6 +73,8 @@ class Choice:
     echo: Echo | None = None
     tools: ToolParser | None = None
     thoughts: ThoughtParser | None = None
+    tells_thoughts: bool = True
+    shown_ends: frozenset[int] = frozenset()
     by_part: bool = False
     waiting: Share = ()  # of tokens whose text is held back
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -95,7 +98,8 @@ class Choice:
         if output.trace is not None:
             self.cached_tokens += min(output.trace.cached, self.prompt_tokens)
         # The id that ended an answer is among the tokens, but no part of the text.
-        shown = output.tokens[:-1] if finish and isinstance(finish.stop, int) else output.tokens
+        hidden = finish and isinstance(finish.stop, int) and finish.stop not in self.shown_ends
+        shown = output.tokens[:-1] if hidden else output.tokens
         shown_trace = None
         if self.spelling is not None and output.trace is not None:
             shown_trace = self.spelling.describe(output, output.trace, replica)
@@ -146,6 +150,8 @@ class Choice:
             self.thoughts.count(tokens)
             parts = (*parts, *self.thoughts.finish()) if last else parts
         for part in parts:
+            if isinstance(part, Thought) and not self.tells_thoughts:
+                continue
             if self.tools is None or isinstance(part, Thought):
                 yield part
             else:
@@ -161,7 +167,9 @@ class Answer:
     tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
     vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. of_prompt: of how many of the
     likeliest tokens vLLM's `prompt_logprobs` tells, None where none were asked for. tells_ids: its `return_token_ids`.
-    by_part: each text of the answer has its log-probabilities, as in the Responses API.
+    names_ids: log-probabilities name tokens by their ids. tells_thoughts: else they are counted alone. tells_stop: the
+    text ends with the stop string, or the token, that was asked for and ended it. by_part: each text of the answer has
+    its log-probabilities, as in the Responses API.
     """
 
     card: ModelCard
@@ -171,6 +179,9 @@ class Answer:
     of_prompt: int | None = None
     tells_end: bool = False
     tells_ids: bool = False
+    names_ids: bool = False
+    tells_thoughts: bool = True
+    tells_stop: bool = False
     by_part: bool = False
     tools: Toolbox | None = None
     follows: str = "response_format"  # the field that says what the answer has to follow
@@ -189,9 +200,12 @@ class Answer:
                     request.params.stop,
                     min_tokens=request.params.min_tokens,
                     mid_text=request.params.mid_text,
+                    with_stop=self.tells_stop,
                 ),
                 spelling=Spelling(self.card.tokenizer, request.params.mid_text) if self.trace else None,
                 tells_end=self.tells_end,
+                tells_thoughts=self.tells_thoughts,
+                shown_ends=request.params.stop_token_ids if self.tells_stop else frozenset(),
                 by_part=self.by_part and request.params.logprobs is not None,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, server_error
 from cluster.wire.answer import Answer, Choice, Piece
 from cluster.wire.encoding import Json, as_json
-from cluster.wire.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, with_likeliest
+from cluster.wire.logprobs import by_id, by_text, chat_logprobs, completion_logprobs, prompt_logprobs, with_likeliest
 from cluster.wire.tool_calls import CallDelta
 from tidar_core.request import Finish, FinishReason, TokenLogprobs
 from tidar_core.text import token_bytes, token_text
@@ -68,9 +68,10 @@ def logprobs_of(
     tokenizer = answer.card.tokenizer
     spelled, bytes_of = partial(token_text, tokenizer), partial(token_bytes, tokenizer)
     if head.chat:
-        return {"content": chat_logprobs(entries, spelled, bytes_of), "refusal": None}
+        return {"content": chat_logprobs(entries, by_id if answer.names_ids else spelled, bytes_of), "refusal": None}
     leading = answer.echoes[choice].first if answer.echoes and offset is None else None
-    return completion_logprobs(entries, spelled, bytes_of, offset or 0, leading)
+    name = by_id if answer.names_ids else by_text(spelled, bytes_of)
+    return completion_logprobs(entries, spelled, name, offset or 0, leading)
 
 
 def streamed_logprobs(head: Head, answer: Answer, piece: Piece, offsets: dict[int, int]) -> Json | None:

@@ -26,17 +26,13 @@ def chat_logprobs(
     ]
 
 
-def completion_logprobs(
-    entries: Sequence[TokenLogprobs],
-    spell: Spell,
-    bytes_of: Callable[[int], bytes],
-    offset: int,
-    leading: int | None = None,
-) -> dict[str, Any]:
-    """`logprobs` of a completion choice, as OpenAI's `Logprobs` has it. `offset`: characters before the first of these
-    tokens, each spelled by itself; a part of a character is named by its bytes, as at OpenAI, lest different ones share
-    a key. `leading`: a token in front that has no log-probability, which no type of OpenAI's allows, though its server
-    said null there. Each token is among its own `top_logprobs`, likely or not."""
+def by_id(token: int) -> str:
+    """How vLLM names a token with `return_tokens_as_token_ids`."""
+    return f"token_id:{token}"
+
+
+def by_text(spell: Spell, bytes_of: Callable[[int], bytes]) -> Spell:
+    """How OpenAI names tokens in completions: a part of a character by its bytes, lest different ones share a key."""
 
     def name(token: int) -> str:
         text = spell(token)
@@ -44,6 +40,16 @@ def completion_logprobs(
             return text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in bytes_of(token))
 
+    return name
+
+
+def completion_logprobs(
+    entries: Sequence[TokenLogprobs], spell: Spell, name: Spell, offset: int, leading: int | None = None
+) -> dict[str, Any]:
+    """`logprobs` of a completion choice, as OpenAI's `Logprobs` has it. `offset`: characters before the first of these
+    tokens, each spelled by itself. `name`: how they are called. `leading`: a token in front that has no
+    log-probability, which no type of OpenAI's allows, though its server said null there. Each token is among its own
+    `top_logprobs`, likely or not."""
     front = [] if leading is None else [leading]
     tokens = [*front, *(entry.token for entry in entries)]
     texts = [spell(token) for token in tokens]

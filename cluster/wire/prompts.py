@@ -60,6 +60,22 @@ def encode(backend: Tokenizer, text: str, special: bool) -> tuple[int, ...]:
     return tuple(encoding.ids)
 
 
+def encode_end(backend: Tokenizer, text: str, special: bool, most: int | None) -> tuple[int, ...]:
+    """The last `most` token ids of a text, all where that is None. Those that the tokenizer sets in front of every text
+    are kept, and count."""
+    ids = encode(backend, text, special)
+    if most is None or len(ids) <= most:
+        return ids
+    front = encode(backend, "", True) if special else ()
+    if len(front) >= most or ids[: len(front)] != front:
+        front = ()
+    return (*front, *end_of(ids, most - len(front)))
+
+
+def end_of(ids: tuple[int, ...], most: int | None) -> tuple[int, ...]:
+    return ids if most is None else ids[-most:]
+
+
 def decode(backend: Tokenizer, ids: Sequence[int]) -> str:
     """Their text, special tokens too; as a batch for the same reason."""
     (text,) = backend.decode_batch([list(ids)], skip_special_tokens=False)
@@ -106,10 +122,17 @@ def not_as_it_was() -> ApiError:
     return bad_request(f"{what}; leave out what it changes, thoughts for instance", CONTINUATION)
 
 
+def most_tokens(wanted: int | None, card: ModelCard, limit: int | None = None) -> int | None:
+    """How many tokens of a prompt count at most, by `truncate_prompt_tokens` and how many its answer may have."""
+    return max(1, card.max_model_len - max(1, limit or 1)) if wanted == -1 else wanted
+
+
 def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer) -> list[tuple[int, ...]]:
     """Token ids of each prompt. Raises ApiError (400) for an empty prompt or an id that the model does not know."""
+    special = body.add_special_tokens is not False
+    most = most_tokens(body.truncate_prompt_tokens, card, body.limit)
     prompts = [
-        encode(backend, prompt, body.add_special_tokens is not False) if isinstance(prompt, str) else prompt
+        encode_end(backend, prompt, special, most) if isinstance(prompt, str) else end_of(prompt, most)
         for prompt in body.prompt
     ]
     for prompt in prompts:
@@ -120,9 +143,10 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
-    """Token ids of a chat, and the text that they spell. Raises ApiError (400) as `render_chat` does."""
+    """Token ids of a chat, and its text, of which they may be the end. Raises ApiError (400) as `render_chat` does."""
     text = render_chat(card, body)
-    prompt = encode(backend, text, bool(body.add_special_tokens))
+    most = most_tokens(body.truncate_prompt_tokens, card, body.limit)
+    prompt = encode_end(backend, text, bool(body.add_special_tokens), most)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")
     return prompt, text

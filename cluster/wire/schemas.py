@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,8 +52,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": ([],),
@@ -62,7 +61,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "regex": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
@@ -71,7 +69,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "watermarking": (False,),
     "web_search_options": (),
@@ -95,7 +92,7 @@ INSTEAD: Mapping[str, str] = {
 LIMITS = ("max_completion_tokens", "max_output_tokens")
 
 # Those of them that would change the prompt.
-OF_PROMPTS = ("chat_template", "documents", "function_call", "functions", "truncate_prompt_tokens")
+OF_PROMPTS = ("chat_template", "documents", "function_call", "functions")
 
 # Known fields that cannot change the answer: nothing to say about them in the log.
 HARMLESS = frozenset(
@@ -159,6 +156,22 @@ TOKEN_IDS = Field(
 )
 
 
+def is_a_length(value: int | None) -> int | None:
+    if value is not None and value < 1 and value != -1:
+        raise ValueError("must be 1 or more, or -1 for as many as leave room for the answer")
+    return value
+
+
+Length = Annotated[
+    int | None,
+    AfterValidator(is_a_length),
+    Field(
+        json_schema_extra={"minimum": -1, "not": {"const": 0}},
+        description="How many of a prompt's last tokens count; -1: as many as leave room for the answer.",
+    ),
+]
+
+
 class TidarOptions(BaseModel):
     """The `tidar` object of a request: how to draft, and whether to show it. Only `draft_trust` changes the tokens."""
 
@@ -195,6 +208,8 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Length = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
     presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
@@ -206,6 +221,7 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool | None, TOKEN_IDS] = None
+    return_tokens_as_token_ids: bool | None = None
     tidar: Annotated[TidarOptions, few(MAX_KEYS)] = TidarOptions()
 
     @field_validator("tidar", mode="before")
@@ -303,6 +319,7 @@ class ChatBody(Templated, Body):
 
     messages: Messages
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
     logprobs: bool | None = None
     echo: Literal[False] | None = None  # of completions alone
@@ -337,6 +354,7 @@ class TokenizeBody(Templated):
 
     model: str | None = None
     prompt: str | None = None
+    truncate_prompt_tokens: Length = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

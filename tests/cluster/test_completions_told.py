@@ -31,11 +31,11 @@ ENTRY = TokenLogprobs(300, -0.5, ((300, -0.5), (301, -9.5)))
 ENDS = Finish(FinishReason.STOP, "x")
 
 
-def answered(*parts: Piece, logprobs: int | None = None, ids: bool = False) -> Answer:
+def answered(*parts: Piece, logprobs: int | None = None, ids: bool = False, named: bool = False) -> Answer:
     """An answer of as many choices as the parts are of, the prompt of each as long as its number says."""
     prompts = [(1,) * (number + 1) for number in sorted({part.choice for part in parts})]
     params = [SamplingParams(max_tokens=5, logprobs=logprobs)] * len(prompts)
-    answer = Answer(CARD, requests_for("answer", prompts, params), trace=False, tells_ids=ids)
+    answer = Answer(CARD, requests_for("answer", prompts, params), trace=False, tells_ids=ids, names_ids=named)
     for part in parts:
         answer.choices[part.choice].finish = part.finish
     return answer
@@ -98,6 +98,23 @@ def test_an_event_is_one_line_whatever_ends_lines(chat: bool) -> None:
     body, (event,) = told(chat, part)[0], told(chat, part)[1][:1]
     for choice in (body["choices"][0], event["choices"][0]):
         assert (choice["text"] if not chat else (choice.get("message") or choice["delta"])["content"]) == said
+
+
+def test_log_probabilities_may_name_tokens_by_their_ids() -> None:
+    """As vLLM does where `return_tokens_as_token_ids` is asked for; all else is as without."""
+    parts = Piece(0, ("a",), logprobs=(ENTRY,)), Piece(0, ("b",), ENDS, logprobs=(ENTRY, ENTRY))
+
+    def logprobs(chat: bool, named: bool) -> Any:
+        return told(chat, *parts, logprobs=1, named=named)[0]["choices"][0]["logprobs"]
+
+    plain, named = logprobs(False, False), logprobs(False, True)
+    assert named["tokens"] == ["token_id:300"] * 3
+    assert named["top_logprobs"] == [{"token_id:300": -0.5, "token_id:301": -9.5}] * 3
+    assert (named["text_offset"], named["token_logprobs"]) == (plain["text_offset"], plain["token_logprobs"])
+    for before, entry in zip(logprobs(True, False)["content"], logprobs(True, True)["content"], strict=True):
+        assert entry["token"] == "token_id:300"
+        assert [one["token"] for one in entry["top_logprobs"]] == ["token_id:300", "token_id:301"]
+        assert (entry["bytes"], entry["logprob"]) == (before["bytes"], before["logprob"])
 
 
 def test_calls_and_thoughts() -> None:

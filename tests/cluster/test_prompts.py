@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
+from tokenizers import processors
 
 from cluster.card import ModelCard, prepare
 from cluster.errors import ApiError
-from cluster.wire.prompts import chat_prompt, decode, encode, parse_json, read_body, render_chat
+from cluster.wire.prompts import (
+    chat_prompt,
+    completion_prompts,
+    decode,
+    encode,
+    encode_end,
+    most_tokens,
+    parse_json,
+    read_body,
+    render_chat,
+)
 from cluster.wire.responses_asked import ResponsesBody
 from cluster.wire.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, refuse_unsupported
-from tests.cluster.test_schemas import card_for, chat, refused
-from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
+from tests.cluster.test_schemas import card_for, chat, completion, refused
+from tests.tiny import END_OF_TEXT, HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
 
 MANY = 100_000
 TURN = {"role": "user", "content": "a"}
@@ -272,8 +283,53 @@ def test_who_speaks_is_told_the_template() -> None:
 
 
 def test_what_a_chats_prompt_cannot_have_is_refused_by_tokenize_too() -> None:
-    for name in ("chat_template", "documents", "functions", "truncate_prompt_tokens"):
+    for name in ("chat_template", "documents", "functions"):
         body = {"messages": [{"role": "user", "content": "a"}], name: ["a"]}
         assert refused(read_body, body, TokenizeBody).param == name
         assert refused(refuse_unsupported, read_body(body, ChatBody)).param == name
         read_body({**body, name: None}, TokenizeBody)
+
+
+def test_of_a_prompt_the_last_tokens_count_where_that_is_asked_for() -> None:
+    card = card_for(tiny_tokenizer())
+    backend = prepare(card)
+    text = "The quick brown fox jumps over the lazy dog."
+    ids = encode(backend, text, True)
+
+    def cut(**fields: Any) -> list[tuple[int, ...]]:
+        return completion_prompts(completion(prompt=[text], **fields), card, backend)
+
+    assert cut(truncate_prompt_tokens=5) == [ids[-5:]]
+    assert cut(truncate_prompt_tokens=len(ids)) == cut(truncate_prompt_tokens=MANY) == cut() == [ids]
+    assert completion_prompts(completion(prompt=[[1, 2], [3, 4, 5]], truncate_prompt_tokens=2), card, backend) == [
+        (1, 2),
+        (4, 5),
+    ]
+    whole, _ = chat_prompt(chat(), card, backend)
+    assert chat_prompt(chat(truncate_prompt_tokens=3), card, backend)[0] == whole[-3:]
+    for wrong in (0, -2, True):
+        assert refused(read_body, {"prompt": "a", "truncate_prompt_tokens": wrong}, CompletionBody).status == 400
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, 63), (0, 63), (24, 40), (64, 1), (99, 1)])
+def test_a_prompt_may_be_cut_to_what_leaves_room_for_the_answer(limit: int | None, left: int) -> None:
+    assert most_tokens(-1, card_for(tiny_tokenizer()), limit) == left
+
+
+def test_what_stands_in_front_of_every_text_is_not_cut_off() -> None:
+    """Many models answer badly without it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    backend = prepare(card_for(tokenizer))
+    ids = encode(backend, "The quick brown fox", True)
+    assert ids[0] == 0
+    assert [encode_end(backend, "The quick brown fox", True, most) for most in (1, 2, 4, 99, None)] == [
+        ids[-1:],
+        (0, ids[-1]),
+        (0, *ids[-3:]),
+        ids,
+        ids,
+    ]
+    assert encode_end(backend, "The quick brown fox", False, 2) == ids[-2:]

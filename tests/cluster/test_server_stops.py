@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.test_server import GREEDY, events
 
+GREEDY_BODY = {"temperature": 0, "ignore_eos": True}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "The"}]},
@@ -22,6 +23,12 @@ def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: http
     assert stopped.choices[0].text == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].model_dump()["stop_reason"] == stop
+    shown = {"prompt": "The", "max_tokens": 60, "stop": [stop, "\0"], "include_stop_str_in_output": True, **GREEDY_BODY}
+    for drafts in ("off", "full"):
+        (choice,) = http.post("/v1/completions", json=shown | {"tidar": {"drafts": drafts}}).json()["choices"]
+        assert (choice["text"], choice["stop_reason"]) == (text[: text.index(stop)] + stop, stop)
+        streamed = events(http.post("/v1/completions", json=shown | {"tidar": {"drafts": drafts}, "stream": True}))
+        assert "".join(event["choices"][0]["text"] for event in streamed) == choice["text"]
     tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
     body = {"prompt": "The", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": tokens}
     ended = http.post("/v1/completions", json=body).json()
@@ -50,6 +57,9 @@ def test_a_token_that_ends_an_answer_counts_and_its_text_is_no_part_of_it(http: 
     place = next(n for n in range(9, 60) if ids[n] not in ids[:n] and texts[n].isalpha())
     stop, before = ids[place], "".join(texts[:place])
     body = BODIES[path] | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stop_token_ids": [stop]}
+    (shown,) = http.post(path, json=body | {"include_stop_str_in_output": True}).json()["choices"]
+    with_it = http.post("/detokenize", json={"tokens": ids[: place + 1]}).json()["prompt"]
+    assert (said(path, shown), shown["stop_reason"]) == (with_it, stop)
     for stops in ([], [before[-2:] + texts[place]]):
         body["stop"] = stops
         whole = http.post(path, json=body).json()

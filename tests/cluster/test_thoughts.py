@@ -297,6 +297,20 @@ def test_a_chat_tells_thoughts_whole_and_streamed(client: openai.OpenAI, guarded
         assert "".join(getattr(delta, name, None) or "" for delta in deltas) == first.reasoning_content
 
 
+def test_who_does_not_want_to_hear_them_hears_the_answer_alone(client: openai.OpenAI, guarded: Guarded) -> None:
+    asked = chat(guarded, include_reasoning=False)
+    whole: Any = client.chat.completions.create(**asked)
+    said: Any = client.chat.completions.create(**chat(guarded))
+    message = whole.choices[0].message
+    assert message.content == said.choices[0].message.content
+    assert not hasattr(message, "reasoning")
+    assert whole.usage.completion_tokens == said.usage.completion_tokens
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        deltas: list[Any] = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == message.content
+    assert not any(hasattr(delta, "reasoning") for delta in deltas)
+
+
 def test_a_trace_shows_the_text_as_the_model_says_it(client: openai.OpenAI, guarded: Guarded) -> None:
     told: Any = client.chat.completions.create(**chat(guarded, tidar={"trace": True})).choices[0].message
     assert re.fullmatch(r"<think>a+</think>\s*[A-Z]{4,9}", told.content)

@@ -266,12 +266,16 @@ def test_stops_as_the_slow_search_finds_them(
     tokens = tokenizer(text).input_ids
     expected, stop = cut_at_stop(text, stops)
 
-    whole = TextStream(tokenizer, stops)
+    whole, beyond = TextStream(tokenizer, stops), TextStream(tokenizer, stops, with_stop=True)
     first = whole.push(tokens[:primed])
+    shown_beyond = beyond.push(tokens[:primed]).text
     resumed = TextStream(tokenizer, stops, emitted=tokens[:primed])
     shown, used, found = first.text, first.used, first.stop
     for start in range(min(primed, len(tokens)), len(tokens), run):
         pushed = whole.push(tokens[start : start + run])
+        further = beyond.push(tokens[start : start + run])
+        assert (further.used, further.stop) == (pushed.used, pushed.stop)
+        shown_beyond += further.text
         assert resumed.push(tokens[start : start + run]) == pushed
         shown, used, found = shown + pushed.text, used + pushed.used, pushed.stop
         # At every moment: nothing beyond the cut is out, and what is held could still begin a stop.
@@ -282,6 +286,7 @@ def test_stops_as_the_slow_search_finds_them(
     end = whole.finish()
     assert end == resumed.finish()
     assert (shown + end, found) == (expected, stop)
+    assert shown_beyond + beyond.finish() == expected + (stop or "")
     if stop is None:
         assert used == len(tokens)
     else:
