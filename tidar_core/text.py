@@ -107,9 +107,8 @@ class _StopMatcher:
         self._lengths = [0] * len(stops)  # of each stop string, how much the text ends with
 
     def feed(self, text: str, deaf: bool = False) -> str:
-        """Append text; return what can be shown: no part of a stop string that is still possible, and of one that was
-        found nothing but where it is shown whole. Where it is deaf,
-        a stop string that ends in this text is none, but one may begin."""
+        """Append text; return what can be shown: nothing of a stop string that is still possible, all or nothing of one
+        that was found. Where it is deaf, a stop string that ends in this text is none, but one may begin."""
         if self.matched is not None:
             return ""
         if not self._stops:

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -24,9 +25,9 @@ from tokenizers import AddedToken
 
 from cluster.options import ServeOptions
 from tests.cluster.kill_run import BLOWS
-from tests.cluster.kills import Struck, strike, wait_for_replicas
+from tests.cluster.kills import Struck, slow_model, strike, wait_for_replicas
 from tests.servers import Server, running, start_with
-from tests.tiny import HERMES_TEMPLATE, tiny_adapter, tiny_checkpoint, tool_tokenizer
+from tests.tiny import HERMES_TEMPLATE, tiny_adapter, tool_tokenizer
 
 Json = dict[str, Any]
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -64,13 +65,13 @@ class Ask:
 
 def model_of_all(directory: Path) -> tuple[Path, Path, dict[str, int]]:
     """A model that may call tools and think, its drafter, and the ids of its tags."""
-    model = tiny_checkpoint(directory / "tiny", max_positions=4096, hidden=384, intermediate=1024)  # as `slow_model`
+    model, _ = slow_model(directory)
     tokenizer = tool_tokenizer(TEMPLATE, vocab=510)
     tokenizer.add_tokens([AddedToken(tag, special=False) for tag in THOUGHTS])
     tokenizer.save_pretrained(model)
     return (
         model,
-        tiny_adapter(directory / "adapter", model),
+        tiny_adapter(directory / "adapter", model),  # of this tokenizer
         {tag: tokenizer.convert_tokens_to_ids(tag) for tag in (*THOUGHTS, "<tool_call>")},
     )
 
@@ -285,6 +286,7 @@ def main() -> None:
     )
     for number, said in different:
         print(f"{chosen.first + number}: {asks[number]}\n  said {said}\n  not  {expected[number]}")
+    sys.exit(bool(different))
 
 
 if __name__ == "__main__":
