@@ -9,6 +9,8 @@ Run as a script, on lines of JSON: the tokenizer first, then a grammar a line; e
 ends with its standard input, that is with the engine.
 """
 
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
@@ -46,20 +49,20 @@ _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
 def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "CompiledGrammar":
     """Compiles a `Grammar`'s kind and text. Raises whatever the compiler raises."""
-    import xgrammar
+    from xgrammar.grammar import Grammar
 
     if kind == "regex":
         return compiler.compile_regex(_escaped_as_needed(text))
     if kind == "ebnf":
         return compiler.compile_grammar(text)
     if kind == "structural_tag":
-        written = xgrammar.Grammar.from_structural_tag(as_alone(json.loads(text)))
+        written = Grammar.from_structural_tag(as_alone(json.loads(text)))
     else:
         schema = '{"type": "object"}' if kind == "json_object" else text
-        written = xgrammar.Grammar.from_json_schema(
+        written = Grammar.from_json_schema(
             schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
         )
-    return compiler.compile_grammar(xgrammar.Grammar.from_ebnf(_mended(str(written))))
+    return compiler.compile_grammar(Grammar.from_ebnf(_mended(str(written))))
 
 
 def as_alone(form: Any) -> Any:
@@ -147,11 +150,32 @@ def _limit_memory() -> None:
         _limit(resource.RLIMIT_AS, mapped + MEMORY_BYTES)
 
 
-def main() -> None:
-    import xgrammar
+def _leave_out_tensors() -> None:
+    """Has xgrammar load its compiler without torch and transformers, which take six sevenths of its start and most of
+    its memory: they are for masks over logits and for reading tokenizers, and the compiler needs neither."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # how Python lets an import fail
+    names_alone = ModuleType("transformers")
+    names_alone.__dict__.update(PreTrainedTokenizerBase=object, PreTrainedTokenizerFast=object)
+    sys.modules["transformers"] = names_alone
+    package = importlib.util.find_spec("xgrammar")
+    assert package is not None
+    sys.modules["xgrammar"] = importlib.util.module_from_spec(package)  # its own lines would load all of its modules
+    importlib.import_module("xgrammar.load_binding")
 
-    tokenizer = xgrammar.TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
-    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
+
+def main(whole: bool) -> None:
+    """whole: with all that xgrammar loads by itself."""
+    try:
+        if not whole:
+            _leave_out_tensors()
+        from xgrammar.compiler import GrammarCompiler
+        from xgrammar.tokenizer_info import TokenizerInfo
+    except Exception:
+        if whole:
+            raise
+        os.execv(sys.executable, [sys.executable, "-P", __file__, "whole"])  # a version that is built otherwise
+    tokenizer = TokenizerInfo.deserialize_json(json.loads(sys.stdin.readline()))
+    compiler = GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     _limit(resource.RLIMIT_CORE, 0)
     _limit_memory()
     with tempfile.TemporaryFile() as warnings:
@@ -162,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main("whole" in sys.argv[1:])

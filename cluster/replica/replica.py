@@ -140,6 +140,7 @@ class EngineReplica:
             finally:
                 gc.enable()
             keep_loaded()
+            engine.prepare_grammars()
             return engine
 
         self._thread = EngineThread(load, self._deliver)

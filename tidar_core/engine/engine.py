@@ -118,6 +118,10 @@ class Engine:
         before, self._scheduler.policy = self._scheduler.policy, policy
         return before
 
+    def prepare_grammars(self) -> None:
+        """Makes ready, in another thread and a process, what the first request under a grammar would wait for."""
+        self._compiling.prepare()
+
     def picking_seconds(self, proposals: int, slots: int) -> float:
         """What picking the drafts of so many proposals takes, their scores apart."""
         return picking_seconds(self._runner, proposals, slots)

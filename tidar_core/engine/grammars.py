@@ -45,6 +45,10 @@ class Grammars:
         self._guards = threading.local()
         self._compiler: tuple[GrammarCompiler, str] | None = None
 
+    def prepare(self) -> "Future[Guard]":
+        """Makes ready in a thread what the first grammar would wait for; what goes wrong then, that one tells."""
+        return self._pool.submit(lambda: self._guard(self._shared_compiler()[1]))
+
     def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """The grammar, once it is compiled; the future raises RequestError where it cannot be."""
         with self._lock:
@@ -142,22 +146,19 @@ def token_table(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tu
 
 
 class Guard:
-    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew for the next
-    one. For one thread."""
+    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread."""
 
     def __init__(self, tokens: str):
         self._tokens = tokens
-        self._process: subprocess.Popen[str] | None = None
+        self._process = self._start()
 
     def problem_with(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar, in one line; None where it may be compiled here. Raises PassingError."""
-        if self._process is None:
-            self._process = self._start()
         answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
         if answer:
             problem: str | None = json.loads(answer)
             return problem
-        process, self._process = self._process, None
+        process, self._process = self._process, self._start()
         process.communicate()  # it has ended: nothing else closes its output
         why = grammar_guard.why_lost(process.returncode)
         if not grammar_guard.of_the_grammar(process.returncode):
@@ -204,6 +205,9 @@ class GrammarQueue:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
+
+    def prepare(self) -> None:
+        self._grammars.prepare()
 
     def add(self, sequence: Sequence, grammar: Grammar) -> None:
         self._waiting[sequence.request.request_id] = (sequence, self._grammars.compiled(grammar))
