@@ -1,4 +1,5 @@
-"""What changes the scores before the token rule looks at them: logit bias, and penalties for what was said before.
+"""What changes the scores before the token rule looks at them: the tokens that are allowed, logit bias, and penalties
+for what was said before.
 
 Each row is changed by itself, element by element, so that its bits stay its own. The meaning is vLLM's (and
 transformers', for the repetition penalty): presence and frequency count the tokens of the answer alone, the
@@ -63,9 +64,14 @@ class Ledger:
 def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tensor:
     """One row of scores (fp32 [vocab]) with bias and penalties, changed in place and given back.
 
-    A token's score x, said c times in the answer: x + bias; then, if the token occurs in prompt or answer,
-    x / repetition where x > 0, else x * repetition; then x - frequency * c - presence * (c > 0).
+    A token's score x, said c times in the answer: -inf where only others are allowed; x + bias; then, if the token
+    occurs in prompt or answer, x / repetition where x > 0, else x * repetition; then x - frequency * c - presence *
+    (c > 0).
     """
+    if params.allowed_token_ids:
+        index = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=scores.device)
+        allowed = scores[index]
+        scores.fill_(-torch.inf)[index] = allowed
     if params.logit_bias:
         tokens, bias = zip(*params.logit_bias, strict=True)
         index = torch.tensor(tokens, dtype=torch.int64, device=scores.device)

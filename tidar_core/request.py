@@ -56,12 +56,13 @@ class Sampling:
 class SamplingParams:
     """How the tokens of one choice are picked. The token at a position depends on these and the prefix alone.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used
-    modulo 2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores
-    first, as in `tidar_core.penalties`. `logprobs` asks for the raw log-probability of each token and of so many of
-    the likeliest, `prompt_logprobs` the same for the tokens of the prompt. `grammar` is what the answer has to follow;
-    where that ends, so does the answer. `mid_text`: the answer's text goes on from the prompt's, so that a space in
-    front of it counts, also where `stop` is looked for. `drafts` and `block` change the speed, never the tokens:
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used modulo
+    2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores first, as
+    in `tidar_core.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `logprobs` asks for
+    the raw log-probability of each token and of so many of the likeliest, `prompt_logprobs` the same for the tokens of
+    the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer. `mid_text`: the
+    answer's text goes on from the prompt's, so that a space in front of it counts, also where `stop` is looked for.
+    `special_text`: special tokens are a part of that text too. `drafts` and `block` change the speed, never the tokens:
     `block` k allows at most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's
     scores into the model's where a draft stands (paper, "Trust Diff"): the tokens are no longer the model's own, and
     depend on the drafts; everything is drafted then, whatever `drafts` says.
@@ -78,6 +79,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
@@ -86,6 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: Grammar | None = None
     mid_text: bool = False
+    special_text: bool = False
     drafts: DraftMode = "auto"
     block: int | None = None
     draft_trust: float = 1.0
@@ -110,6 +113,8 @@ class SamplingParams:
             raise RequestError("repetition_penalty must lie between 0.01 and 100", "repetition_penalty")
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError("a logit bias must lie between -100 and 100", "logit_bias")
+        if self.allowed_token_ids and self.grammar is not None:
+            raise RequestError("allowed_token_ids cannot be combined with a grammar or schema", "allowed_token_ids")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
@@ -129,6 +134,11 @@ class SamplingParams:
     def drafting(self) -> DraftMode:
         """How much is drafted: everything where drafts have a say in the text."""
         return "full" if self.draft_trust < 1.0 else self.drafts
+
+    @property
+    def changes_scores(self) -> bool:
+        """Bias, penalties or a choice of tokens do."""
+        return bool(self.logit_bias or self.allowed_token_ids) or self.penalises
 
     @property
     def penalises(self) -> bool:

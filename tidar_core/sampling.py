@@ -1,6 +1,6 @@
 """The token rule: which token comes at a position, given its logits, the parameters and the seed.
 
-    x = logits with bias and penalties (`tidar_core.penalties`), banned ids and what a grammar refuses at -inf
+    x = logits with bias and penalties (`tidar_core.penalties`); banned ids and those that are not allowed at -inf
     T = 0:  argmax x, the lowest id on a tie
     T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
             argmax over v in S of  z[v] + G(seed, choice, position, v)
@@ -59,7 +59,7 @@ class TokenRule:
     @property
     def adjusts(self) -> bool:
         """Banned ids, a grammar, bias or penalties change this row's scores."""
-        return bool(self.banned or self.params.logit_bias) or self.allowed is not None or self.params.penalises
+        return bool(self.banned) or self.allowed is not None or self.params.changes_scores
 
     def keeps_all(self, vocab: int) -> bool:
         """S is the whole vocabulary, or the best alone."""

@@ -33,12 +33,12 @@ class Pushed:
 class TextStream:
     """The text of one answer, token by token.
 
-    Special tokens are left out. The texts of all `push` calls and of `finish` together equal
-    `tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)`, cut before the stop
-    string where one came up, or behind it (`with_stop`), and with the space in front that decoders of pieces take from
-    a text's first word where it is `mid_text`: behind a text that is not among the tokens. (One exception: tokenizers
-    that spell unknown characters in byte tokens, as SentencePiece does, decode a malformed run of them anew as a whole;
-    here a character that was shown stays.)
+    Special tokens are left out, or spelled (`with_special`). The texts of all `push` calls and of `finish` together are
+    `tokenizer.decode(tokens, skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)`, cut before the
+    stop string where one came up, or behind it (`with_stop`), and with the space in front that decoders of pieces take
+    from a text's first word where it is `mid_text`: behind a text that is not among the tokens. (One exception:
+    tokenizers that spell unknown characters in byte tokens, as SentencePiece does, decode a malformed run of them anew
+    as a whole; here a character that was shown stays.)
 
     The stop that ends first wins; of several that end together, the longest. So the answer never depends on how the
     text was cut into tokens. `emitted` are tokens that were shown already: the state is as if they had been pushed. A
@@ -53,8 +53,9 @@ class TextStream:
         min_tokens: int = 0,
         mid_text: bool = False,
         with_stop: bool = False,
+        with_special: bool = False,
     ) -> None:
-        self._decoder = _decoder_for(tokenizer.backend_tokenizer, mid_text)
+        self._decoder = _decoder_for(tokenizer.backend_tokenizer, mid_text, with_special)
         self._matcher = _StopMatcher(stop, with_stop)
         self._deaf = min_tokens
         self.push(emitted)
@@ -166,10 +167,11 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-def _decoder_for(backend: Tokenizer, mid_text: bool) -> _Decoder:
-    return (
-        _ByteDecoder(backend) if isinstance(backend.decoder, decoders.ByteLevel) else _PieceDecoder(backend, mid_text)
-    )
+def _decoder_for(backend: Tokenizer, mid_text: bool, with_special: bool) -> _Decoder:
+    hidden = frozenset() if with_special else _special_ids(backend)
+    if isinstance(backend.decoder, decoders.ByteLevel):
+        return _ByteDecoder(backend, hidden)
+    return _PieceDecoder(backend, hidden, mid_text)
 
 
 def _special_ids(backend: Tokenizer) -> frozenset[int]:
@@ -197,14 +199,14 @@ class _ByteDecoder:
     for each token, and it shows nothing until a clean character comes.
     """
 
-    def __init__(self, backend: Tokenizer) -> None:
+    def __init__(self, backend: Tokenizer, hidden: frozenset[int]) -> None:
         self._backend = backend
-        self._special = _special_ids(backend)
+        self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        piece = None if token in self._special else self._backend.id_to_token(token)
-        if piece is None:  # a special token, or a padding row of the embedding that has no token
+        piece = None if token in self._hidden else self._backend.id_to_token(token)
+        if piece is None:  # a token that is not shown, or a padding row of the embedding that has none
             return ""
         try:
             data = bytes([_BYTE_OF_CHAR[char] for char in piece])
@@ -225,14 +227,14 @@ class _PieceDecoder:
 
     _LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 
-    def __init__(self, backend: Tokenizer, mid_text: bool) -> None:
+    def __init__(self, backend: Tokenizer, hidden: frozenset[int], mid_text: bool) -> None:
         self._backend = backend
-        self._special = _special_ids(backend)
+        self._hidden = hidden
         self._pending: list[int] = []
         self._before: tuple[int, ...] = _plain_letter(backend) if mid_text else ()
 
     def feed(self, token: int) -> str:
-        if token in self._special or self._backend.id_to_token(token) is None:
+        if token in self._hidden or self._backend.id_to_token(token) is None:
             return ""
         self._pending.append(token)
         text = self._text()
@@ -245,7 +247,7 @@ class _PieceDecoder:
         return self._let_go(self._text()) if self._pending else ""
 
     def _text(self) -> str:
-        return self._backend.decode([*self._before, *self._pending])[len(self._before) :]
+        return self._backend.decode([*self._before, *self._pending], skip_special_tokens=False)[len(self._before) :]
 
     def _let_go(self, text: str) -> str:
         self._pending.clear()

@@ -14,7 +14,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.sampling import logit_bias, sampling_of, sampling_params
+from cluster.wire.sampling import known_ids, logit_bias, sampling_of, sampling_params
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking
 from cluster.wire.tools import Toolbox, toolbox
@@ -93,10 +93,11 @@ def params_of(body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | 
     if len(prompts) * len(choices) > MAX_PROMPTS:
         raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
     bias = logit_bias(body.logit_bias or {}, card.vocab_size)
+    allowed = tuple(sorted(known_ids("allowed_token_ids", body.allowed_token_ids, card.vocab_size)))
     # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
     seed = secrets.randbits(SEED_BITS)
     each = [
-        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias)
+        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias, allowed)
         for number, prompt in enumerate(prompts)
     ]
     return [replace(params, choice=choice) for params in each for choice in choices]

@@ -201,6 +201,7 @@ class Answer:
                     min_tokens=request.params.min_tokens,
                     mid_text=request.params.mid_text,
                     with_stop=self.tells_stop,
+                    with_special=request.params.special_text,
                 ),
                 spelling=Spelling(self.card.tokenizer, request.params.mid_text) if self.trace else None,
                 tells_end=self.tells_end,

@@ -26,12 +26,12 @@ def sampling_of(body: Body, card: ModelCard) -> Sampling:
     return card.sampling_defaults.but(**{field.name: getattr(body, field.name) for field in fields(Sampling)})
 
 
-def stop_ids(ids: Sequence[int], vocab_size: int) -> frozenset[int]:
-    """Token ids that end an answer. Raises ApiError (400) for one that could never come up."""
-    for token in ids:
+def known_ids(name: str, ids: Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    """The token ids of a field. Raises ApiError (400) for one that could never come up."""
+    for token in ids or ():
         if not 0 <= token < vocab_size:
-            raise bad_request(f"stop_token_ids: {str(token)[:20]} is no token id of this model", "stop_token_ids")
-    return frozenset(ids)
+            raise bad_request(f"{name}: {str(token)[:20]} is no token id of this model", name)
+    return frozenset(ids or ())
 
 
 def sampling_params(
@@ -41,9 +41,11 @@ def sampling_params(
     seed: int,
     grammar: Grammar | None = None,
     bias: tuple[tuple[int, float], ...] = (),
+    allowed: tuple[int, ...] = (),
 ) -> SamplingParams:
     """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
-    has to follow, if anything. bias: the body's (`logit_bias`), made once for all of its prompts.
+    has to follow, if anything. bias, allowed: the body's (`logit_bias`, `allowed_token_ids`), made once for all of its
+    prompts.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -76,15 +78,17 @@ def sampling_params(
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias=bias,
+            allowed_token_ids=allowed,
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.wanted_of_prompt,
             min_tokens=0 if alone else body.min_tokens or 0,
             stop=tuple(body.stop or ()),
-            stop_token_ids=stop_ids(body.stop_token_ids or (), card.vocab_size),
+            stop_token_ids=known_ids("stop_token_ids", body.stop_token_ids, card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
             grammar=None if alone else grammar,
             # What an answer is held to is held against the text with all of its spaces; calls of tools begin with none.
             mid_text=not isinstance(body, ChatBody) or body.said is not None or body.grammar is not None,
+            special_text=body.skip_special_tokens is False,
             drafts=drafts,
             draft_trust=trust,
             block=None if body.tidar.block is None else min(body.tidar.block, max(1, card.block_length)),

@@ -30,13 +30,13 @@ MAX_PROMPTS = 256
 MAX_STOP_IDS = 128
 MAX_CHOICES = 128
 MAX_BIASES = 1024
+MAX_ALLOWED = 4096
 MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
 # Fields that would change the answer and are not supported (some of them in completions alone), with the values that
 # ask for nothing (null always does).
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
@@ -61,7 +61,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "regex": (),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_regex": (),
     "structural_tag": (),
@@ -208,7 +207,9 @@ class Body(BaseModel):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Length = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None

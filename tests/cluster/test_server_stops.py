@@ -37,6 +37,43 @@ def test_stops_end_an_answer_and_are_not_in_it(client: openai.OpenAI, http: http
     assert ended["choices"][0]["stop_reason"] in tokens
 
 
+def test_only_allowed_tokens_come_and_special_ones_are_a_part_of_the_text_where_they_shall_be(
+    http: httpx.Client,
+) -> None:
+    """A token of `stop_token_ids` and the end of sequence are none, special or not."""
+    letters = http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
+    body = {"prompt": "The", "max_tokens": 40, "seed": 3, "return_token_ids": True, "ignore_eos": True}
+    body["allowed_token_ids"] = [*letters, 1, 2, 0]
+    (hidden,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert {1, 2, *letters} >= set(hidden["token_ids"]) - {0}
+    assert set(hidden["token_ids"]) & {0, 1, 2}
+    assert set(hidden["text"]) <= set("abc")
+    body["skip_special_tokens"] = False
+    for drafts in ("off", "full"):
+        asked = body | {"tidar": {"drafts": drafts}}
+        (shown,) = http.post("/v1/completions", json=asked).json()["choices"]
+        assert shown["token_ids"] == hidden["token_ids"]
+        assert shown["text"] == http.post("/detokenize", json={"tokens": shown["token_ids"]}).json()["prompt"]
+        assert "<|im_" in shown["text"]
+        (stopped,) = http.post("/v1/completions", json=asked | {"stop": "<|im_"}).json()["choices"]
+        assert (stopped["text"], stopped["stop_reason"]) == (shown["text"].partition("<|im_")[0], "<|im_")
+    (ended,) = http.post("/v1/completions", json=body | {"stop_token_ids": [2], "ignore_eos": False}).json()["choices"]
+    assert ended["finish_reason"] == "stop"
+    assert ended["text"] == http.post("/detokenize", json={"tokens": ended["token_ids"][:-1]}).json()["prompt"]
+
+
+def test_what_cannot_be_allowed_is_refused(http: httpx.Client) -> None:
+    for path, fields, said in (
+        (COMPLETIONS, {"allowed_token_ids": []}, "at least 1 item"),
+        (COMPLETIONS, {"allowed_token_ids": [10**30]}, "is no token id of this model"),
+        (CHAT, {"allowed_token_ids": [2], "min_tokens": 3}, "no token that an answer could begin with"),
+        (CHAT, {"allowed_token_ids": [5], "response_format": {"type": "json_object"}}, "cannot be combined"),
+    ):
+        answer = http.post(path, json=BODIES[path] | {"max_tokens": 5} | fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids")
+        assert said in answer.json()["error"]["message"]
+
+
 def spelled(http: httpx.Client, path: str) -> list[tuple[int, str]]:
     """The tokens of a greedy answer and the text that each of them adds."""
     body = BODIES[path] | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}

@@ -25,6 +25,7 @@ ENDS: tuple[dict[str, Any], ...] = (
     {"ignore_eos": True},
     {"logit_bias": ((2, 7.0), (300, 3.0))},  # so that the end of sequence comes now and then
     {"stop": (" the", "on"), "ignore_eos": True},
+    {"allowed_token_ids": (1, 2, *range(255, 340)), "special_text": True, "stop": ("|im_",)},
     {"stop_token_ids": frozenset(range(259, 300))},
     *({"grammar": grammar} for grammar in GRAMMARS),
 )

@@ -116,6 +116,7 @@ def test_what_was_said_counts_before_the_host_knows_it(
         {"presence_penalty": 0.7, "frequency_penalty": 0.4},
         {"frequency_penalty": -0.3, "repetition_penalty": 0.9, "logit_bias": ((7, 3.0), (300, -100.0))},
         {"logit_bias": ((11, 2.5),)},
+        {"allowed_token_ids": tuple(range(3, 90)), "logit_bias": ((7, 3.0), (300, 9.0)), "presence_penalty": 0.2},
         {},
     ]
     asked = [
@@ -127,7 +128,7 @@ def test_what_was_said_counts_before_the_host_knows_it(
     two, ahead = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap=True), asked)
     assert (none, ahead > 20) == (0, True)
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
-    plain = answers(tiny_engine(tmp_path / "three", within_block=within_block), asked[-3:] * 5)[0]
+    plain = answers(tiny_engine(tmp_path / "three", within_block=within_block), asked[-3:] * len(changes))[0]
     assert sum(ours.tokens != theirs.tokens for ours, theirs in zip(two, plain, strict=True)) >= 9
     assert sum(step.accepted for answer in two for step in answer.steps) > 0
 

@@ -1,5 +1,7 @@
 """Bias and penalties against their definitions, transformers' where it has one."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,3 +68,18 @@ def test_bias_moves_single_tokens_and_the_callers_logits_stay():
     assert pick_tokens(logits, rules).tolist() == [7, 0]
     assert logits.eq(0).all()
     assert pick_tokens(torch.zeros(1, VOCAB).bfloat16(), rules[:1]).tolist() == [7]
+
+
+@given(
+    scores,
+    tokens,
+    st.sets(st.integers(0, VOCAB - 1), min_size=1).map(sorted).map(tuple),
+    st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-100, 100)), max_size=3, unique_by=lambda pair: pair[0]),
+)
+def test_of_the_tokens_that_are_allowed_scores_are_as_if_all_were(row, answer, allowed, bias):
+    chosen = params(logit_bias=tuple(bias), repetition_penalty=1.3, presence_penalty=0.5)
+    among_all = penalised(torch.tensor(row), chosen, said([], answer))
+    ours = penalised(torch.tensor(row), replace(chosen, allowed_token_ids=allowed), said([], answer))
+    others = [token for token in range(VOCAB) if token not in allowed]
+    assert ours[list(allowed)].tolist() == among_all[list(allowed)].tolist()
+    assert ours[others].eq(-torch.inf).all()

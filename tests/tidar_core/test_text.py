@@ -58,12 +58,12 @@ def pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def decoded(tokenizer: PreTrainedTokenizerFast, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def decoded(tokenizer: PreTrainedTokenizerFast, tokens: list[int], with_special: bool = False) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=not with_special, clean_up_tokenization_spaces=False)
 
 
-def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int], run: int = 1) -> str:
-    stream = TextStream(tokenizer)
+def streamed(tokenizer: PreTrainedTokenizerFast, tokens: list[int], run: int = 1, with_special: bool = False) -> str:
+    stream = TextStream(tokenizer, with_special=with_special)
     pushed = [stream.push(tokens[start : start + run]) for start in range(0, len(tokens), run)]
     assert [one.used for one in pushed[:-1]] == [run] * max(len(pushed) - 1, 0)
     return "".join(one.text for one in pushed) + stream.finish()
@@ -108,6 +108,15 @@ def test_special_and_unknown_tokens_are_left_out(tokenizer: PreTrainedTokenizerF
     assert streamed(tokenizer, [1, *hello, 2, len(tokenizer) + 7, *hello, 0]) == "HelloHello"
 
 
+def test_special_tokens_are_spelled_where_that_is_asked_for(tokenizer: PreTrainedTokenizerFast) -> None:
+    hello, special = tokenizer("Hello").input_ids, tokenizer.convert_ids_to_tokens([1, 2, 0])
+    tokens = [1, *hello, 2, len(tokenizer) + 7, 0]
+    assert streamed(tokenizer, tokens, 1, with_special=True) == f"{special[0]}Hello{special[1]}{special[2]}"
+    stopped = TextStream(tokenizer, (special[1],), with_special=True).push(tokens)
+    assert stopped == Pushed(f"{special[0]}Hello", len(hello) + 2, special[1])
+    assert TextStream(tokenizer, (special[1],)).push(tokens).stop is None
+
+
 def test_added_tokens_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.add_tokens(["<think it over>", "→数"])
@@ -124,7 +133,8 @@ def test_any_tokens_equal_decode_at_once(
 ) -> None:
     token = st.one_of(st.sampled_from(fragments), st.integers(0, len(tokenizer) - 1), st.integers(0, 20))
     tokens = data.draw(st.lists(token, max_size=40))
-    assert streamed(tokenizer, tokens, data.draw(st.integers(1, 5))) == decoded(tokenizer, tokens)
+    run, with_special = data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    assert streamed(tokenizer, tokens, run, with_special) == decoded(tokenizer, tokens, with_special)
 
 
 @settings(max_examples=200, deadline=None)
@@ -147,7 +157,8 @@ def test_byte_tokens_between_pieces(pieces: PreTrainedTokenizerFast, data: st.Da
     character = st.sampled_from([spelled("€"), spelled("😀"), spelled("é"), spelled("x")])
     stray = st.sampled_from([[3 + 0x80, 260], [3 + 0xE2, 3 + 0x82, 263], [*[3 + 0x80] * 6, 260], [3 + 0xFF, 1, 264]])
     tokens = [token for part in data.draw(st.lists(st.one_of(word, special, character), max_size=20)) for token in part]
-    assert streamed(pieces, tokens) == decoded(pieces, tokens)
+    for with_special in (False, True):
+        assert streamed(pieces, tokens, 1, with_special) == decoded(pieces, tokens, with_special)
     broken = [263, *data.draw(stray), *tokens]
     assert streamed(pieces, broken) == decoded(pieces, broken)
 

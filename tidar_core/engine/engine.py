@@ -21,7 +21,16 @@ from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
 from tidar_core.penalties import NOTHING_SAID, Ledger
-from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
+from tidar_core.request import (
+    Finish,
+    FinishReason,
+    Request,
+    RequestError,
+    Sampling,
+    SamplingParams,
+    Sequence,
+    StepOutput,
+)
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
 from tidar_core.transfer import on_device
@@ -141,6 +150,7 @@ class Engine:
             raise RequestError(self._unknown_token((*request.prompt, *request.emitted)), "prompt")
         if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
+        self._check_allowed(params)
         wanted = len(request.prompt) + params.max_tokens
         if request.cut and len(request.prompt) < self.info.max_model_len:
             wanted = min(wanted, self.info.max_model_len)
@@ -157,7 +167,14 @@ class Engine:
         if params.draft_trust < 1.0 and not self.info.block_length:
             raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
         watch = (
-            TextStream(self.tokenizer, params.stop, request.emitted, params.min_tokens, params.mid_text)
+            TextStream(
+                self.tokenizer,
+                params.stop,
+                request.emitted,
+                params.min_tokens,
+                params.mid_text,
+                with_special=params.special_text,
+            )
             if params.stop
             else None
         )
@@ -189,6 +206,18 @@ class Engine:
         if self._overlap and all(plan.emits and may_fly(plan.sequence) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Raises RequestError where a token that is allowed is none of the model's, or none of them can be said."""
+        allowed = params.allowed_token_ids
+        if not all(0 <= token < self.info.vocab_size for token in allowed):
+            last = self.info.vocab_size - 1
+            raise RequestError(f"allowed_token_ids: ids must lie between 0 and {last}", "allowed_token_ids")
+        never = {self.info.mask_token}
+        if params.min_tokens:
+            never |= params.stop_token_ids | (frozenset() if params.ignore_eos else frozenset(self.info.eos_ids))
+        if allowed and never.issuperset(allowed):
+            raise RequestError("allowed_token_ids has no token that an answer could begin with", "allowed_token_ids")
 
     def _unknown_token(self, tokens: Items[int]) -> str:
         """What to tell of the first that the model has no embedding for: its tokenizer may know more words."""

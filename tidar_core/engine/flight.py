@@ -24,7 +24,7 @@ from tidar_core.engine.batch import Batch, step_size
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.laid import Laid, numbered
 from tidar_core.engine.runner import Runner
-from tidar_core.engine.said_ahead import as_changed, changes_scores, with_what_was_said
+from tidar_core.engine.said_ahead import as_changed, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
 from tidar_core.kernels.ops import GuessedSlots
@@ -192,14 +192,14 @@ def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Aske
         Rules(rule for rule, count in zip(rules, counts.tolist(), strict=True) for _ in range(count))
         for counts in (laid.answers, laid.guesses)
     )
-    changing = any(changes_scores(one) for one in params)
+    changing = any(one.changes_scores for one in params)
     return Asked(laid, params, changing, all(one.temperature == 0 for one in params), verify, slots)
 
 
 def _rule(params: SamplingParams) -> TokenRule:
     if params.temperature == 0:
         return THE_BEST
-    return TokenRule(as_changed(params) if changes_scores(params) else params, 0)
+    return TokenRule(as_changed(params) if params.changes_scores else params, 0)
 
 
 def _positions(

@@ -21,14 +21,17 @@ from tidar_core.transfer import on_device, sent
 ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it while it is changed
 
 
-def changes_scores(params: SamplingParams) -> bool:
-    return params.penalises or bool(params.logit_bias)
-
-
 @lru_cache(maxsize=1024)
 def as_changed(params: SamplingParams) -> SamplingParams:
     """How tokens are picked from scores that were changed already."""
-    return replace(params, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+    return replace(
+        params,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        repetition_penalty=1.0,
+        logit_bias=(),
+        allowed_token_ids=(),
+    )
 
 
 def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Tensor, in_hand: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
     under_way: int64 [plans, n], the tokens that the step before each plan commits, as far as it is not over, -1 behind
     the last. in_hand: int64 [plans, most], the drafts that follow them, -1 behind the last.
     """
-    chosen = [place for place, plan in enumerate(plans) if changes_scores(plan.sequence.request.params)]
+    chosen = [place for place, plan in enumerate(plans) if plan.sequence.request.params.changes_scores]
     device, vocab = scores.device, scores.shape[1]
     starts = list(accumulate((len(plan.drafts) + 1 for plan in plans), initial=0))
     own = [
@@ -95,11 +98,16 @@ def _counted(plans: Items[SequencePlan], vocab: int, device: torch.device) -> tu
 
 
 def _biases(params: Items[SamplingParams], vocab: int, device: torch.device) -> Tensor:
-    """[plans, vocab]."""
+    """[plans, vocab]. -inf for tokens that are not allowed."""
     biases = torch.zeros(len(params), vocab, device=device)
     pairs = [(row, token, bias) for row, one in enumerate(params) for token, bias in one.logit_bias]
     if pairs:
         rows, tokens, values = zip(*pairs, strict=True)
         where = on_device([rows, tokens], device)
         biases.index_put_((where[0], where[1]), on_device(values, device, torch.float32))
+    for row, one in zip(biases, params, strict=True):
+        if one.allowed_token_ids:
+            index = on_device(one.allowed_token_ids, device)
+            allowed = row[index]
+            row.fill_(-torch.inf)[index] = allowed
     return biases
