@@ -64,8 +64,8 @@ def test_end_and_failure_that_are_read_together_are_an_end() -> None:
     assert [token for output in outputs for token in output.tokens] == undisturbed()
 
 
-def goes_on_behind(first: type[Scripted]) -> None:
-    """A stream whose first replica answers like this loses nothing, and needs one other."""
+def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
+    """A stream whose first replica answers like this loses nothing, and needs one other. cause: what is told of it."""
 
     class First(Cast):
         def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
@@ -75,9 +75,11 @@ def goes_on_behind(first: type[Scripted]) -> None:
             return self.calls[-1]
 
     cast = First([Act()])
-    outputs, _ = carry(cast)
+    outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert len(cast.calls) == 2
+    page = render([metrics.collect()]).decode()
+    assert not cause or f'tidar:stream_handovers_total{{cause="{cause}",ingress="here"}} 1.0' in page
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,23 @@ def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception)
             raise error
 
     goes_on_behind(Cut)
+
+
+def test_an_error_that_is_no_loss_is_told() -> None:
+    class Broken(Cast):
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+            class Wrong(Scripted):
+                async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+                    raise RuntimeError("not of gRPC")
+                    yield
+
+            self.calls.append(Wrong("r0", Act(), request, kind))
+            return self.calls[-1]
+
+    cast = Broken([])
+    with pytest.raises(RuntimeError, match="not of gRPC"):
+        carry(cast)
+    assert len(cast.calls) == 1
 
 
 def test_the_next_replica_is_told_for_how_long_the_reader_has_waited() -> None:
@@ -288,19 +307,48 @@ def test_who_waits_in_vain_hears_why_it_was_refused() -> None:
         carry(Cast(fits_nobody), Patience(silence=0.1, give_up=0.2))
 
 
+class Full(Cast):
+    """No call finds room but those before one of them, and those behind it."""
+
+    at = 0
+
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+        class Refused(Scripted):
+            async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+                raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+                yield
+
+        call = super().generate(request, mailbox, kind, way)
+        if len(self.calls) == self.at + 1:
+            call = self.calls[self.at] = Refused(call.name, Act(), request, kind)
+        return call
+
+
 def test_a_full_server_says_so_at_once() -> None:
-    class Full(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-            class Refused(Scripted):
-                async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
-                    raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
-                    yield
-
-            return Refused("r0", Act(), request, kind)
-
+    cast = Full([Act()])
     with pytest.raises(ApiError) as caught:
-        carry(Full([]))
-    assert caught.value.status == 429
+        carry(cast)
+    assert (caught.value.status, len(cast.calls)) == (429, 1)
+
+
+def test_a_stream_that_was_begun_finds_its_place_though_there_is_none_for_new_ones() -> None:
+    cast = Full([Act(2), Act(), Act()])
+    cast.at = 1
+    outputs, _ = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert len(cast.calls) == 3
+
+
+def test_a_call_that_ends_without_an_end_of_its_answer_is_not_waited_for() -> None:
+    """Though its replica lives, as its heartbeats show."""
+
+    class Over(Scripted):
+        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+            yield Accepted(self.name, KIND)
+            for beat in range(50):
+                asyncio.get_running_loop().call_later(beat * 0.02, self.say)
+
+    goes_on_behind(Over, cause="ended early")
 
 
 def test_closing_a_stream_cancels_its_call() -> None:
