@@ -33,6 +33,10 @@ MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model cou
 # What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
 # them, and has no tokens left for what it was asked.
 _GAP = rf'tidar_gap ::= "" | " " | "\r"? "\n" [ \t]{{0, {MOST_WHITESPACE - 2}}}'
+TRIALS = (
+    ("regex", "a*"),
+    ("structural_tag", '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}'),
+)
 TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
@@ -170,6 +174,10 @@ def main(whole: bool) -> None:
             _leave_out_tensors()
         from xgrammar.compiler import GrammarCompiler
         from xgrammar.tokenizer_info import TokenizerInfo
+
+        trial = GrammarCompiler(TokenizerInfo([b"a"]), max_threads=1, cache_enabled=False)
+        for kind, text in TRIALS:
+            compile_grammar(trial, kind, text)
     except Exception:
         if whole:
             raise

@@ -8,12 +8,13 @@ repetition penalty those of prompt and answer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.request import SamplingParams
+from tidar_core.request import RequestError, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,40 @@ class Ledger:
         return History(torch.from_numpy(tokens), torch.from_numpy(times))
 
 
+def check_allowed(params: SamplingParams, vocab_size: int, eos_ids: tuple[int, ...], mask_token: int | None) -> None:
+    """Raises RequestError where a token that is allowed is none of the model's, or none of them can be said."""
+    allowed, name = params.allowed_token_ids, "allowed_token_ids"
+    if not all(0 <= token < vocab_size for token in allowed):
+        raise RequestError(f"{name}: ids must lie between 0 and {vocab_size - 1}", name)
+    never = {mask_token}
+    if params.min_tokens:
+        never |= params.stop_token_ids | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+    if allowed and never.issuperset(allowed):
+        what = "add one that does not end it, or leave min_tokens out"
+        raise RequestError(f"{name} has no token that an answer could begin with: {what}", name)
+
+
+@lru_cache(maxsize=64)
+def refused(allowed: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
+    """Which tokens are none of those that are allowed: bool [vocab], nobody's to change."""
+    mask = torch.ones(vocab, dtype=torch.bool)
+    mask[list(allowed)] = False
+    return mask.to(device)
+
+
+@torch.inference_mode()
+def keep_allowed(scores: Tensor, params: Sequence[SamplingParams], counts: Sequence[int]) -> None:
+    """Excludes in place what each params do not allow, in so many rows of `scores` [rows, vocab] for each in turn: a
+    draft of what can never be said is none."""
+    start = 0
+    for one, count in zip(params, counts, strict=True):
+        if one.allowed_token_ids:
+            scores[start : start + count].masked_fill_(
+                refused(one.allowed_token_ids, scores.shape[1], scores.device), -torch.inf
+            )
+        start += count
+
+
 def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tensor:
     """One row of scores (fp32 [vocab]) with bias and penalties, changed in place and given back.
 
@@ -69,9 +104,7 @@ def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tenso
     (c > 0).
     """
     if params.allowed_token_ids:
-        index = torch.tensor(params.allowed_token_ids, dtype=torch.int64, device=scores.device)
-        allowed = scores[index]
-        scores.fill_(-torch.inf)[index] = allowed
+        scores.masked_fill_(refused(params.allowed_token_ids, len(scores), scores.device), -torch.inf)
     if params.logit_bias:
         tokens, bias = zip(*params.logit_bias, strict=True)
         index = torch.tensor(tokens, dtype=torch.int64, device=scores.device)

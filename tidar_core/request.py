@@ -114,7 +114,11 @@ class SamplingParams:
         if not all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias):
             raise RequestError("a logit bias must lie between -100 and 100", "logit_bias")
         if self.allowed_token_ids and self.grammar is not None:
-            raise RequestError("allowed_token_ids cannot be combined with a grammar or schema", "allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids cannot be combined with what holds the answer to a form (response_format, "
+                "structured_outputs, strict or required tools): leave one of both out",
+                "allowed_token_ids",
+            )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:

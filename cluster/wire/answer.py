@@ -203,10 +203,14 @@ class Answer:
                     with_stop=self.tells_stop,
                     with_special=request.params.special_text,
                 ),
-                spelling=Spelling(self.card.tokenizer, request.params.mid_text) if self.trace else None,
+                spelling=(
+                    Spelling(self.card.tokenizer, request.params.mid_text, request.params.special_text)
+                    if self.trace
+                    else None
+                ),
                 tells_end=self.tells_end,
                 tells_thoughts=self.tells_thoughts,
-                shown_ends=request.params.stop_token_ids if self.tells_stop else frozenset(),
+                shown_ends=self._shown_ends(request.params),
                 by_part=self.by_part and request.params.logprobs is not None,
                 echo=self.echoes[number] if self.echoes else None,
                 tools=self.tools.parser() if self.tools else None,
@@ -214,6 +218,13 @@ class Answer:
             )
             for number, request in enumerate(self.requests)
         ]
+
+    def _shown_ends(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that may end an answer and are a part of its text then: of those that are not asked for by their ids,
+        the ends of sequence, in a text that has special tokens at all."""
+        if not self.tells_stop:
+            return frozenset()
+        return params.stop_token_ids | (frozenset(self.card.eos_ids) if params.special_text else frozenset())
 
     def metrics(self) -> dict[str, Any]:
         """The `metrics` object of the response; per step too where the answer is traced."""

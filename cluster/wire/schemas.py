@@ -333,7 +333,10 @@ class ChatBody(Templated, Body):
         return self
 
     @model_validator(mode="after")
-    def one_thing_to_follow(self) -> "ChatBody":
+    def what_tools_exclude(self) -> "ChatBody":
+        if self.skip_special_tokens is False and self.offered_tools:
+            message = "skip_special_tokens: false cannot be combined with tools, whose calls are read from the text"
+            raise FieldError(message, "skip_special_tokens")
         if self.structured_outputs is not None and self.offered_tools:
             message = "structured_outputs cannot be combined with tools; use response_format"
             raise FieldError(message, "structured_outputs")

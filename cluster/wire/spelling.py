@@ -10,18 +10,20 @@ from tidar_core.text import TextStream, token_text
 
 class Spelling:
     """The texts of single tokens for the trace. Those of emitted tokens together are the answer's text: a token that
-    only begins a character is spelled empty, the one that completes it has it whole."""
+    only begins a character is spelled empty, the one that completes it has it whole. with_special: special tokens are
+    in that text; else they are spelled here alone."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, mid_text: bool = False):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, mid_text: bool = False, with_special: bool = False):
         self._tokenizer = tokenizer
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        self._special = {token: entry.content for token, entry in added.items() if entry.special}
-        self._emitted = TextStream(tokenizer, mid_text=mid_text)
+        special = {token: entry.content for token, entry in added.items() if entry.special}
+        self._beside_text = {} if with_special else special
+        self._emitted = TextStream(tokenizer, mid_text=mid_text, with_special=with_special)
         self._alone: dict[int, str] = {}
 
     def emitted(self, token: int) -> dict[str, Any]:
         text = self._emitted.push((token,)).text
-        return {"id": token, "text": self._special.get(token, text)}
+        return {"id": token, "text": self._beside_text.get(token, text)}
 
     def rejected(self, token: int) -> dict[str, Any]:
         if token not in self._alone:

@@ -52,7 +52,7 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None
             continue
         added = {token.content: (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
         if any(tag in added and added[tag][1].special for tag in (begin, end)):
-            continue  # special tokens are no text, in which they could be found
+            continue  # special tokens are no text, or one that shall have them as they are
         before, end_id = prompt.rstrip(), added.get(end, (None,))[0]
         if said is not None:
             first, tag, thought = said.partition(begin)

@@ -98,7 +98,6 @@ def of_both(draw: random.Random, tokens: int) -> Json:
         "n": draw.choice((2, 3)),
         "stop": draw.sample([" the", "ab", "a ", "\n", "s", "he"], draw.choice((1, 2))),
         "include_stop_str_in_output": True,
-        "skip_special_tokens": False,
         "return_token_ids": True,
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
@@ -119,7 +118,7 @@ def of_completions(draw: random.Random) -> Json:
     if draw.random() < 0.35:
         return body | {"structured_outputs": draw.choice(GRAMMARS)}
     if draw.random() < 0.2:
-        body["allowed_token_ids"] = draw.sample(range(500), 200)
+        body |= {"allowed_token_ids": draw.sample(range(500), 200), "skip_special_tokens": False}
     return body | {"ignore_eos": draw.random() < 0.8}
 
 

@@ -10,6 +10,7 @@ from tests.cluster.test_server import GREEDY, events
 
 GREEDY_BODY = {"temperature": 0, "ignore_eos": True}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "The"}]},
     COMPLETIONS: {"prompt": "The"},
@@ -57,9 +58,17 @@ def test_only_allowed_tokens_come_and_special_ones_are_a_part_of_the_text_where_
         assert "<|im_" in shown["text"]
         (stopped,) = http.post("/v1/completions", json=asked | {"stop": "<|im_"}).json()["choices"]
         assert (stopped["text"], stopped["stop_reason"]) == (shown["text"].partition("<|im_")[0], "<|im_")
-    (ended,) = http.post("/v1/completions", json=body | {"stop_token_ids": [2], "ignore_eos": False}).json()["choices"]
-    assert ended["finish_reason"] == "stop"
-    assert ended["text"] == http.post("/detokenize", json={"tokens": ended["token_ids"][:-1]}).json()["prompt"]
+    for end in ({"stop_token_ids": [2]}, {"ignore_eos": False}):
+        (ended,) = http.post("/v1/completions", json=body | end).json()["choices"]
+        assert ended["finish_reason"] == "stop"
+        assert ended["text"] == http.post("/detokenize", json={"tokens": ended["token_ids"][:-1]}).json()["prompt"]
+        whole = body | end | {"include_stop_str_in_output": True, "stream": True, "tidar": {"trace": True}}
+        told = events(http.post("/v1/completions", json=whole))
+        text = "".join(event["choices"][0]["text"] for event in told)
+        assert text == http.post("/detokenize", json={"tokens": ended["token_ids"]}).json()["prompt"]
+        steps = [event["tidar"] for event in told]
+        tokens = [token for step in steps for token in (*step["drafted"][: step["accepted"]], step["anchor"])]
+        assert "".join(token["text"] for token in tokens if token) == text
 
 
 def test_what_cannot_be_allowed_is_refused(http: httpx.Client) -> None:
@@ -68,9 +77,10 @@ def test_what_cannot_be_allowed_is_refused(http: httpx.Client) -> None:
         (COMPLETIONS, {"allowed_token_ids": [10**30]}, "is no token id of this model"),
         (CHAT, {"allowed_token_ids": [2], "min_tokens": 3}, "no token that an answer could begin with"),
         (CHAT, {"allowed_token_ids": [5], "response_format": {"type": "json_object"}}, "cannot be combined"),
+        (CHAT, {"skip_special_tokens": False, "tools": [LOOK]}, "cannot be combined with tools"),
     ):
         answer = http.post(path, json=BODIES[path] | {"max_tokens": 5} | fields)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(fields)))
         assert said in answer.json()["error"]["message"]
 
 

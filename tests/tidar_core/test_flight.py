@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.tidar_core.engines import tiny_engine
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import Answer
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, flight, load_engine, said_ahead
@@ -131,6 +131,23 @@ def test_what_was_said_counts_before_the_host_knows_it(
     plain = answers(tiny_engine(tmp_path / "three", within_block=within_block), asked[-3:] * len(changes))[0]
     assert sum(ours.tokens != theirs.tokens for ours, theirs in zip(two, plain, strict=True)) >= 9
     assert sum(step.accepted for answer in two for step in answer.steps) > 0
+
+
+@pytest.mark.parametrize("slot_head", [0, 16])
+def test_drafts_are_of_tokens_that_are_allowed(tmp_path: Path, slot_head: int) -> None:
+    """Where few are, what a drafter knows of them is far from what it likes best; drafts hold all the same, whether the
+    host waits for each step or not."""
+    model = tiny_checkpoint(tmp_path / "model")
+    adapter = tiny_adapter(tmp_path / "adapter", model, slot_head=slot_head)
+    asked = [replace(GREEDY, drafts="full", max_tokens=100, allowed_token_ids=(401, 402))] * 4
+    config = EngineConfig(str(model), str(adapter), "float32", "cpu")
+    (one, _), (two, ahead) = (answers(load_engine(replace(config, overlap=over)), asked) for over in (False, True))
+    assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
+    assert ahead > 0
+    for found in (one, two):
+        drafted = [token for answer in found for step in answer.steps for token in step.drafted]
+        assert set(drafted) <= {401, 402}
+        assert sum(step.accepted for answer in found for step in answer.steps) > 100
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def test_a_grammar_whose_process_was_killed_is_tried_again(monkeypatch):
     assert grammars.compiled(grammar).result() is grammars.compiled(grammar).result()
 
 
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_process_that_was_lost_while_it_was_idle_is_no_grammars_fault(sent):
+    """As by a kernel that is short of memory."""
+    grammars = Grammars(tiny_tokenizer(), 512, (2, 0))
+    prepared = grammars.prepare().result()
+    time.sleep(0.5)  # the thread has come to rest
+    prepared._process.send_signal(sent)
+    prepared._process.wait()
+    assert grammars.compiled(Grammar("regex", "[a-z]{2}")).result() is not None
+
+
 def test_what_the_compiler_says_of_a_grammar_is_remembered():
     grammars = Grammars(tiny_tokenizer(), 512, (2, 0))
     first = grammars.compiled(Grammar("regex", "(a"))

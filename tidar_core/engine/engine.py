@@ -20,14 +20,13 @@ from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
-from tidar_core.penalties import NOTHING_SAID, Ledger
+from tidar_core.penalties import NOTHING_SAID, Ledger, check_allowed, keep_allowed
 from tidar_core.request import (
     Finish,
     FinishReason,
     Request,
     RequestError,
     Sampling,
-    SamplingParams,
     Sequence,
     StepOutput,
 )
@@ -150,7 +149,7 @@ class Engine:
             raise RequestError(self._unknown_token((*request.prompt, *request.emitted)), "prompt")
         if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
-        self._check_allowed(params)
+        check_allowed(params, self.info.vocab_size, self.info.eos_ids, self.info.mask_token)
         wanted = len(request.prompt) + params.max_tokens
         if request.cut and len(request.prompt) < self.info.max_model_len:
             wanted = min(wanted, self.info.max_model_len)
@@ -206,18 +205,6 @@ class Engine:
         if self._overlap and all(plan.emits and may_fly(plan.sequence) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
-
-    def _check_allowed(self, params: SamplingParams) -> None:
-        """Raises RequestError where a token that is allowed is none of the model's, or none of them can be said."""
-        allowed = params.allowed_token_ids
-        if not all(0 <= token < self.info.vocab_size for token in allowed):
-            last = self.info.vocab_size - 1
-            raise RequestError(f"allowed_token_ids: ids must lie between 0 and {last}", "allowed_token_ids")
-        never = {self.info.mask_token}
-        if params.min_tokens:
-            never |= params.stop_token_ids | (frozenset() if params.ignore_eos else frozenset(self.info.eos_ids))
-        if allowed and never.issuperset(allowed):
-            raise RequestError("allowed_token_ids has no token that an answer could begin with", "allowed_token_ids")
 
     def _unknown_token(self, tokens: Items[int]) -> str:
         """What to tell of the first that the model has no embedding for: its tokenizer may know more words."""
@@ -334,6 +321,7 @@ class Engine:
             own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
+        keep_allowed(logits, [plan.sequence.request.params for plan, _, _ in chosen], counts)
         alone = any(own is not None for own in said)
         slots = GuessedSlots(hidden[on_device(rows_chosen, hidden.device)], logits, rules, anchors, counts)
         picks = pick_drafts(self._runner, slots, alone=alone)

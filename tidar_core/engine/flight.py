@@ -30,6 +30,7 @@ from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
+from tidar_core.penalties import keep_allowed
 from tidar_core.request import SamplingParams, Sequence
 from tidar_core.sampling import Rules, TokenRule
 from tidar_core.transfer import on_device, sent
@@ -154,6 +155,7 @@ def launch(
     decided = ops.decide(truths, table, state, source[: len(plans)], int(size.picked), drafting)
     if drafting:
         chosen = scores[decided.scores] if at_once else runner.scores(hidden, decided.rows)
+        keep_allowed(chosen, asked.params, guesses.tolist())
         shift = None if asked.greedy else _positions(plans, guesses, state, source, decided.state)
         slots = GuessedSlots(hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift)
         ops.renew(decided, table, pick_drafts(runner, slots))

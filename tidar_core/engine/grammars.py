@@ -154,6 +154,9 @@ class Guard:
 
     def problem_with(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar, in one line; None where it may be compiled here. Raises PassingError."""
+        if self._process.poll() is not None:  # while it was idle, which no grammar is to blame for
+            self._process.communicate()
+            self._process = self._start()
         answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
         if answer:
             problem: str | None = json.loads(answer)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.penalties import NOTHING_SAID
+from tidar_core.penalties import NOTHING_SAID, refused
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import on_device, sent
 
 ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it while it is changed
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def as_changed(params: SamplingParams) -> SamplingParams:
     """How tokens are picked from scores that were changed already."""
     return replace(
@@ -62,6 +62,7 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
     params = [plans[place].sequence.request.params for place in chosen]
     told = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in params]
     factors, biases = on_device(told, device, torch.float32), _biases(params, vocab, device)
+    never = _refused(params, vocab, device)
     changed = scores.float() if scores.dtype is not torch.float32 else scores.clone()
     for start in range(0, len(own), ROWS_AT_ONCE):
         run = slice(start, start + ROWS_AT_ONCE)
@@ -69,7 +70,10 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
         often = times[whose].scatter_add_(1, said, torch.ones_like(said, dtype=torch.float32))
         before, often = (seen[whose] | (often > 0))[:, :vocab], often[:, :vocab]
         factor, frequency, presence = factors[whose].T.unsqueeze(-1)
-        x = changed[rows[run]] + biases[whose]
+        x = changed[rows[run]]
+        if never is not None:
+            x = x.masked_fill(never[whose], -torch.inf)
+        x = x + biases[whose]
         x = torch.where(before, torch.where(x > 0, x / factor, x * factor), x)
         changed[rows[run]] = x - (frequency * often + presence * (often > 0))
     return changed
@@ -97,17 +101,21 @@ def _counted(plans: Items[SequencePlan], vocab: int, device: torch.device) -> tu
     return torch.zeros_like(times, dtype=torch.bool).scatter_(1, place, True), times
 
 
+def _refused(params: Items[SamplingParams], vocab: int, device: torch.device) -> Tensor | None:
+    """Which tokens are not allowed, bool [plans, vocab]; None where all are."""
+    if not any(one.allowed_token_ids for one in params):
+        return None
+    all_are = torch.zeros(vocab, dtype=torch.bool, device=device)
+    masks = [refused(one.allowed_token_ids, vocab, device) if one.allowed_token_ids else all_are for one in params]
+    return torch.stack(masks)
+
+
 def _biases(params: Items[SamplingParams], vocab: int, device: torch.device) -> Tensor:
-    """[plans, vocab]. -inf for tokens that are not allowed."""
+    """[plans, vocab]."""
     biases = torch.zeros(len(params), vocab, device=device)
     pairs = [(row, token, bias) for row, one in enumerate(params) for token, bias in one.logit_bias]
     if pairs:
         rows, tokens, values = zip(*pairs, strict=True)
         where = on_device([rows, tokens], device)
         biases.index_put_((where[0], where[1]), on_device(values, device, torch.float32))
-    for row, one in zip(biases, params, strict=True):
-        if one.allowed_token_ids:
-            index = on_device(one.allowed_token_ids, device)
-            allowed = row[index]
-            row.fill_(-torch.inf)[index] = allowed
     return biases
