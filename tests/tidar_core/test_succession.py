@@ -44,7 +44,7 @@ def random_case(seed: int) -> Case:
         (
             draw.randint(1, width + 1),
             draw.randrange(VOCAB),
-            [draw.randrange(VOCAB) for _ in range(draw.choice((0, width, draw.randint(0, width))))],
+            [draw.choice((0, draw.randrange(VOCAB))) for _ in range(draw.choice((0, width, draw.randint(0, width))))],
         )
         for _ in range(draw.randint(1, 6))
     ]
