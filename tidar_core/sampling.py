@@ -1,6 +1,6 @@
 """The token rule: which token comes at a position, given its logits, the parameters and the seed.
 
-    x = logits with bias and penalties (`tidar_core.penalties`); banned ids and those that are not allowed at -inf
+    x = logits with bias and penalties (`tidar_core.penalties`), banned ids and what a grammar refuses at -inf
     T = 0:  argmax x, the lowest id on a tie
     T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
             argmax over v in S of  z[v] + G(seed, choice, position, v)

@@ -21,15 +21,7 @@ from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
 from tidar_core.penalties import NOTHING_SAID, Ledger, check_allowed, keep_allowed
-from tidar_core.request import (
-    Finish,
-    FinishReason,
-    Request,
-    RequestError,
-    Sampling,
-    Sequence,
-    StepOutput,
-)
+from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
 from tidar_core.transfer import on_device
