@@ -143,7 +143,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         interrupts.ignore()
         say("stopping")
         try:
-            if ready or joined:
+            if (ready or joined) and not ended_parts():  # a thread that asks a Ray that is gone has Ray end us there
                 down = beside(partial(take_down, options.playground, joined, board), "take-down")
                 # A signal to all processes at once, systemd's way, ends Ray beside us.
                 while not (down.done() or ended_parts()):

@@ -15,6 +15,7 @@ from ray import serve
 
 from cluster.operate import deploy, ray_cluster
 from cluster.operate.interrupts import Interrupts
+from cluster.options import ServeOptions, UpOptions
 from tests.servers import Server, end_all, kill_all, start, tiny_model, wait_for_text, words_of
 from tidar_core.config import ConfigError
 
@@ -86,3 +87,26 @@ def test_a_ray_that_is_gone_is_noticed_wherever_it_is_waited_for(
     for wait in waits:
         with pytest.raises(ConfigError, match=f"^{line}"):
             wait()
+
+
+@pytest.mark.parametrize(("ended", "asked"), [(["raylet"], False), ([], True)])
+def test_a_ray_that_is_gone_is_asked_for_nothing_more(
+    ended: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would end the process in the midst of it, with words of its own behind the last of ours."""
+    took: list[object] = []
+    monkeypatch.setattr(deploy, "ended_parts", lambda: ended)
+    monkeypatch.setattr(deploy, "take_down", lambda *_: took.append(_))
+    monkeypatch.setattr(deploy, "put_up_board", lambda: SimpleNamespace(take_down=lambda: None))
+    for name in ("check_resources", "start_serve", "result_of", "wait_until_ready", "announce"):
+        monkeypatch.setattr(deploy, name, lambda *_: None)
+    monkeypatch.setattr(deploy.app, "application", lambda *_, **__: None)
+    monkeypatch.setattr(serve, "RunTarget", lambda *_, **__: SimpleNamespace(name="api"))
+    monkeypatch.setattr(serve, "run_many", lambda *_, **__: None)
+    options = UpOptions(serve=ServeOptions(), playground=False)
+    with (
+        pytest.raises(ConfigError, match="gone"),
+        deploy.applications(options, False, lambda line: None, Interrupts()),
+    ):
+        raise ConfigError("the Ray cluster is gone")
+    assert bool(took) is asked
