@@ -10,6 +10,7 @@ from cluster.ingress.auth import read_keys
 from cluster.observe.tracing import check_traces
 from cluster.options import FurtherModel, ServeOptions
 from tidar_core.config import DEFAULT_MODEL, ConfigError, ModelConfig
+from tidar_core.imports import quick_imports
 from tidar_core.model.adapter_config import AdapterConfig, BaseIdentity, read_adapter_config
 from tidar_core.model.contract import read_contract, stated_architecture
 from tidar_core.model.sources import ModelSource, find_model, from_home
@@ -86,7 +87,8 @@ def check_models(
 
     Reads headers only; a replica checks the rest when it loads. Imports torch, which takes two seconds.
     """
-    from tidar_core.model.configuration import load_config
+    with quick_imports():
+        from tidar_core.model.configuration import load_config
 
     seen = [served.config for served in options.served.values() if can_be_seen(served.config.adapter)]
     stated = {config.model: taken_for for config in seen if (taken_for := stated_architecture(config.adapter))}

@@ -1,7 +1,6 @@
 """The Gradio page, and the ASGI application that serves it with its scripts."""
 
 import contextlib
-import gc
 import inspect
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,6 +14,7 @@ from fastapi.responses import Response
 from playground.files import PageFiles, StaticFile, read_files
 from playground.gradio_files import read_gradio_files
 from playground.shell import Shell
+from tidar_core.imports import quick_imports
 
 if TYPE_CHECKING:
     import gradio
@@ -37,9 +37,9 @@ import(new URL("%s/all.js", document.baseURI))
 
 
 @contextlib.contextmanager
-def quick_import() -> Iterator[None]:
-    """Gradio, imported within this, takes half of its time: it writes no stubs of its components for editors, which it
-    compares with its own files at every import, and Python does not walk through all that is imported again and again.
+def quick_gradio() -> Iterator[None]:
+    """Gradio, imported within this, takes half of its time: as `quick_imports`, and it writes no stubs of its
+    components for editors, which it compares with its own files at every import.
     """
     where_written = inspect.getfile
 
@@ -49,18 +49,17 @@ def quick_import() -> Iterator[None]:
         return where_written(object)  # others ask too, who are not told at all that there may be none
 
     inspect.getfile = but_for_components
-    gc.disable()
     try:
-        yield
+        with quick_imports():
+            yield
     finally:
-        gc.enable()
         inspect.getfile = where_written
 
 
 def page(files: PageFiles) -> "gradio.Blocks":
     """The page as Gradio blocks: one HTML component with constant markup, brought to life by `static/page.js`."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
-    with quick_import():
+    with quick_gradio():
         import gradio
 
     with gradio.Blocks(analytics_enabled=False, title=TITLE, fill_width=True) as blocks:

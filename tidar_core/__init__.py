@@ -7,7 +7,8 @@ safe distance), `text.py` the way from tokens to text, `prefixes.py` the names b
 again. `config.py` describes a model and an engine, `transfer.py` the way to a device; `settings.py` reads what a user
 states of them. The rooms: `engine` (scheduling and steps), `model` (decoder, weights, adapters), `kernels` (the
 operations of each device), `convert` (how a model gets its drafter), `bench` (what is measured, and how to repeat it).
-`cli.py` is the `tidar` command, `arguments.py` what its commands have in common, `terminal.py` how one shows an answer.
+`cli.py` is the `tidar` command, `arguments.py` what its commands have in common, `terminal.py` how one shows an answer;
+`imports.py` spares time at every start.
 
 Neither ray nor gradio is imported from here; the command line imports the cluster when it is asked to serve.
 """

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tidar_core.config import ConfigError, Device, EngineConfig, GenerationConfig, KVDType, ServedDType
+from tidar_core.imports import quick_imports
 from tidar_core.request import DraftMode, RequestError
 
 Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
@@ -75,7 +76,8 @@ def write_errors() -> Iterator[None]:
 
 def load(config: EngineConfig, report: Callable[[str], None] | None = None) -> Any:
     """The engine, with a progress bar on stderr while the weights are read."""
-    from tidar_core.engine import load_engine
+    with quick_imports():
+        from tidar_core.engine import load_engine
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))

@@ -1,7 +1,6 @@
 """The engine deployment: one engine a GPU, or one in all where there is none."""
 
 import asyncio
-import gc
 import logging
 import os
 import time
@@ -35,6 +34,7 @@ from cluster.replica.engine_thread import EngineThread
 from cluster.replica.progress import ProgressLine
 from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.imports import quick_imports
 from tidar_core.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -132,15 +132,11 @@ class EngineReplica:
         prepare_threads(config.threads or share_of_node(config.device, engines))
 
         def load() -> "Engine":
-            gc.disable()  # it would walk through all that is imported again and again: a third of the imports' time
-            try:
+            with quick_imports():
                 from tidar_core.engine import keep_loaded, load_engine
 
-                engine = load_engine(config, progress.report)
-            finally:
-                gc.enable()
+                engine = load_engine(config, progress.report, for_grammars=True)
             keep_loaded()
-            engine.prepare_grammars()
             return engine
 
         self._thread = EngineThread(load, self._deliver)

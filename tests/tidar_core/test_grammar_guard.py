@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tidar_core.config import EngineConfig
+from tidar_core.engine import load_engine, start
 from tidar_core.engine.grammars import Grammars, Guard, PassingError, token_table
 from tidar_core.grammar import Grammar
 from tidar_core.grammar_guard import TOO_SLOW, why_lost
@@ -58,7 +60,7 @@ def test_a_grammar_whose_process_was_killed_is_tried_again(monkeypatch):
 def test_a_process_that_was_lost_while_it_was_idle_is_no_grammars_fault(sent):
     """As by a kernel that is short of memory."""
     grammars = Grammars(tiny_tokenizer(), 512, (2, 0))
-    prepared = grammars.prepare().result()
+    prepared = grammars.start_guard().result()
     time.sleep(0.5)  # the thread has come to rest
     prepared._process.send_signal(sent)
     prepared._process.wait()
@@ -97,9 +99,33 @@ def test_where_the_compiler_does_not_load_alone_it_loads_with_all_of_its_package
 
 def test_what_was_prepared_is_what_the_first_grammar_uses(monkeypatch):
     grammars = Grammars(tiny_tokenizer(), 512, (2, 0))
-    prepared = grammars.prepare().result()
+    prepared = grammars.start_guard().result()
     time.sleep(0.5)  # the thread has come to rest
     monkeypatch.setattr(Guard, "_start", None)
     monkeypatch.setattr("tidar_core.engine.grammars.token_table", None)
     assert grammars.compiled(Grammar("regex", "[a-z]{2}")).result() is not None
     assert prepared._process.poll() is None
+
+
+@pytest.mark.parametrize("breaks", [None, ImportError("no xgrammar here")])
+def test_the_tokens_are_read_before_steps_are_timed(monkeypatch, tmp_path, breaks):
+    """Their reading holds the interpreter: it neither counts among what steps take nor delays those of answers."""
+    began: list[str] = []
+
+    def slow_table(*about):
+        time.sleep(0.5)
+        began.append("tokens read")
+        if breaks:
+            raise breaks
+        return token_table(*about)
+
+    def timed(*about):
+        began.append("steps timed")
+        return measure_cost(*about)
+
+    measure_cost = start.measure_cost
+    monkeypatch.setattr(start, "measure_cost", timed)
+    monkeypatch.setattr(start, "known_cost", lambda path, measure, check: measure())
+    monkeypatch.setattr("tidar_core.engine.grammars.token_table", slow_table)
+    load_engine(EngineConfig(str(tiny_checkpoint(tmp_path)), "none", "float32", "cpu"), for_grammars=True)
+    assert began[:2] == ["tokens read", "steps timed"]

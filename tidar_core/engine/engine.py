@@ -81,6 +81,7 @@ class Engine:
         self,
         info: EngineInfo,
         tokenizer: PreTrainedTokenizerFast,
+        grammars: Grammars,
         runner: Runner,
         scheduler: Scheduler,
         overlap: bool,
@@ -94,7 +95,6 @@ class Engine:
         self._landed = 0.0
         self._ended: list[StepOutput] = []
         self._passed = 0
-        grammars = Grammars(tokenizer, info.vocab_size, info.eos_ids)
         self._compiling = GrammarQueue(grammars, info.eos_ids, info.vocab_size)
 
     @property
@@ -117,10 +117,6 @@ class Engine:
         """Another one chooses from now on, and learns what steps take. The one that did."""
         before, self._scheduler.policy = self._scheduler.policy, policy
         return before
-
-    def prepare_grammars(self) -> None:
-        """Makes ready, in another thread and a process, what the first request under a grammar would wait for."""
-        self._compiling.prepare()
 
     def picking_seconds(self, proposals: int, slots: int) -> float:
         """What picking the drafts of so many proposals takes, their scores apart."""

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 
 import psutil
@@ -12,6 +13,7 @@ from tidar_core.config import ConfigError, EngineConfig, KVDType, ModelConfig, R
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
+from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import Graphs, Reach, cuda_capture
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
@@ -50,10 +52,13 @@ def load_engine(
     config: EngineConfig,
     report: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    for_grammars: bool = False,
 ) -> Engine:
     """Loads weights and drafter, proves exactness, measures costs. Raises ConfigError with one line for the user.
 
-    report gets a line for the log at each stage; progress gets (weights read, weights in all).
+    report gets a line for the log at each stage; progress gets (weights read, weights in all). for_grammars: also makes
+    ready what the first request under a grammar would wait for.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -64,6 +69,8 @@ def load_engine(
     report(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
     model = with_all_ends(model, source, tokenizer)
+    grammars = Grammars(tokenizer, model.vocab_size, model.eos_ids)
+    tokens_read = [grammars.read_tokens()] if for_grammars else []
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
@@ -96,6 +103,7 @@ def load_engine(
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
     arithmetic = _arithmetic(ops, device, config.kv_dtype, is_long(model))
     report("checking exactness and measuring step costs")
+    wait(tokens_read)  # else it would count among the costs of steps
     trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
     exact, cost = _proven(config, trial, adapter, base.fingerprint, arithmetic)
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
@@ -127,9 +135,11 @@ def load_engine(
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     if overlap:
         fly_once(runner, cost)
+    if for_grammars:
+        grammars.start_guard()
     report(_ready_line(info, ops))
     policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
-    return Engine(info, tokenizer, runner, Scheduler(PagePool(pages), policy, limits), overlap)
+    return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
 
 def keep_loaded() -> None:
