@@ -11,7 +11,7 @@ from tidar_core.grammar import Grammar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tidar_core.engine.constraint import GrammarState
+    from tidar_core.engine.constraint import Constraint
     from tidar_core.engine.held_drafts import HeldDrafts
     from tidar_core.penalties import Ledger
     from tidar_core.text import TextStream
@@ -53,6 +53,17 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class ThoughtLimit:
+    """Thoughts in front of an answer, from the tag `begin` to the tag `end`, have at most so many `tokens`, tags left
+    out. begun: the prompt has the first tag already."""
+
+    begin: str
+    end: str
+    begun: bool
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one choice are picked. The token at a position depends on these and the prefix alone.
 
@@ -60,7 +71,8 @@ class SamplingParams:
     2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores first, as
     in `tidar_core.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `logprobs` asks for
     the raw log-probability of each token and of so many of the likeliest, `prompt_logprobs` the same for the tokens of
-    the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer. `mid_text`: the
+    the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer. `thought_limit`
+    ends thoughts that would be longer. `mid_text`: the
     answer's text goes on from the prompt's, so that a space in front of it counts, also where `stop` is looked for.
     `special_text`: special tokens are a part of that text too. `drafts` and `block` change the speed, never the tokens:
     `block` k allows at most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's
@@ -87,6 +99,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    thought_limit: ThoughtLimit | None = None
     mid_text: bool = False
     special_text: bool = False
     drafts: DraftMode = "auto"
@@ -117,6 +130,11 @@ class SamplingParams:
             raise RequestError(
                 "allowed_token_ids cannot be combined with what holds the answer to a form (response_format, "
                 "structured_outputs, strict or required tools): leave one of both out",
+                "allowed_token_ids",
+            )
+        if self.allowed_token_ids and self.thought_limit is not None:
+            raise RequestError(
+                "allowed_token_ids cannot be combined with thinking_token_budget: leave one of both out",
                 "allowed_token_ids",
             )
         for name in ("logprobs", "prompt_logprobs"):
@@ -245,8 +263,8 @@ def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
 class Sequence:
     """A request on its way. The engine's thread alone changes it: the scheduler tokens, cursor, drafts and pages, and
     where an answer ends (`ending.py`) its `stop_watch` and `constraint` move on behind what is emitted. `grammars.py`
-    brings the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties has `said` follow the
-    tokens, and the engine notes `prompt_logprobs`.
+    and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties
+    has `said` follow the tokens, and the engine notes `prompt_logprobs`.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
@@ -269,7 +287,7 @@ class Sequence:
     decode_steps: int = 0
     stop_watch: "TextStream | None" = None
     acceptance: "HeldDrafts | None" = None
-    constraint: "GrammarState | None" = None
+    constraint: "Constraint | None" = None
     said: "Ledger | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None

@@ -16,10 +16,10 @@ from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_b
 from cluster.wire.responses_asked import ResponsesBody, as_here
 from cluster.wire.sampling import known_ids, logit_bias, sampling_of, sampling_params
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
-from cluster.wire.thoughts import Thinking, behind_thoughts, thinking
+from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
 from tidar_core.grammar import Grammar
-from tidar_core.request import SamplingParams
+from tidar_core.request import SamplingParams, ThoughtLimit
 
 log = logging.getLogger("ray.serve")
 Prompts = list[tuple[int, ...]]
@@ -76,18 +76,23 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
     prompt, text = chat_prompt(body, card, backend)
-    thoughts = thinking(card.tokenizer, text, body.said) if reasoning else None
+    begins = thinking(card.tokenizer, text, body.said)
+    budget = body.thinking_token_budget
+    limit = None if budget is None else thought_limit(card.tokenizer, begins, budget)
+    thoughts = begins if reasoning else None
     if tools is not None and body.said is not None and (thoughts is None or not thoughts.begun):
         tools = tools.behind(text[text.rindex(body.said.strip()) :])
     if thoughts is not None and grammar is not None:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
-    params = params_of(body, [prompt], card, grammar)
+    params = params_of(body, [prompt], card, grammar, limit)
     return Plan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
 
 
-def params_of(body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | None) -> list[SamplingParams]:
+def params_of(
+    body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | None, limit: ThoughtLimit | None = None
+) -> list[SamplingParams]:
     """How the tokens of each choice are picked."""
     choices = range(body.n or 1)
     if len(prompts) * len(choices) > MAX_PROMPTS:
@@ -97,7 +102,7 @@ def params_of(body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | 
     # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
     seed = secrets.randbits(SEED_BITS)
     each = [
-        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias, allowed)
+        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias, allowed, limit)
         for number, prompt in enumerate(prompts)
     ]
     return [replace(params, choice=choice) for params in each for choice in choices]

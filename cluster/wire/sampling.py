@@ -7,7 +7,7 @@ from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
 from cluster.wire.schemas import Body, ChatBody, CompletionBody
 from tidar_core.grammar import Grammar
-from tidar_core.request import RequestError, Sampling, SamplingParams
+from tidar_core.request import RequestError, Sampling, SamplingParams, ThoughtLimit
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
@@ -42,10 +42,11 @@ def sampling_params(
     grammar: Grammar | None = None,
     bias: tuple[tuple[int, float], ...] = (),
     allowed: tuple[int, ...] = (),
+    limit: ThoughtLimit | None = None,
 ) -> SamplingParams:
     """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
     has to follow, if anything. bias, allowed: the body's (`logit_bias`, `allowed_token_ids`), made once for all of its
-    prompts.
+    prompts. limit: of its thoughts.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -86,6 +87,7 @@ def sampling_params(
             stop_token_ids=known_ids("stop_token_ids", body.stop_token_ids, card.vocab_size),
             ignore_eos=bool(body.ignore_eos),
             grammar=None if alone else grammar,
+            thought_limit=limit,
             # What an answer is held to is held against the text with all of its spaces; calls of tools begin with none.
             mid_text=not isinstance(body, ChatBody) or body.said is not None or body.grammar is not None,
             special_text=body.skip_special_tokens is False,

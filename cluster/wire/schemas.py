@@ -153,6 +153,10 @@ TOKEN_IDS = Field(
     "`prompt_token_ids`: of a completion in each choice, or its first chunk; of a chat beside the choices, or in the "
     "first chunk of all."
 )
+THOUGHTS = Field(
+    description="Thoughts in front of the answer have at most so many tokens, tags left out, and are ended there; "
+    "-1: as many as the model likes."
+)
 
 
 def is_a_length(value: int | None) -> int | None:
@@ -319,6 +323,7 @@ class ChatBody(Templated, Body):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
+    thinking_token_budget: Annotated[int | None, told(minimum=-1), THOUGHTS] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     max_completion_tokens: Annotated[int | None, told(minimum=1)] = None

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.errors import bad_request
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
+from tidar_core.request import ThoughtLimit
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
 
+BUDGET = "thinking_token_budget"
 _TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
 
 
@@ -42,25 +44,43 @@ class Thinking:
         return ThoughtParser(self)
 
 
+def tags(tokenizer: "PreTrainedTokenizerFast") -> tuple[str, str] | None:
+    """Between what a model thinks; None where its template knows of no thoughts, or the tags are special tokens, which
+    are no text or one that shall have them as they are."""
+    template = tokenizer.chat_template
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    known = (pair for pair in _TAGS if isinstance(template, str) and pair[1] in template)
+    return next((pair for pair in known if not special.intersection(pair)), None)
+
+
 def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None = None) -> Thinking | None:
     """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already. said:
     what of the answer stands in the prompt, where it goes on from there; as in an answer, tags are such where it begins
     with them."""
-    template = tokenizer.chat_template
-    for begin, end in _TAGS:
-        if not isinstance(template, str) or end not in template:
-            continue
-        added = {token.content: (number, token) for number, token in tokenizer.added_tokens_decoder.items()}
-        if any(tag in added and added[tag][1].special for tag in (begin, end)):
-            continue  # special tokens are no text, or one that shall have them as they are
-        before, end_id = prompt.rstrip(), added.get(end, (None,))[0]
-        if said is not None:
-            first, tag, thought = said.partition(begin)
-            if first.strip() or not tag or end in thought:
-                return None
-            return Thinking(begin, end, end_id, begun=True, amid=bool(thought.strip()))
-        return None if before.endswith(end) else Thinking(begin, end, end_id, before.endswith(begin))
-    return None
+    found = tags(tokenizer)
+    if found is None:
+        return None
+    begin, end = found
+    ids = (number for number, token in tokenizer.added_tokens_decoder.items() if token.content == end)
+    before, end_id = prompt.rstrip(), next(ids, None)
+    if said is not None:
+        first, tag, thought = said.partition(begin)
+        if first.strip() or not tag or end in thought:
+            return None
+        return Thinking(begin, end, end_id, begun=True, amid=bool(thought.strip()))
+    return None if before.endswith(end) else Thinking(begin, end, end_id, before.endswith(begin))
+
+
+def thought_limit(tokenizer: "PreTrainedTokenizerFast", thinking: Thinking | None, tokens: int) -> ThoughtLimit | None:
+    """How long the thoughts of an answer may be that may begin with them as `thinking` says; None where it does not, or
+    they may be of any length (-1). Raises ApiError (400) where the server cannot tell thoughts of this model apart."""
+    if tokens < -1:
+        raise bad_request(f"{BUDGET} must be -1 (no limit) or more", BUDGET)
+    if tags(tokenizer) is None:
+        raise bad_request(f"{BUDGET}: this model's chat template tells no thoughts apart that could be limited", BUDGET)
+    if thinking is None or tokens == -1:
+        return None
+    return ThoughtLimit(thinking.begin, thinking.end, thinking.begun, tokens)
 
 
 def behind_thoughts(grammar: Grammar, thinking: Thinking, field: str) -> Grammar:

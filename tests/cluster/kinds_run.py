@@ -126,6 +126,7 @@ def of_chats(draw: random.Random, tags: dict[str, int]) -> Json:
     turn = {"role": "user", "content": draw.choice(OPENINGS)}
     think, over, call = (str(tags[tag]) for tag in (*THOUGHTS, "<tool_call>"))
     thinking = {think: draw.choice((30, 60)), over: draw.choice((25, 50, 58))}
+    budget = draw.choice((-1, 0, 3, 10))
     body = draw.choice(
         (
             {"tools": TOOLS, "tool_choice": "required"},
@@ -133,8 +134,8 @@ def of_chats(draw: random.Random, tags: dict[str, int]) -> Json:
             {"tools": TOOLS, "logit_bias": {call: draw.choice((3, 6, 9))}},
             {"response_format": OF_SCHEMA},
             {"response_format": {"type": "json_object"}},
-            {"logit_bias": thinking, "frequency_penalty": 2, "min_tokens": 20},
-            {"logit_bias": thinking, "frequency_penalty": 2, "response_format": OF_SCHEMA},
+            {"logit_bias": thinking, "frequency_penalty": 2, "min_tokens": 20, "thinking_token_budget": budget},
+            {"logit_bias": thinking, "response_format": OF_SCHEMA, "thinking_token_budget": budget},
             {"messages": [turn, {"role": "assistant", "content": "Well, the"}], "continue_final_message": True},
             {"ignore_eos": True},
         )

@@ -271,7 +271,7 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
     assert ("use `" in error.message) == (name in INSTEAD)
 
 
-@pytest.mark.parametrize("name", ["thinking_token_budget", "repetition_detection", "logprob_token_ids", "json_schema"])
+@pytest.mark.parametrize("name", ["repetition_detection", "logprob_token_ids", "json_schema"])
 def test_what_other_servers_know_is_not_passed_over(name: str) -> None:
     assert refused(refuse_unsupported, chat(**{name: 5})).param == name
 

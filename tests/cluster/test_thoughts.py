@@ -17,13 +17,14 @@ from cluster.errors import ApiError
 from cluster.wire.answer import runs
 from cluster.wire.messages import Message
 from cluster.wire.responses_asked import ResponsesBody
-from cluster.wire.thoughts import Thinking, Thought, ThoughtParser, behind_thoughts, thinking
+from cluster.wire.thoughts import Thinking, Thought, ThoughtParser, behind_thoughts, thinking, thought_limit
 from cluster.wire.tool_calls import HERMES, CallDelta, ToolParser
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_responses_told import EVENTS
 from tests.tiny import THINKING_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
 from tidar_core.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.grammar_guard import compile_grammar
+from tidar_core.request import ThoughtLimit
 
 PLAIN = Thinking("<think>", "</think>", 7, begun=False)
 BEGUN = Thinking("<think>", "</think>", 7, begun=True)
@@ -137,6 +138,30 @@ def test_an_answer_goes_on_in_the_midst_of_thoughts_it_began_with(said: str, beg
     prompt = str(tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True))
     end = tokenizer.convert_tokens_to_ids("</think>")
     assert thinking(tokenizer, prompt, said) == (Thinking("<think>", "</think>", end, True, amid) if begun else None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "tokens", "limit"),
+    [
+        ("assistant\n", None, 9, ThoughtLimit("<think>", "</think>", False, 9)),
+        ("assistant\n<think>\n", None, 0, ThoughtLimit("<think>", "</think>", True, 0)),
+        ("assistant\n<think>\nWhy ", "<think>\nWhy ", 5, ThoughtLimit("<think>", "</think>", True, 5)),
+        ("assistant\n", None, -1, None),
+        ("<think>\n\n</think>\n\n", None, 5, None),
+        ("assistant\nWell", "Well", 5, None),
+    ],
+)
+def test_how_long_they_may_be(prompt: str, said: str | None, tokens: int, limit: ThoughtLimit | None) -> None:
+    tokenizer = thinking_tokenizer()
+    assert thought_limit(tokenizer, thinking(tokenizer, prompt, said), tokens) == limit
+
+
+def test_what_cannot_be_limited_is_told() -> None:
+    for tokenizer in (tiny_tokenizer(), special()):
+        with pytest.raises(ApiError, match="tells no thoughts apart that could be limited"):
+            thought_limit(tokenizer, None, 5)
+    with pytest.raises(ApiError, match=r"-1 \(no limit\) or more"):
+        thought_limit(thinking_tokenizer(), None, -2)
 
 
 def special() -> PreTrainedTokenizerFast:
@@ -311,6 +336,38 @@ def test_who_does_not_want_to_hear_them_hears_the_answer_alone(client: openai.Op
     assert not any(hasattr(delta, "reasoning") for delta in deltas)
 
 
+@pytest.mark.parametrize("drafts", ["off", "full"])
+def test_thoughts_may_be_limited(client: openai.OpenAI, guarded: Guarded, drafts: str) -> None:
+    """Those that would be longer end there, and the answer follows; others are as they were."""
+    draft = {"drafts": drafts}
+    free: Any = client.chat.completions.create(**chat(guarded, tidar=draft)).choices[0].message
+    for budget in (0, 1, 2, len(free.reasoning_content), 40, -1):
+        asked = chat(guarded, tidar=draft, thinking_token_budget=budget)
+        answer: Any = client.chat.completions.create(**asked)
+        message, usage = answer.choices[0].message, answer.usage
+        most = len(free.reasoning_content) if budget < 0 else min(budget, len(free.reasoning_content))
+        assert getattr(message, "reasoning_content", "") == most * "a"
+        assert usage.completion_tokens_details.reasoning_tokens == most + 2
+        assert re.fullmatch("[A-Z]{4,9}", message.content)
+        assert most < len(free.reasoning_content) or message.content == free.content
+        with client.chat.completions.create(**asked, stream=True) as stream:
+            deltas: list[Any] = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+        assert "".join(delta.content or "" for delta in deltas) == message.content
+    shown: Any = client.chat.completions.create(**chat(guarded, tidar=draft | {"trace": True}, thinking_token_budget=2))
+    assert re.fullmatch(r"<think>aa</think>\s*[A-Z]{4,9}", shown.choices[0].message.content)
+
+
+def test_limits_of_thoughts_beyond_reason_are_told(client: openai.OpenAI, guarded: Guarded) -> None:
+    for model, budget, said in (
+        (guarded.beside, -2, r"must be -1 \(no limit\) or more"),
+        (guarded.beside, 1.5, "valid integer"),
+        ("tiny", 5, "tells no thoughts apart"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=said) as refused:
+            client.chat.completions.create(**chat(guarded, thinking_token_budget=budget) | {"model": model})
+        assert refused.value.param == "thinking_token_budget"
+
+
 def test_a_trace_shows_the_text_as_the_model_says_it(client: openai.OpenAI, guarded: Guarded) -> None:
     told: Any = client.chat.completions.create(**chat(guarded, tidar={"trace": True})).choices[0].message
     assert re.fullmatch(r"<think>a+</think>\s*[A-Z]{4,9}", told.content)
@@ -333,6 +390,8 @@ def test_a_response_has_an_item_for_them(guarded: Guarded, client: openai.OpenAI
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
     assert "".join(deltas) == thought.content[0].text
     assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
+    limited: Any = client.responses.create(**fields | {"extra_body": forced(thinking_token_budget=2)["extra_body"]})
+    assert limited.output[0].content[0].text == "aa"
     sent_back = [{"role": "user", "content": "Well?"}, *whole.model_dump(exclude_unset=True)["output"]]
     again: Any = client.responses.create(**fields | {"input": [*sent_back, {"role": "user", "content": "And?"}]})
     assert again.status == "completed"

@@ -1,10 +1,11 @@
-"""Where a sequence stands in its grammar: which tokens may come next, behind its drafts too."""
+"""Which tokens may come next, behind a sequence's drafts too: by where it stands in its grammar."""
 
+import sys
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +18,47 @@ if TYPE_CHECKING:
 
 TOO_SLOW = "the grammar has too many readings to be followed in time: make it simpler"
 SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambiguous that it holds all others up
+ANY_NUMBER = sys.maxsize
 
 
-class GrammarState:
-    """What an answer has to follow: the state of its grammar, by xgrammar, behind the tokens that were emitted.
-    Whatever looks ahead goes back there.
+class Constraint(Protocol):
+    """What an answer has to follow, behind the tokens that were emitted. Whatever looks ahead goes back there.
 
     error: why the answer cannot go on, in one line, or None. A mask is uint8, a bit a token id, the lowest first; None
     where any token may come.
+    """
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def ended(self) -> bool:
+        """Nothing may follow any more."""
+
+    @property
+    def free(self) -> int:
+        """So many tokens at least may be any."""
+
+    def advance(self, tokens: Items[int]) -> int:
+        """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where one of them is
+        not allowed, or takes too long: the answer ends with that one."""
+
+    def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
+        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
+        draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
+
+    def guess(self, token: int) -> bool:
+        """Moves on behind a draft, if it is allowed; `forget` goes back."""
+
+    def mask(self) -> np.ndarray | None:
+        """What may come next, guesses included."""
+
+    def forget(self, guesses: int) -> None:
+        """Goes back over so many guesses."""
+
+
+class GrammarState:
+    """The state of a grammar, by xgrammar: a `Constraint`.
 
     Where looking ahead takes too long nothing is guessed any more: drafts must not end an answer that would be
     complete without them. What was too slow behind drafts that then held ends it where it would end without.
@@ -35,7 +69,7 @@ class GrammarState:
 
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
-        self.error: str | None = None
+        self._error: str | None = None
         self._ahead = 0  # guesses that the matcher stands behind
         self._slow = False  # whether the last that was asked of the matcher took too long
         self._guesses_too_slowly = False
@@ -46,27 +80,30 @@ class GrammarState:
         )
 
     @property
+    def error(self) -> str | None:
+        return self._error
+
+    @property
     def ended(self) -> bool:
-        """Nothing may follow any more."""
         return bool(self._matcher.is_terminated())
 
+    @property
+    def free(self) -> int:
+        return 0
+
     def advance(self, tokens: Items[int]) -> int:
-        """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where the grammar
-        does not allow one of them, or takes too long: the answer ends with that one."""
         for count, token in enumerate(tokens, 1):
             if self.ended:
                 return count - 1
             if not self._accept(token):
-                self.error = "the answer does not follow its grammar"
+                self._error = "the answer does not follow its grammar"
             elif count == self._too_slow_at:
-                self.error = TOO_SLOW
-            if self.error is not None:
+                self._error = TOO_SLOW
+            if self._error is not None:
                 return count
         return len(tokens)
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
-        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
-        draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
         found = [self.mask()]
         self._too_slow_at = None
         for count, draft in enumerate(drafts, 1):
@@ -80,12 +117,10 @@ class GrammarState:
         return found + [None] * (len(drafts) + 1 - len(found))
 
     def guess(self, token: int) -> bool:
-        """Moves on behind a draft, if the grammar allows it; `forget` goes back."""
         possible = token >= 0 and token not in self._never and not self.ended and not self._guesses_too_slowly
         return possible and self._step_ahead(token)
 
     def mask(self) -> np.ndarray | None:
-        """What may come next, guesses included."""
         if self.ended:
             return None
         began = time.thread_time()
@@ -95,7 +130,6 @@ class GrammarState:
         return words.numpy().view(np.uint8)[0] if bound else None
 
     def forget(self, guesses: int) -> None:
-        """Goes back over so many guesses."""
         self._matcher.rollback(guesses)
         self._ahead -= guesses
 
@@ -117,11 +151,11 @@ class GrammarState:
         if self._slow and self._ahead:
             self._guesses_too_slowly = True
         elif self._slow:
-            self.error = TOO_SLOW
+            self._error = TOO_SLOW
 
 
 def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:
-    """The rule under a grammar. Where that leaves nothing but the end, min_tokens cannot put it off."""
+    """The rule under a constraint. Where that leaves nothing but the end, min_tokens cannot put it off."""
     if mask is None:
         return rule
     return replace(rule, allowed=mask, banned=rule.banned if allows_beside(mask, rule.banned) else ())
@@ -145,11 +179,11 @@ def only_token(mask: np.ndarray) -> int | None:
 
 
 def guess_within(
-    followed: Items[tuple[GrammarState | None, Items[int]]], logits: Tensor, rules: Items[TokenRule]
+    followed: Items[tuple[Constraint | None, Items[int]]], logits: Tensor, rules: Items[TokenRule]
 ) -> list[list[int]]:
-    """Guesses that the grammars allow, for sequences with a constraint and guesses each, in the order of the rows.
+    """Guesses that the constraints allow, for sequences with a constraint and guesses each, in the order of the rows.
 
-    A guess that its grammar refuses is picked anew from the same scores, among what the grammar allows there; behind
+    A guess that is refused is picked anew from the same scores, among what is allowed there; behind
     the end nothing is guessed. Slot by slot, since what is allowed depends on the guesses before, with one pick for
     all rows of a slot that need it.
     """
@@ -176,7 +210,7 @@ def guess_within(
 class _Guesser:
     """One sequence's guesses, whose rows begin at `start`, and those of them that are kept."""
 
-    constraint: GrammarState
+    constraint: Constraint
     guesses: Items[int]
     start: int
     kept: list[int]
@@ -189,7 +223,7 @@ class _Guesser:
 
 
 def _pick_anew(guessers: Items[_Guesser], slot: int, logits: Tensor, rules: Items[TokenRule]) -> list[int]:
-    """What each would guess in this slot under its grammar."""
+    """What each would guess in this slot under its constraint."""
     masks = [guesser.constraint.mask() for guesser in guessers]
     picks = [NO_TOKEN if mask is None else only_token(mask) for mask in masks]
     rows = {index: guessers[index].start + slot for index, pick in enumerate(picks) if pick is None}

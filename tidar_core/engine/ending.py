@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from tidar_core.request import Finish, FinishReason, Sequence
 
 if TYPE_CHECKING:
-    from tidar_core.engine.constraint import GrammarState
+    from tidar_core.engine.constraint import Constraint
 
 
 def ends_of(sequence: Sequence, eos_ids: frozenset[int]) -> frozenset[int]:
     """The tokens that end the answer. Under a grammar the end of sequence ends one that else ignores it."""
     params = sequence.request.params
-    ignored = params.ignore_eos and sequence.constraint is None
+    ignored = params.ignore_eos and params.grammar is None
     return params.stop_token_ids if ignored else params.stop_token_ids | eos_ids
 
 
@@ -41,7 +41,7 @@ def settle(sequence: Sequence, emitted: list[int], max_positions: int) -> tuple[
 
 
 def _follow(
-    constraint: "GrammarState", emitted: list[int], finish: Finish | None, has_stops: bool
+    constraint: "Constraint", emitted: list[int], finish: Finish | None, has_stops: bool
 ) -> tuple[list[int], Finish | None]:
     """Moves a constraint on behind the tokens; those that the answer has room for, and how it ends, if it does.
     has_stops: the request names tokens that end it, which then stand only where the grammar may end."""

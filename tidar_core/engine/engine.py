@@ -12,11 +12,12 @@ from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.drafting import pick_drafts, with_drafts_say
-from tidar_core.engine.flight import Flight, launch, may_fly, settled
+from tidar_core.engine.flight import Flight, is_free, launch, may_fly, settled
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
+from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
@@ -168,6 +169,9 @@ class Engine:
         said = Ledger(len(request.prompt)) if params.penalises else None
         tokens = [*request.prompt, *request.emitted]
         sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said)
+        if params.thought_limit is not None:
+            sequence.constraint = ThoughtWatch(params.thought_limit, self.tokenizer, self.info.vocab_size)
+            sequence.constraint.advance(request.emitted)
         if params.grammar is None:
             self._scheduler.add(sequence)
         else:
@@ -190,7 +194,7 @@ class Engine:
             if not ended:
                 self._compiling.pause()
             return ended
-        if self._overlap and all(plan.emits and may_fly(plan.sequence) for plan in plans):
+        if self._overlap and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
 
@@ -228,7 +232,8 @@ class Engine:
     def _land(self, flight: Flight) -> list[StepOutput]:
         """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""
         scheduler = self._scheduler
-        ahead = scheduler.plan_ahead(flight.plans)
+        free = all(is_free(plan.sequence, self.info.block_length) for plan in flight.plans)
+        ahead = scheduler.plan_ahead(flight.plans) if free else None
         following = None if ahead is None else self._launch(ahead[0], (flight, ahead[1]))
         found = zip(flight.plans, *flight.land(), strict=True)
         here = [entry for entry in found if entry[0].sequence in scheduler.running]

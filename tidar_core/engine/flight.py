@@ -81,16 +81,21 @@ class Flight:
         return truths, [values[start + 2 : start + width] for start in states]
 
 
-def may_fly(sequence: Sequence) -> bool:
+def may_fly(sequence: Sequence, block_length: int) -> bool:
     """Whether a sequence's tokens need nothing that the host finds out between two steps."""
     params = sequence.request.params
     return (
-        sequence.constraint is None
+        is_free(sequence, block_length)
         and params.logprobs is None
         and not sequence.reads_prompt
         and params.draft_trust == 1.0
         and sequence.generated >= params.min_tokens
     )
+
+
+def is_free(sequence: Sequence, block_length: int) -> bool:
+    """Whether any token may come in a step that is launched now and in the one behind it."""
+    return sequence.constraint is None or sequence.constraint.free >= 2 * max(1, block_length)
 
 
 def settled(plan: SequencePlan) -> SequencePlan:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core import grammar_guard
 from tidar_core.engine.constraint import GrammarState
+from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.grammar import Grammar
 from tidar_core.request import Finish, FinishReason, RequestError, Sequence, StepOutput
 
@@ -237,7 +238,11 @@ class GrammarQueue:
                 continue
             del self._waiting[request_id]
             try:
-                sequence.constraint = self._constraint(sequence, future.result())
+                state = self._constraint(sequence, future.result())
+                if isinstance(sequence.constraint, ThoughtWatch):
+                    sequence.constraint.grammar = state
+                else:
+                    sequence.constraint = state
                 add(sequence)
             except RequestError as error:
                 finish = Finish(FinishReason.ERROR, error=str(error), param=error.param)
