@@ -168,13 +168,14 @@ class _Decoder(Protocol):
 
 
 def _decoder_for(backend: Tokenizer, mid_text: bool, with_special: bool) -> _Decoder:
-    hidden = frozenset() if with_special else _special_ids(backend)
+    hidden = frozenset() if with_special else special_ids(backend)
     if isinstance(backend.decoder, decoders.ByteLevel):
         return _ByteDecoder(backend, hidden)
     return _PieceDecoder(backend, hidden, mid_text)
 
 
-def _special_ids(backend: Tokenizer) -> frozenset[int]:
+def special_ids(backend: Tokenizer) -> frozenset[int]:
+    """The tokens that are no text."""
     return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
 
 

@@ -76,10 +76,10 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
     prompt, text = chat_prompt(body, card, backend)
-    begins = thinking(card.tokenizer, text, body.said)
-    budget = body.thinking_token_budget
-    limit = None if budget is None else thought_limit(card.tokenizer, begins, budget)
-    thoughts = begins if reasoning else None
+    thoughts = thinking(card.tokenizer, text, body.said)
+    limit = thought_limit(card.tokenizer, thoughts, body.thinking_token_budget)
+    if not reasoning:  # they are a part of the answer, and what that has to follow leaves room for none
+        thoughts, limit = None, limit if grammar is None else None
     if tools is not None and body.said is not None and (thoughts is None or not thoughts.begun):
         tools = tools.behind(text[text.rindex(body.said.strip()) :])
     if thoughts is not None and grammar is not None:

@@ -8,7 +8,7 @@ answer to go on from, so that a template tells whether a model does.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import bad_request
 from tidar_core.grammar import Grammar, GrammarError, tag_grammar
@@ -44,13 +44,24 @@ class Thinking:
         return ThoughtParser(self)
 
 
-def tags(tokenizer: "PreTrainedTokenizerFast") -> tuple[str, str] | None:
-    """Between what a model thinks; None where its template knows of no thoughts, or the tags are special tokens, which
-    are no text or one that shall have them as they are."""
+class Tags(NamedTuple):
+    """Between what a model thinks, and the token of the second, where it is one."""
+
+    begin: str
+    end: str
+    end_id: int | None
+
+
+def tags(tokenizer: "PreTrainedTokenizerFast") -> Tags | None:
+    """None where the model's template knows of no thoughts, or the tags are special tokens, which are no text or one
+    that shall have them as they are."""
     template = tokenizer.chat_template
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    known = (pair for pair in _TAGS if isinstance(template, str) and pair[1] in template)
-    return next((pair for pair in known if not special.intersection(pair)), None)
+    known = [pair for pair in _TAGS if isinstance(template, str) and pair[1] in template]
+    if not known:
+        return None  # before all added tokens are read: some models have thousands
+    added = {token.content: (number, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
+    pairs = (pair for pair in known if not any(tag in added and added[tag][1] for tag in pair))
+    return next((Tags(begin, end, added.get(end, (None,))[0]) for begin, end in pairs), None)
 
 
 def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None = None) -> Thinking | None:
@@ -60,9 +71,8 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None
     found = tags(tokenizer)
     if found is None:
         return None
-    begin, end = found
-    ids = (number for number, token in tokenizer.added_tokens_decoder.items() if token.content == end)
-    before, end_id = prompt.rstrip(), next(ids, None)
+    begin, end, end_id = found
+    before = prompt.rstrip()
     if said is not None:
         first, tag, thought = said.partition(begin)
         if first.strip() or not tag or end in thought:
@@ -71,16 +81,20 @@ def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None
     return None if before.endswith(end) else Thinking(begin, end, end_id, before.endswith(begin))
 
 
-def thought_limit(tokenizer: "PreTrainedTokenizerFast", thinking: Thinking | None, tokens: int) -> ThoughtLimit | None:
+def thought_limit(
+    tokenizer: "PreTrainedTokenizerFast", thinking: Thinking | None, tokens: int | None
+) -> ThoughtLimit | None:
     """How long the thoughts of an answer may be that may begin with them as `thinking` says; None where it does not, or
-    they may be of any length (-1). Raises ApiError (400) where the server cannot tell thoughts of this model apart."""
-    if tokens < -1:
+    they may be of any length (None, -1). Raises ApiError (400) where the server cannot tell this model's apart."""
+    if tokens is None or tokens == -1:
+        return None
+    if tokens < 0:
         raise bad_request(f"{BUDGET} must be -1 (no limit) or more", BUDGET)
+    if thinking is not None:
+        return ThoughtLimit(thinking.begin, thinking.end, thinking.begun, tokens)
     if tags(tokenizer) is None:
         raise bad_request(f"{BUDGET}: this model's chat template tells no thoughts apart that could be limited", BUDGET)
-    if thinking is None or tokens == -1:
-        return None
-    return ThoughtLimit(thinking.begin, thinking.end, thinking.begun, tokens)
+    return None
 
 
 def behind_thoughts(grammar: Grammar, thinking: Thinking, field: str) -> Grammar:

@@ -17,7 +17,7 @@ from cluster.wire.answer import Echo
 from cluster.wire.prompts import decode
 from tests.cluster.test_api import NoReplica, ask
 from tests.cluster.test_schemas import card_for
-from tests.tiny import HERMES_TEMPLATE, tiny_tokenizer, tool_tokenizer
+from tests.tiny import HERMES_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
 
 CARD = card_for(tiny_tokenizer())
 BACKEND = prepare(CARD)
@@ -55,6 +55,23 @@ def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_sp
     assert plan.params[0].grammar is not None
     assert not plan.params[0].mid_text, "only its calls are held to anything"
     assert completion(prompt="a").params[0].mid_text
+
+
+def test_thoughts_are_limited_where_an_answer_may_begin_with_them() -> None:
+    card = card_for(thinking_tokenizer())
+
+    def limited(reasoning: bool = True, **fields: Any) -> bool:
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "thinking_token_budget": 5, **fields}
+        return chat_plan(asked, card, prepare(card), reasoning).params[0].thought_limit is not None
+
+    form = {"response_format": {"type": "json_object"}}
+    assert limited()
+    assert limited(**form)
+    assert limited(tidar={"trace": True})
+    assert limited(reasoning=False)
+    assert not limited(reasoning=False, **form), "what it has to follow leaves room for none"
+    assert not limited(chat_template_kwargs={"enable_thinking": False})
+    assert not limited(thinking_token_budget=-1)
 
 
 def test_more_choices_than_are_taken_are_refused() -> None:

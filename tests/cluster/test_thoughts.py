@@ -160,6 +160,7 @@ def test_what_cannot_be_limited_is_told() -> None:
     for tokenizer in (tiny_tokenizer(), special()):
         with pytest.raises(ApiError, match="tells no thoughts apart that could be limited"):
             thought_limit(tokenizer, None, 5)
+        assert thought_limit(tokenizer, None, -1) is None, "asks for nothing"
     with pytest.raises(ApiError, match=r"-1 \(no limit\) or more"):
         thought_limit(thinking_tokenizer(), None, -2)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tidar_core.engines import pages_are_accounted_for
@@ -39,7 +40,7 @@ def only(token: int | None) -> np.ndarray | None:
 
 def wanted(tokenizer: PreTrainedTokenizerFast, limit: ThoughtLimit, tokens: list[int]) -> int | None:
     """The one token that may follow, by the whole text so far."""
-    end, texts = ids(tokenizer, limit.end), [tokenizer.decode([token]) for token in tokens]
+    end, texts = tuple(ids(tokenizer, limit.end)), [tokenizer.decode([token]) for token in tokens]
     start, thoughts = 0, "".join(texts)
     if not limit.begun:
         fronts = ("".join(texts[:count]).lstrip() for count in range(len(texts) + 1))
@@ -50,14 +51,16 @@ def wanted(tokenizer: PreTrainedTokenizerFast, limit: ThoughtLimit, tokens: list
         if started is None or not "".join(texts[:started]).lstrip().startswith(limit.begin):
             return None
         start, thoughts = started, "".join(texts).lstrip().removeprefix(limit.begin)
-    if limit.end in thoughts or len(tokens) - start < limit.tokens:
+    said = tuple(tokens[start:])
+    if limit.end in thoughts or len(said) < limit.tokens:
         return None
-    said = 0
-    for token in tokens[start + limit.tokens :]:
-        said = said + 1 if token == end[said] else 0
-        if said == len(end):
-            return None
-    return end[said]
+    for count in range(limit.tokens, len(said) + 1):
+        begun = next(n for n in range(len(end) - 1, -1, -1) if said[max(0, count - n) : count] == end[:n])
+        if count == len(said):
+            return end[begun]
+        if said[count] != end[begun]:
+            return None  # where that is not allowed there is none to wait for
+    return None
 
 
 @TOKENIZERS
@@ -69,7 +72,7 @@ def test_the_end_is_all_that_may_come_where_thoughts_are_long_enough(
     said = data.draw(st.lists(st.sampled_from(texts), max_size=12))
     limit = ThoughtLimit("<think>", "</think>", data.draw(st.booleans()), data.draw(st.integers(0, 6)))
     tokens = [token for text in said for token in ids(tokenizer, text)]
-    watch, ahead = (ThoughtWatch(limit, tokenizer, VOCAB) for _ in range(2))
+    watch, ahead = (ThoughtWatch(limit, tokenizer, VOCAB, with_special=False) for _ in range(2))
     expected = []
     for count in range(len(tokens) + 1):
         expected.append(only(wanted(tokenizer, limit, tokens[:count])))
@@ -95,15 +98,41 @@ def test_the_end_is_all_that_may_come_where_thoughts_are_long_enough(
 @TOKENIZERS
 def test_nothing_is_asked_any_more_behind_thoughts(tokenizer: PreTrainedTokenizerFast) -> None:
     for text in ("so</think>", "Well"):
-        watch = ThoughtWatch(replace(BEGUN, begun=text != "Well"), tokenizer, VOCAB)
+        watch = ThoughtWatch(replace(BEGUN, begun=text != "Well"), tokenizer, VOCAB, with_special=False)
         assert watch.free == 7
         watch.advance(ids(tokenizer, text))
         assert watch.free == ANY_NUMBER
 
 
+def test_special_tokens_are_text_where_they_are_told() -> None:
+    for with_special in (False, True):
+        watch = ThoughtWatch(replace(BEGUN, begun=False, tokens=1), ONE_TOKEN, VOCAB, with_special)
+        watch.advance([2, *ids(ONE_TOKEN, "<think>a")])
+        assert (watch.mask() is None) == with_special
+
+
+def test_an_end_that_has_begun_is_brought_to_its_end() -> None:
+    end = ids(SEVERAL, "</think>")
+    for count in range(1, len(end)):
+        watch = ThoughtWatch(replace(BEGUN, tokens=count + 1), SEVERAL, VOCAB, with_special=False)
+        watch.advance([*ids(SEVERAL, "a"), *end[:count]])
+        np.testing.assert_equal(watch.mask(), only(end[count]))
+
+
+def test_words_of_sentencepiece_are_told_from_tags() -> None:
+    """Alone, such a token has no space in front."""
+    backend = Tokenizer(models.BPE({"</": 0, "\u2581think": 1, ">": 2, "a": 3, "t": 4}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_tokens(["</think>"])
+    watch = ThoughtWatch(replace(BEGUN, tokens=3), tokenizer, VOCAB, with_special=False)
+    watch.advance([0, 1, 2])
+    np.testing.assert_equal(watch.mask(), only(5))
+
+
 def test_a_model_without_tokens_for_the_end_is_told_so() -> None:
     with pytest.raises(RequestError, match="no tokens for the end"):
-        ThoughtWatch(BEGUN, ONE_TOKEN, VOCAB - 1)
+        ThoughtWatch(BEGUN, ONE_TOKEN, VOCAB - 1, with_special=False)
 
 
 @pytest.fixture(scope="module", params=[ONE_TOKEN, SEVERAL], ids=["tags of one token", "of several"])

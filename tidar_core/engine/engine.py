@@ -170,7 +170,9 @@ class Engine:
         tokens = [*request.prompt, *request.emitted]
         sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said)
         if params.thought_limit is not None:
-            sequence.constraint = ThoughtWatch(params.thought_limit, self.tokenizer, self.info.vocab_size)
+            sequence.constraint = ThoughtWatch(
+                params.thought_limit, self.tokenizer, self.info.vocab_size, params.special_text
+            )
             sequence.constraint.advance(request.emitted)
         if params.grammar is None:
             self._scheduler.add(sequence)

@@ -8,34 +8,36 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.engine.constraint import ANY_NUMBER, GrammarState
 from tidar_core.request import RequestError, ThoughtLimit
+from tidar_core.text import special_ids, token_text
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where an answer stands. within: its thoughts have begun; over: they have ended, or it began with none. tail: text
-    that may be the front of a tag. thought: tokens so far; ending: those of the end that had to come."""
+    that may be the front of a tag. thought: tokens so far. last: the last of them, fewer than the end has."""
 
     within: bool
     over: bool = False
     tail: str = ""
     thought: int = 0
-    ending: int = 0
+    last: tuple[int, ...] = ()
 
 
 class ThoughtWatch:
     """Follows an answer through its thoughts; a `Constraint`, alone or around the `grammar` that the answer has to
-    follow besides. What that does not allow is not asked for: there thoughts go on.
+    follow besides. Where that does not allow the end, there is none to wait for.
 
-    The tags are looked for in the text, whatever tokens it comes in. Raises RequestError where the model has no tokens
-    for the end of thoughts.
+    The tags are looked for in the text, whatever tokens it comes in; with_special: special tokens are a part of it.
+    Raises RequestError where the model has no tokens for the end of thoughts.
     """
 
-    def __init__(self, limit: ThoughtLimit, tokenizer: PreTrainedTokenizerFast, vocab_size: int):
+    def __init__(self, limit: ThoughtLimit, tokenizer: PreTrainedTokenizerFast, vocab_size: int, with_special: bool):
         self.grammar: GrammarState | None = None
         self._limit = limit
-        self._backend = tokenizer.backend_tokenizer
+        self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._end: list[int] = self._backend.encode(limit.end, add_special_tokens=False).ids
+        self._hidden = frozenset() if with_special else special_ids(tokenizer.backend_tokenizer)
+        self._end = tuple(tokenizer.encode(limit.end, add_special_tokens=False, padding=False, truncation=False))
         if not self._end or max(self._end) >= vocab_size:
             raise RequestError("this model has no tokens for the end of its thoughts", "thinking_token_budget")
         self._places = [Place(within=limit.begun)]  # behind what was emitted, and behind each guess
@@ -87,9 +89,11 @@ class ThoughtWatch:
             self.grammar.forget(guesses)
 
     def _wanted(self, place: Place) -> int | None:
-        """The one token that may come, where thoughts are long enough."""
-        enough = place.within and not place.over and place.thought >= self._limit.tokens
-        return self._end[place.ending] if enough else None
+        """The one token that may come, where thoughts are long enough; of an end that has begun the rest."""
+        if not place.within or place.over or place.thought < self._limit.tokens:
+            return None
+        begun = (count for count in range(len(self._end) - 1, 0, -1) if place.last[-count:] == self._end[:count])
+        return self._end[next(begun, 0)]
 
     def _may_come(self, token: int | None) -> bool:
         return self.grammar is None or _allows(self.grammar.mask(), token)
@@ -105,18 +109,22 @@ class ThoughtWatch:
     def _behind(self, place: Place, token: int) -> Place:
         if place.over:
             return place
-        text = place.tail + self._backend.decode([token], skip_special_tokens=False)
+        text = place.tail if token in self._hidden else place.tail + token_text(self._tokenizer, token)
         if not place.within:
             front, begin = text.lstrip(), self._limit.begin
             if not front.startswith(begin):
                 return Place(within=False, over=not begin.startswith(front), tail=front)
             text = front.removeprefix(begin)
             return Place(within=True, over=self._limit.end in text, tail=self._may_begin(text))
-        wanted = self._wanted(place)
-        thought = place.thought + (wanted is None)
-        ending = place.ending + 1 if token == wanted else 0
-        over = self._limit.end in text or ending == len(self._end)
-        return Place(True, over, self._may_begin(text), thought, ending)
+        last = (*place.last, token)
+        over = (
+            self._limit.end in text
+            or last[-len(self._end) :] == self._end
+            or self._wanted(place) not in (None, token)  # a grammar allowed no end
+        )
+        return Place(
+            True, over, self._may_begin(text), place.thought + 1, last[max(0, len(last) - len(self._end) + 1) :]
+        )
 
     def _may_begin(self, text: str) -> str:
         """As much of the text's end as the end of thoughts could begin in."""
