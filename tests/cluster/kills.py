@@ -21,6 +21,7 @@ import httpx
 import psutil
 
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.servers import Serving, kill_all, tiny_model, words_of
 from tidar_core.bench.drive import answer_all
 from tidar_core.engine import load_engine
@@ -187,7 +188,7 @@ def engine_processes(server: Serving) -> dict[str, psutil.Process]:
 
 def requests_by_replica(server: Serving) -> dict[str, float]:
     """How many requests each replica on the metrics page runs."""
-    page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
+    page = plain_http.get(f"{server.url}/metrics", timeout=30, trust_env=False).text
     return {
         name: float(count)
         for name, count in re.findall(r'^vllm:num_requests_running.*engine="(\w+)".* (\S+)$', page, re.M)

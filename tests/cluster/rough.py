@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests import plain_http
 from tests.cluster.guarded import Guarded, guarded_server
 
 LARGE = 100 * 2**20
@@ -128,7 +129,7 @@ def main() -> None:
             for _ in range(5):
                 print(f"100 MiB, length {'stated' if stated else 'not stated'}: {large_body(server, stated)}")
         with half_open(server, 500):
-            print(f"500 half-open connections: health {httpx.get(f'{server.url}/health').status_code}")
+            print(f"500 half-open connections: health {plain_http.get(f'{server.url}/health').status_code}")
         time.sleep(5)
         print(f"memory: {before:.0f} MiB after the first 500 requests, {memory(server):.0f} MiB at the end")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx
 
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.cluster.kills import slow_model
 from tests.servers import Server, running, start_with
 
@@ -85,7 +86,7 @@ async def stream_once(client: httpx.AsyncClient, prompt: str, tokens: int) -> St
 def replicas_there(server: Server, model: str = "") -> int:
     """How many replicas of a model whose name begins so the metrics page shows. Raises httpx.HTTPError where it cannot
     be had."""
-    page = httpx.get(f"{server.url}/metrics", timeout=30, trust_env=False).raise_for_status().text
+    page = plain_http.get(f"{server.url}/metrics", timeout=30, trust_env=False).raise_for_status().text
     return len(re.findall(rf'^vllm:num_requests_running\{{.*model_name="{model}', page, re.MULTILINE))
 
 

@@ -13,6 +13,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.app import DRAIN_SECONDS
+from tests import plain_http
 from tests.cluster.fronts import INGRESSES, NAME, PLACES, REPLICAS, both
 from tests.servers import Server, words_of
 
@@ -21,16 +22,16 @@ def test_options_reach_the_replicas(front: Server) -> None:
     both(front)  # an ingress may have been killed by the test before
     said = front.log.read_text()
     assert "playground" not in said
-    assert httpx.get(f"{front.url}/playground/").status_code == 404
+    assert plain_http.get(f"{front.url}/playground/").status_code == 404
     assert f"{NAME} is served in float32 on cpu" in said
-    (model,) = httpx.get(f"{front.url}/v1/models").json()["data"]
+    (model,) = plain_http.get(f"{front.url}/v1/models").json()["data"]
     assert model["id"] == NAME
     replicas: set[str] = set()
     for _ in range(100):
         if len(replicas) == 2:
             break
         body = {"prompt": "a", "max_tokens": 1, "stream": True, "tidar": {"trace": True}}
-        first = httpx.post(f"{front.url}/v1/completions", json=body).text.splitlines()[0]
+        first = plain_http.post(f"{front.url}/v1/completions", json=body).text.splitlines()[0]
         replicas.add(json.loads(first.removeprefix("data: "))["tidar"]["replica"])
     assert len(replicas) == 2
 
@@ -42,7 +43,7 @@ def test_whichever_ingress_is_asked_its_page_counts_what_all_answered(front: Ser
     def counted() -> dict[str, float]:
         samples = [
             sample
-            for family in text_string_to_metric_families(httpx.get(f"{front.url}/metrics").text)
+            for family in text_string_to_metric_families(plain_http.get(f"{front.url}/metrics").text)
             for sample in family.samples
             if sample.name == "tidar:http_responses_total" and sample.labels["code"] == "400"
         ]
@@ -54,7 +55,7 @@ def test_whichever_ingress_is_asked_its_page_counts_what_all_answered(front: Ser
 
     before = counted()
     for _ in range(20):
-        assert httpx.post(f"{front.url}/v1/completions", json={"prompt": 7.5}).status_code == 400
+        assert plain_http.post(f"{front.url}/v1/completions", json={"prompt": 7.5}).status_code == 400
     time.sleep(3)  # each tells what it counted every second
     pages = [counted() for _ in range(10)]
     gained = [[count - before.get(ingress, 0.0) for ingress, count in page.items()] for page in pages]
@@ -127,7 +128,7 @@ def test_while_it_stops_a_stream_is_let_end_and_requests_are_told_so_at_once(fro
         while not ended.is_set():
             began = time.monotonic()
             with suppress(httpx.TransportError):  # none listens any more
-                told.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=30))
+                told.append(plain_http.post(f"{server.url}/v1/completions", json=body, timeout=30))
             waits.append(time.monotonic() - began)
             time.sleep(0.02)
 
@@ -136,7 +137,7 @@ def test_while_it_stops_a_stream_is_let_end_and_requests_are_told_so_at_once(fro
         client.start()
     time.sleep(0.5)
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+    with plain_http.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
         os.killpg(server.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches HAProxy and ingresses too

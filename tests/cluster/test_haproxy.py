@@ -28,6 +28,7 @@ from cluster.operate.haproxy import (
     haproxy_settings,
 )
 from cluster.options import ServeOptions, UpOptions
+from tests import plain_http
 from tests.cluster.fronts import both, haproxies
 from tests.cluster.kills import ingresses
 from tests.servers import REPOSITORY, Server, free_port, words_of
@@ -292,7 +293,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=120) as response:
+            with plain_http.stream("POST", self._url, json=self._body, timeout=120) as response:
                 assert response.status_code == 200
                 for line in response.iter_lines():
                     if line.startswith("data: {") and (usage := json.loads(line.removeprefix("data: ")).get("usage")):
@@ -344,7 +345,7 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
     def ask(tokens: int) -> None:
         body = {"prompt": [5, 6, 7], "max_tokens": tokens, "ignore_eos": True}
         with suppress(httpx.TransportError):
-            answers.append(httpx.post(url, json=body, timeout=60))
+            answers.append(plain_http.post(url, json=body, timeout=60))
 
     clients = [threading.Thread(target=ask, args=(2000,)) for _ in range(16)]
     for client in clients:

@@ -9,13 +9,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import ray
 
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import OWN_PROCESSES, ray_cluster
+from tests import plain_http
 from tests.servers import MARK, REPOSITORY, Server, end_all, free_port, words_of
 
 ROTATED, FILES = 4096, 3  # of each log as the test asks for it, the one that is written among them
@@ -40,7 +40,7 @@ with Interrupts() as interrupts, ray_cluster(None, lambda line: None, interrupts
     ray.get(talk.remote())
     start_proxies("127.0.0.1", port)
     for _ in range(requests):
-        httpx.get(f"http://127.0.0.1:{port}/")
+        plain_http.get(f"http://127.0.0.1:{port}/")
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     files = [file for file in logs.rglob("*") if file.is_file()]
     print(json.dumps({str(file.relative_to(logs)): file.read_text(errors="replace") for file in files}))
@@ -90,8 +90,8 @@ def test_no_request_to_a_server_is_in_them(server: Server) -> None:
     sign = uuid.uuid4().hex
     body = {"prompt": sign, "max_tokens": 2}
     for _ in range(REQUESTS):
-        httpx.post(f"{server.url}/v1/completions", params={"q": sign}, headers={"x-request-id": sign}, json=body)
-        httpx.get(f"{server.url}/playground/", params={"q": sign}, headers={"x-request-id": sign})
+        plain_http.post(f"{server.url}/v1/completions", params={"q": sign}, headers={"x-request-id": sign}, json=body)
+        plain_http.get(f"{server.url}/playground/", params={"q": sign}, headers={"x-request-id": sign})
     time.sleep(1.0)
     texts = [file.read_text(errors="replace") for file in logs_of(server).rglob("*") if file.is_file()]
     assert any("Ingress" in text for text in texts)

@@ -20,6 +20,7 @@ from cluster.ingress.models import SETTLE_SECONDS, Models
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.preflight import absolute, check_models, check_options, check_visible
+from tests import plain_http
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_api import NoReplica
 from tests.servers import tiny_model
@@ -37,14 +38,14 @@ NAMES = ["tiny", Guarded.plain, Guarded.beside]
 
 def complete(guarded: Guarded, **fields: Any) -> dict[str, Any]:
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
-    answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=guarded.headers, timeout=120)
+    answer = plain_http.post(f"{guarded.url}/v1/completions", json=body, headers=guarded.headers, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def metric(guarded: Guarded, name: str) -> dict[str, float]:
     """A metric's value by model, summed over its other labels."""
-    page = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {Guarded.metrics_key}"}).text
+    page = plain_http.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {Guarded.metrics_key}"}).text
     found = defaultdict(float, dict.fromkeys(NAMES, 0.0))
     for line in page.splitlines():
         if line.startswith(name):
@@ -59,13 +60,13 @@ def alone(guarded: Guarded) -> dict[str, Engine]:
 
 
 def test_all_are_listed_the_models_own_name_first(guarded: Guarded) -> None:
-    listed = httpx.get(f"{guarded.url}/v1/models", headers=guarded.headers).json()["data"]
+    listed = plain_http.get(f"{guarded.url}/v1/models", headers=guarded.headers).json()["data"]
     assert [model["id"] for model in listed] == NAMES
     assert [model["tidar"]["block_length"] for model in listed] == [4, 0, 3]
     assert [model["max_model_len"] for model in listed] == [2048, 2048, 512]
     assert [Path(model["root"]).name for model in listed] == ["tiny", "tiny", "qwen"]
     for model in listed:
-        shown = httpx.get(f"{guarded.url}/v1/models/{model['id']}", headers=guarded.headers).json()
+        shown = plain_http.get(f"{guarded.url}/v1/models/{model['id']}", headers=guarded.headers).json()
         assert shown == model
 
 
@@ -90,7 +91,7 @@ def test_each_says_what_an_engine_of_its_base_says(guarded: Guarded, alone: dict
 
 
 def test_the_makers_wishes_are_told_and_kept_to_in_every_way_of_asking(guarded: Guarded) -> None:
-    shown = httpx.get(f"{guarded.url}/v1/models/{Guarded.beside}", headers=guarded.headers).json()
+    shown = plain_http.get(f"{guarded.url}/v1/models/{Guarded.beside}", headers=guarded.headers).json()
     wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0, "repetition_penalty": 1.05}
     assert shown["tidar"]["sampling_defaults"] == wanted
     _, log = guarded.server.log.read_text().split(f"{Guarded.beside} is served", 1)
@@ -99,7 +100,7 @@ def test_the_makers_wishes_are_told_and_kept_to_in_every_way_of_asking(guarded: 
 
     def ask(path: str, **fields: Any) -> Any:
         body = {"model": Guarded.beside, "seed": 5, "ignore_eos": True, **fields}
-        return httpx.post(f"{guarded.url}/v1/{path}", json=body, headers=guarded.headers, timeout=120).json()
+        return plain_http.post(f"{guarded.url}/v1/{path}", json=body, headers=guarded.headers, timeout=120).json()
 
     turn = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 40}
     texts = [ask("chat/completions", **turn, **more)["choices"][0]["message"]["content"] for more in ({}, wanted)]
@@ -111,7 +112,7 @@ def test_the_makers_wishes_are_told_and_kept_to_in_every_way_of_asking(guarded: 
 
 def test_each_has_its_own_tokens_template_and_limit(guarded: Guarded, alone: dict[str, Engine]) -> None:
     def ask(path: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{guarded.url}{path}", json=body, headers=guarded.headers, timeout=60)
+        return plain_http.post(f"{guarded.url}{path}", json=body, headers=guarded.headers, timeout=60)
 
     text = "The quick brown fox asks what the answer is."
     found = {name: ask("/tokenize", model=name, prompt=text).json()["tokens"] for name in NAMES}
@@ -161,7 +162,7 @@ def test_a_request_gets_the_adapter_it_asks_for_and_the_same_text(guarded: Guard
 @pytest.mark.parametrize("name", [Guarded.plain, Guarded.beside])
 def test_streams_of_the_others(guarded: Guarded, name: str) -> None:
     body = {"model": name, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=guarded.headers) as answer:
+    with plain_http.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=guarded.headers) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     assert {json.loads(line.removeprefix("data: "))["model"] for line in lines} == {name}
 
@@ -169,7 +170,7 @@ def test_streams_of_the_others(guarded: Guarded, name: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_an_unknown_name_is_told_all_that_there_are(guarded: Guarded, path: str) -> None:
     body = {"model": "other", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
-    answer = httpx.post(f"{guarded.url}{path}", json=body, headers=guarded.headers)
+    answer = plain_http.post(f"{guarded.url}{path}", json=body, headers=guarded.headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert ", ".join(f"`{name}`" for name in NAMES) in answer.json()["error"]["message"]
 
@@ -185,8 +186,8 @@ def test_what_clients_got_is_told_for_each_name_and_where_there_is_none(guarded:
     before = counted()
     complete(guarded, model=Guarded.beside)
     for name, prompt, headers in (("tiny", -1, guarded.headers), ("other", "a", guarded.headers), ("tiny", "a", {})):
-        httpx.post(f"{guarded.url}/v1/completions", json={"model": name, "prompt": prompt}, headers=headers)
-    httpx.get(f"{guarded.url}/v1/models")
+        plain_http.post(f"{guarded.url}/v1/completions", json={"model": name, "prompt": prompt}, headers=headers)
+    plain_http.get(f"{guarded.url}/v1/models")
     gained = {place: count - before[place] for place, count in counted().items() if count != before[place]}
     assert gained == {(Guarded.beside, "200"): 1, ("tiny", "400"): 1, ("", "404"): 1, ("", "401"): 1}
     assert metric(guarded, "tidar:engines_ready") == dict.fromkeys(NAMES, 1.0)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Iterator
 from itertools import pairwise
 from typing import Any, get_args
 
-import httpx
 import jsonschema
 import openai
 import pydantic
@@ -19,6 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from cluster.wire.answer import Answer, Piece, joined, requests_for
 from cluster.wire.responses_told import Entries, Output, as_json, dumped, new_response_head, response_events
 from cluster.wire.tool_calls import CallDelta
+from tests import plain_http
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_schemas import card_for
 from tests.cluster.test_tools import WEATHER
@@ -326,4 +326,4 @@ def test_what_is_wrong_is_told_as_elsewhere(guarded: Guarded, client: openai.Ope
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="tiny", input="Who? " * 5000, stream=True)
     assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
-    assert httpx.post(f"{guarded.url}/v1/responses", json={"input": "Who?"}).status_code == 401
+    assert plain_http.post(f"{guarded.url}/v1/responses", json={"input": "Who?"}).status_code == 401

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from cluster.replica.replica import IDLE_SECONDS
+from tests import plain_http
 from tests.servers import Server
 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -194,7 +195,7 @@ def test_prompts_of_a_list_are_choices_of_their_own(client: openai.OpenAI) -> No
 
 def test_a_known_prefix_is_reused_but_not_across_salts(client: openai.OpenAI, server: Server) -> None:
     def counted(name: str) -> float:
-        page = httpx.get(f"{server.url}/metrics").text
+        page = plain_http.get(f"{server.url}/metrics").text
         return sum(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"vllm:{name}_total{{"))
 
     names = ("prefix_cache_queries", "prefix_cache_hits")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from cluster.carry.directory import Directory
 from cluster.ingress.api import build_api
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.cluster.fuzz import fuzz
 from tests.cluster.guarded import ORIGIN, Guarded
 from tests.cluster.rough import half_open, large_body, memory, slow_reader, tiny_requests
@@ -165,7 +166,9 @@ def test_whatever_is_sent_there_is_no_5xx_and_no_hang(guarded: Guarded) -> None:
 def test_scores_do_not_overflow(guarded: Guarded) -> None:
     body = {"prompt": "a", "max_tokens": 3}
     for fields in ({"repetition_penalty": 5e-324}, {"repetition_penalty": 0.01, "logit_bias": {"300": 100}}):
-        answer = httpx.post(f"{guarded.url}/v1/completions", json=body | fields, headers=guarded.headers, timeout=60)
+        answer = plain_http.post(
+            f"{guarded.url}/v1/completions", json=body | fields, headers=guarded.headers, timeout=60
+        )
         assert answer.status_code == (400 if len(fields) == 1 else 200)
 
 
@@ -178,7 +181,7 @@ def test_a_large_body_is_refused_and_not_held(guarded: Guarded) -> None:
     for stated in (True, False, True, False):
         assert " 413 " in large_body(guarded, stated)
     assert memory(guarded) - before < 90, "not one of the four bodies of 100 MiB"
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    assert plain_http.get(f"{guarded.url}/health").status_code == 200
 
 
 def test_slow_readers_get_all_and_hold_up_nobody(guarded: Guarded) -> None:
@@ -194,7 +197,7 @@ def test_slow_readers_get_all_and_hold_up_nobody(guarded: Guarded) -> None:
     for reader in readers:
         reader.start()
     # The quick one has its answer while the others have stopped reading theirs.
-    whole = httpx.post(f"{guarded.url}/v1/completions", json=wanted, headers=guarded.headers, timeout=100).json()
+    whole = plain_http.post(f"{guarded.url}/v1/completions", json=wanted, headers=guarded.headers, timeout=100).json()
     go_on.set()
     for reader in readers:
         reader.join(120)
@@ -209,7 +212,7 @@ def test_half_open_connections_are_in_nobodys_way(guarded: Guarded) -> None:
     def answered() -> float:
         began = time.monotonic()
         body = {"prompt": "a", "max_tokens": 2}
-        answer = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=guarded.headers, timeout=60)
+        answer = plain_http.post(f"{guarded.url}/v1/completions", json=body, headers=guarded.headers, timeout=60)
         assert answer.status_code == 200
         return time.monotonic() - began
 
@@ -217,7 +220,7 @@ def test_half_open_connections_are_in_nobodys_way(guarded: Guarded) -> None:
     before = memory(guarded)
     with half_open(guarded, 200):
         assert answered() < 20
-        assert httpx.get(f"{guarded.url}/health").status_code == 200
+        assert plain_http.get(f"{guarded.url}/health").status_code == 200
     answered()
     assert memory(guarded) - before < 60
 
@@ -228,7 +231,7 @@ def test_many_tiny_requests_leave_nothing(guarded: Guarded) -> None:
     assert asyncio.run(tiny_requests(guarded, 300)) == {200: 300}
     assert memory(guarded) - before < 40
     metrics = {"Authorization": f"Bearer {guarded.metrics_key}"}
-    page = httpx.get(f"{guarded.url}/metrics", headers=metrics, timeout=30).text
+    page = plain_http.get(f"{guarded.url}/metrics", headers=metrics, timeout=30).text
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
         value = sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"{name}{{"))
         assert value == 0, name

@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -18,6 +17,7 @@ from opentelemetry.trace import NoOpTracerProvider, StatusCode
 from cluster.errors import ApiError
 from cluster.observe.tracing import check_traces, flush, tracer_provider
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.cluster.collector import Collector
 from tests.cluster.guarded import Guarded
 from tests.cluster.scripted import LENGTH, Act, Cast, carry
@@ -69,7 +69,7 @@ def ask(guarded: Guarded, stream: bool, chat: bool = False, host: str | None = N
     body = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": stream, "model": "tiny", **more}
     body |= {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a b c"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
-    answer = httpx.post(f"{guarded.url}{path}", json=body, headers=headers, timeout=60)
+    answer = plain_http.post(f"{guarded.url}{path}", json=body, headers=headers, timeout=60)
     assert answer.status_code == (400 if more.get("top_p") == 7 else 200), answer.text
     return trace_id
 
@@ -107,8 +107,8 @@ def test_several_choices_are_several_attempts_and_a_refusal_is_none(guarded: Gua
 
 
 def test_being_looked_at_leaves_no_span(guarded: Guarded, collector: Collector) -> None:
-    httpx.get(f"{guarded.url}/health")
-    httpx.get(f"{guarded.url}/metrics", headers=guarded.headers)
+    plain_http.get(f"{guarded.url}/health")
+    plain_http.get(f"{guarded.url}/metrics", headers=guarded.headers)
     spans = collector.of_trace(ask(guarded, True, host="metrics.example.org"), lambda spans: len(spans) == 2)
     assert {span.name for span in spans} == {"POST /v1/completions", "attempt"}, "a host's name is no route"
     assert not [span.name for span in collector.spans if "health" in span.name or "metrics" in span.name]

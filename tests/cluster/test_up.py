@@ -33,6 +33,7 @@ from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import running_cluster, spare_ray
 from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute
+from tests import plain_http
 from tests.servers import (
     MARK,
     REPOSITORY,
@@ -117,7 +118,7 @@ def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
 def test_a_port_in_use(server: Server) -> None:
     port = str(httpx.URL(server.url).port)
     assert f"port {port}" in refused("up", "--port", port)
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert plain_http.get(f"{server.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize(("user", "threads", "fits"), [(1000, 120, False), (0, 120, True), (1000, -1, True)])

@@ -20,6 +20,7 @@ import psutil
 import yaml
 
 from cluster.operate.ray_cluster import OWN_PROCESSES
+from tests import plain_http
 from tests.manifests.hosts import Host
 from tests.servers import MARK, REPOSITORY, free_port, kill_all, marked_processes
 
@@ -68,7 +69,7 @@ class RayCluster:
 
     def nodes(self) -> set[str]:
         """The ids of all Ray nodes that are alive."""
-        answer = httpx.get(f"{self.dashboard}/nodes?view=summary", headers=bearer(self.environment), timeout=60)
+        answer = plain_http.get(f"{self.dashboard}/nodes?view=summary", headers=bearer(self.environment), timeout=60)
         found = [node["raylet"] for node in answer.raise_for_status().json()["data"]["summary"]]
         return {raylet["nodeId"] for raylet in found if raylet["state"] == "ALIVE"}
 
@@ -83,7 +84,7 @@ class RayCluster:
     def deploy(self, config: dict[str, Any]) -> None:
         """What `serve deploy` asks the dashboard for."""
         where, headers = f"{self.dashboard}/api/serve/applications/", bearer(self.environment)
-        answer = httpx.put(where, json=config, headers=headers, timeout=120)
+        answer = plain_http.put(where, json=config, headers=headers, timeout=120)
         assert answer.status_code == 200, answer.text
 
     def deploy_by_command(self, config: dict[str, Any]) -> None:
@@ -102,7 +103,7 @@ class RayCluster:
     def serve_details(self) -> dict[str, Any]:
         """Everything that Serve says of itself."""
         headers = bearer(self.environment)
-        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=60)
+        answer = plain_http.get(f"{self.dashboard}/api/serve/applications/", headers=headers, timeout=60)
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 

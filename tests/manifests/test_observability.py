@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
+from tests import plain_http
 from tests.manifests.ray_cluster import MANIFESTS
 from tests.servers import Server
 
@@ -70,8 +70,10 @@ def test_the_dashboards_queries_are_promql(tmp_path: Path) -> None:
 
 
 def test_every_metric_that_is_named_is_served(server: Server) -> None:
-    httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 8}, timeout=60).raise_for_status()
-    page = httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
+    plain_http.post(
+        f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 8}, timeout=60
+    ).raise_for_status()
+    page = plain_http.get(f"{server.url}/metrics", timeout=60).raise_for_status().text
     served = {line.split("{")[0].split()[0] for line in page.splitlines() if not line.startswith("#")}
     # A counter with labels of its own has no series before it counts, but a type.
     served |= {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")}

@@ -3,7 +3,7 @@ is drained, and one that is lost."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from cluster.options import ServeOptions
+from tests import plain_http
 from tests.cluster.kills import check, lose_node, slow_model, streams_under_blows
 from tests.cluster.scale_run import stream_once
 from tests.manifests.balancer import balancer
-from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
+from tests.manifests.ray_cluster import MANIFESTS, RayCluster
 from tests.servers import MARK, Serving, free_port
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
@@ -35,12 +36,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_adapter(directory / "other-adapter", model, block_length=6, seed=1)
     tiny_adapter(directory / "misfit", tiny_checkpoint(directory / "narrow", hidden=48))
     return directory
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +178,7 @@ def test_a_mistake_is_one_line_and_what_runs_goes_on(
     assert heading.startswith("Deploying app 'api' failed"), "Ray's own words"
     assert said.startswith(line)
     body = {"prompt": "a", "max_tokens": 4}
-    assert httpx.post(f"{url(config)}/v1/completions", json=body, timeout=60).status_code == 200
+    assert plain_http.post(f"{url(config)}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config: dict[str, Any], models: Path) -> None:

@@ -6,10 +6,10 @@ import json
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 
+from tests import plain_http
 from tests.playground.conftest import Visit, visit
 from tests.servers import Server, running, start, tiny_server
 
@@ -59,7 +59,7 @@ def whole(base_url: str, text: str, tokens: int, drafts: str) -> str:
     """The same answer, not streamed."""
     messages = [{"role": "user", "content": text}]
     body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "tidar": {"drafts": drafts}}
-    answer = httpx.post(f"{base_url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+    answer = plain_http.post(f"{base_url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
     return str(answer["choices"][0]["message"]["content"])
 
 
@@ -175,7 +175,7 @@ def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, li
     body = {"messages": [{"role": "user", "content": "Count from 1 to 1000."}], "max_tokens": 2000, "stream": True}
     before, seen = steps_counted(live_server), 0
     traced = body | {"tidar": {"trace": True}}
-    with httpx.stream("POST", f"{base_url}/v1/chat/completions", json=traced, timeout=60) as answer:
+    with plain_http.stream("POST", f"{base_url}/v1/chat/completions", json=traced, timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 seen = json.loads(line.removeprefix("data: "))["tidar"]["step"]

@@ -1,10 +1,10 @@
 """How the page looks: every tab in wide and narrow windows, light and dark, for every eye and hand."""
 
-import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
+from tests import plain_http
 from tests.playground.asking import TOKENS, ask, overflow
 from tests.playground.conftest import Visit, visit
 from tests.playground.recorded import RecordedServer, burst, metrics_pages, plain_steps, recording
@@ -90,7 +90,7 @@ def test_the_block_can_be_set_for_the_race_whatever_the_chat_drafts(opened: Visi
 
 def test_a_proxy_that_hands_on_no_host_costs_no_style(opened: Visit, recorded: RecordedServer) -> None:
     def behind(route: Route) -> None:
-        page = httpx.get(route.request.url, headers={"Host": "backend:8000"})
+        page = plain_http.get(route.request.url, headers={"Host": "backend:8000"})
         route.fulfill(body=page.content, headers=dict(page.headers))
 
     opened.page.route("**/playground/", behind)

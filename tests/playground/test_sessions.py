@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-import httpx
 import pytest
 from playwright.sync_api import Browser, BrowserContext
 
+from tests import plain_http
 from tests.playground.asking import shown
 from tests.playground.conftest import visit
 from tests.servers import Server
@@ -36,6 +36,7 @@ def looking(server: Server) -> Iterator[list[float]]:
     def look() -> None:
         while not over.is_set():
             found.append(server.metric("vllm:num_requests_running"))
+            time.sleep(0.05)
 
     with ThreadPoolExecutor(1) as pool:
         looker = pool.submit(look)
@@ -49,7 +50,7 @@ def looking(server: Server) -> Iterator[list[float]]:
 def whole(address: str, text: str) -> str:
     """The answer that a session should see, asked for without a browser."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": TOKENS, "temperature": 0}
-    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+    answer = plain_http.post(f"{address}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
     return str(answer["choices"][0]["message"]["content"])
 
 

@@ -1,6 +1,7 @@
 """`tidar convert` as a user runs it: a folder that serves, the user's own text, mistakes in one line, a kill midway."""
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -387,6 +388,8 @@ def test_a_killed_conversion_goes_on(tmp_path):
 def test_a_tilde_is_home_also_behind_an_equals_sign(gathered, tmp_path, monkeypatch):
     """Where shells leave it as it is; a folder of that name would be made where the command runs."""
     model, data = gathered
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # with the kernels that were compiled once
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(model)
     (tmp_path / "text").write_text("word for word\n" * 200)
