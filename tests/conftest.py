@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
 SHARED = (  # fixtures, whose tests come in this order
     *("bare_cluster", "cluster", "three", "three_to_end", "front", "front_to_stop", "live_server"),
-    *("server", "server_to_end", "guarded", "guarded_to_end"),
+    *("server", "guarded", "guarded_to_end"),
 )
 
 settings.register_profile("shared machine", deadline=None)  # an example may wait for whatever else computes here
@@ -66,12 +66,6 @@ def bare_cluster() -> "Iterator[RayCluster]":
 def cluster(bare_cluster: "RayCluster") -> "RayCluster":
     """The same, for what is deployed and stays."""
     return bare_cluster
-
-
-@pytest.fixture
-def server_to_end(server: "Server") -> "Server":
-    """The same, for the last of them."""
-    return server
 
 
 @pytest.fixture(scope="session")

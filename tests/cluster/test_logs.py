@@ -40,7 +40,7 @@ with Interrupts() as interrupts, ray_cluster(None, lambda line: None, interrupts
     ray.get(talk.remote())
     start_proxies("127.0.0.1", port)
     for _ in range(requests):
-        plain_http.get(f"http://127.0.0.1:{port}/")
+        httpx.get(f"http://127.0.0.1:{port}/")
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     files = [file for file in logs.rglob("*") if file.is_file()]
     print(json.dumps({str(file.relative_to(logs)): file.read_text(errors="replace") for file in files}))

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -22,18 +23,31 @@ ENDED_SECONDS = 45  # Ray alone would wait for 60, and then end the process wher
 LEAVING_SECONDS = 20  # for workers to notice
 
 
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Server]:
+    """A server of this test's own, as soon as its process is there."""
+    model, adapter = tiny_model(tmp_path)
+    server = start(tmp_path, "--model", str(model), "--adapter", str(adapter), "--device", "cpu", "--no-playground")
+    try:
+        yield server
+    finally:
+        kill_all([psutil.Process(server.process.pid)] if server.process.poll() is None else [])
+        end_all(server.mark)
+
+
 def left_of(server: Server) -> list[list[str]]:
     """The command lines of its processes, once they have had the time to end."""
     psutil.wait_procs(server.processes(), timeout=LEAVING_SECONDS)
     return [words_of(process)[:3] for process in server.processes()]
 
 
-def test_sigterm_to_all_of_its_processes_at_once(server_to_end: Server) -> None:
+def test_sigterm_to_all_of_its_processes_at_once(started: Server) -> None:
     """As systemd stops a service, unless it is told to begin with the main process."""
-    os.killpg(server_to_end.process.pid, signal.SIGTERM)
-    assert server_to_end.process.wait(ENDED_SECONDS) == 0
-    assert server_to_end.log.read_text().splitlines()[-1] == "stopped"
-    assert left_of(server_to_end) == []
+    wait_for_text(started, "Ctrl-C")
+    os.killpg(started.process.pid, signal.SIGTERM)
+    assert started.process.wait(ENDED_SECONDS) == 0
+    assert started.log.read_text().splitlines()[-1] == "stopped"
+    assert left_of(started) == []
 
 
 def lose(server: Server, part: str) -> None:
@@ -54,15 +68,9 @@ def test_its_head_is_killed(three_to_end: Server) -> None:
     lose(three_to_end, "gcs_server")
 
 
-def test_its_head_is_killed_while_it_starts(tmp_path: Path) -> None:
-    model, adapter = tiny_model(tmp_path)
-    server = start(tmp_path, "--model", str(model), "--adapter", str(adapter), "--device", "cpu", "--no-playground")
-    try:
-        wait_for_text(server, "reading")
-        lose(server, "gcs_server")
-    finally:
-        kill_all([psutil.Process(server.process.pid)] if server.process.poll() is None else [])
-        end_all(server.mark)
+def test_its_head_is_killed_while_it_starts(started: Server) -> None:
+    wait_for_text(started, "reading")
+    lose(started, "gcs_server")
 
 
 @pytest.mark.parametrize(
