@@ -23,7 +23,7 @@ def test_a_thousand_tokens_a_second_stay_smooth(opened: Visit, recorded: Recorde
     page = opened.page
     page.evaluate(FRAMES)
     speeds, rates = [], []
-    for _ in range(3):
+    for _ in range(5):  # something else may hold the machine up for a while
         recorded.play(recording(steps, pause=len(TOKENS) * 200 / 1000 / len(steps)))
         begun, frames = time.monotonic(), page.evaluate("window.frames_seen")
         ask(page, "Go")
