@@ -27,6 +27,8 @@ install: .venv/.installed
 	EXTRAS=test manifests/image/install.sh --editable .venv
 	@touch .venv/.installed $@
 
+HAS_BROWSER := { for name in chromium-headless-shell chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null 2>&1; }
+
 # The browser test needs a Chromium: the one without windows of its own (see tests/playground/conftest.py) where the
 # package manager brings it, else the system's, or Playwright's own. Packages of the system's come beside Python's.
 system-browser:
@@ -42,7 +44,7 @@ browser: system-browser .venv/.test-installed
 		|| echo "no Chromium could be installed: the browser tests will be skipped"
 
 # The rules of Prometheus are checked by its own promtool: the system's, or one binary out of Debian's package.
-promtool: system-browser | .venv/bin/python
+promtool: .venv/.test-installed
 	@if command -v promtool >/dev/null 2>&1 || [ -x $(BIN)/promtool ]; then :; \
 	else cd .venv && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } \
 		&& dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 -C bin ./usr/bin/promtool; fi >/dev/null 2>&1 \
@@ -58,7 +60,6 @@ check: .venv/.test-installed
 # others.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
 LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_exact_bf16.py test_triton_compiled.py test_triton_interpreted.py)
-HAS_BROWSER := { for name in chromium-headless-shell chromium chromium-browser google-chrome; do command -v $$name && break; done >/dev/null 2>&1; }
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
 

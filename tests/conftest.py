@@ -9,15 +9,11 @@ import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:  # the engine's tests need nothing that the cluster needs
-    from tests.manifests.ray_cluster import RayCluster
     from tests.servers import Server
 
 TESTS = Path(__file__).parent
 FIRST = ("tidar_core", "playground", "manifests")
-SHARED = (  # fixtures, whose tests come in this order
-    *("bare_cluster", "cluster", "three", "three_to_end", "front", "front_to_stop", "live_server"),
-    *("server", "guarded", "guarded_to_end"),
-)
+SHARED = ("front", "front_to_stop", "live_server", "server", "guarded")  # fixtures, whose tests come in this order
 
 settings.register_profile("shared machine", deadline=None)  # an example may wait for whatever else computes here
 settings.load_profile("shared machine")
@@ -51,21 +47,6 @@ def server(port: int, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Ser
 
     with tiny_server(tmp_path_factory.mktemp("server"), port) as started:
         yield started
-
-
-@pytest.fixture(scope="session")
-def bare_cluster() -> "Iterator[RayCluster]":
-    """A Ray cluster on which nothing runs but what a test starts, and ends."""
-    from tests.manifests.ray_cluster import ray_cluster
-
-    with ray_cluster() as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
-def cluster(bare_cluster: "RayCluster") -> "RayCluster":
-    """The same, for what is deployed and stays."""
-    return bare_cluster
 
 
 @pytest.fixture(scope="session")

@@ -26,20 +26,6 @@ START_SECONDS = 180
 STOP_SECONDS = 60
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of Ray's dashboard
 ENDING_SECONDS = 60  # for these, which notice only after a while that it is gone, and end then
-# `tidar up` with options that the command line does not have.
-UP = """
-import cluster.lean_serve
-import typer
-from cluster.operate.deploy import up
-from cluster.options import UpOptions
-from tidar_core.arguments import user_errors
-
-def serve(options: str):
-    with user_errors():
-        up(UpOptions.model_validate_json(options))
-
-typer.run(serve)
-"""
 
 
 @dataclass(frozen=True)
@@ -117,8 +103,11 @@ def start_with(
     """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
     goes into its environment."""
     chosen = UpOptions(serve=options, port=free_port(), playground=playground)
+    code = "import sys; import cluster.lean_serve; from cluster.operate.deploy import up; "
+    code += "from cluster.options import UpOptions as Options; "
+    code += "up(Options.model_validate_json(sys.argv[1]))"
     counted = {"RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": cpus})} if cpus else {}
-    return launch(directory, chosen.port, [sys.executable, "-c", UP, chosen.model_dump_json()], {**counted, **more})
+    return launch(directory, chosen.port, [sys.executable, "-c", code, chosen.model_dump_json()], {**counted, **more})
 
 
 def launch(directory: Path, port: int, words: list[str], more: Mapping[str, str] = MappingProxyType({})) -> Server:
@@ -179,9 +168,8 @@ def end_all(mark: str) -> list[list[str]]:
 
 
 @contextmanager
-def running(server: Server, loses_ray: bool = False) -> Iterator[Server]:
-    """A started server, once it is ready. However the test ends, none of its processes is left. loses_ray: a test may
-    end its Ray, and it with that."""
+def running(server: Server) -> Iterator[Server]:
+    """A started server, once it is ready. However the test ends, none of its processes is left."""
     try:
         wait_for_text(server, "Ctrl-C")
         yield server
@@ -192,7 +180,7 @@ def running(server: Server, loses_ray: bool = False) -> Iterator[Server]:
         finally:
             left = end_all(server.mark)
     assert not left, f"left behind: {left}"
-    assert status == 0 or (loses_ray and status == 1), f"the server ended with {status}:\n{server.log.read_text()}"
+    assert status == 0, f"the server ended with {status}:\n{server.log.read_text()}"
 
 
 @contextmanager

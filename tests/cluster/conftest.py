@@ -6,12 +6,10 @@ import httpx
 import openai
 import pytest
 
-from cluster.options import ServeOptions
 from tests.cluster.collector import Collector, collecting
 from tests.cluster.fronts import front_server
 from tests.cluster.guarded import Guarded, guarded_server
-from tests.cluster.kills import slow_model
-from tests.servers import Server, running, start_with
+from tests.servers import Server
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +26,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
         yield server
 
 
-@pytest.fixture
-def guarded_to_end(guarded: Guarded) -> Server:
-    """The same, for the last of them."""
-    return guarded.server
-
-
 @pytest.fixture(scope="session")
 def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server with several of everything, whose ingresses tests kill."""
@@ -45,26 +37,6 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def front_to_stop(front: Server) -> Server:
     """The same, for the last of them."""
     return front
-
-
-@pytest.fixture(scope="session")
-def three_options(tmp_path_factory: pytest.TempPathFactory) -> ServeOptions:
-    """Three replicas of a checkpoint of two layers, in bf16."""
-    model, adapter = slow_model(tmp_path_factory.mktemp("slow"))
-    return ServeOptions(model=str(model), adapter=str(adapter), device="cpu", replicas=3, threads=1)
-
-
-@pytest.fixture(scope="session")
-def three(three_options: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server whose replicas tests kill."""
-    with running(start_with(tmp_path_factory.mktemp("three"), three_options, cpus=4), loses_ray=True) as server:
-        yield server
-
-
-@pytest.fixture
-def three_to_end(three: Server) -> Server:
-    """The same, for the last of them."""
-    return three
 
 
 @pytest.fixture(scope="module")

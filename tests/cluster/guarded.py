@@ -61,6 +61,5 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
         traces=traces,
     )
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "200"}  # milliseconds
-    server = start_with(directory, options, cpus=options.most_engines, more=soon, playground=True)
-    with running(server, loses_ray=True):
+    with running(start_with(directory, options, cpus=options.most_engines, more=soon, playground=True)) as server:
         yield Guarded(server, options)

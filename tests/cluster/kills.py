@@ -273,6 +273,7 @@ def streams_under_blows(
     end = time.monotonic() + seconds
 
     async def place(worker: int) -> list[Recording]:
+        await asyncio.sleep(worker / streams)  # where all begin and end together, a blow in between hits nobody
         recordings = []
         while time.monotonic() < end:
             ask = draw_ask(worker, len(recordings), tokens)

@@ -68,19 +68,16 @@ async def stream_once(client: httpx.AsyncClient, prompt: str, tokens: int) -> St
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 return Stream(asked, 0.0, prompt, "", f"{response.status_code}: {(await response.aread()).decode()}")
-            parts: list[bytes] = []
-            async for part in response.aiter_bytes():  # read when all is there, lest the client take the processor
+            async for line in response.aiter_lines():
+                if not line.startswith("data: "):
+                    continue
                 first = first or time.monotonic() - clock
-                parts.append(part)
-        for line in b"".join(parts).decode().split("\n"):
-            if not line.startswith("data: "):
-                continue
-            last = line.removeprefix("data: ").strip()
-            if last != "[DONE]":
-                chunk = json.loads(last)
-                if "error" in chunk:
-                    return Stream(asked, first, prompt, text, last)
-                text += "".join(choice["text"] for choice in chunk["choices"])
+                last = line.removeprefix("data: ")
+                if last != "[DONE]":
+                    chunk = json.loads(last)
+                    if "error" in chunk:
+                        return Stream(asked, first, prompt, text, last)
+                    text += "".join(choice["text"] for choice in chunk["choices"])
     except httpx.HTTPError as error:
         return Stream(asked, first, prompt, text, repr(error))
     return Stream(asked, first, prompt, text, None if last == "[DONE]" else f"the stream ended with {last!r}")

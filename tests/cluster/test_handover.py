@@ -1,6 +1,7 @@
 """Replicas die and hang under streams, which lose no token; who has a prefix gets its prompts."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,13 +16,27 @@ from tests.cluster.kills import (
     draw_ask,
     kill,
     longest_gaps,
+    slow_model,
     stop_for,
     streams_under_blows,
     wait_for_replicas,
 )
-from tests.servers import Server
+from tests.servers import Server, running, start_with
 
 STREAMS, TOKENS = 32, 250
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> ServeOptions:
+    """Three replicas of a checkpoint of two layers, in bf16."""
+    model, adapter = slow_model(tmp_path_factory.mktemp("slow"))
+    return ServeOptions(model=str(model), adapter=str(adapter), device="cpu", replicas=3, threads=1)
+
+
+@pytest.fixture(scope="module")
+def three(options: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(start_with(tmp_path_factory.mktemp("three"), options, cpus=4)) as server:
+        yield server
 
 
 def test_prompts_that_begin_alike_meet_at_one_replica(three: Server) -> None:
@@ -38,14 +53,14 @@ def test_prompts_that_begin_alike_meet_at_one_replica(three: Server) -> None:
     ("seconds", "every", "blow"), [(16, 4, kill), (14, 2, stop_for(5.0))], ids=["killed", "stopped"]
 )
 def test_no_token_is_lost_or_repeated(
-    three: Server, three_options: ServeOptions, seconds: float, every: float, blow: Blow
+    three: Server, options: ServeOptions, seconds: float, every: float, blow: Blow
 ) -> None:
     wait_for_replicas(three, 3)
     before = three.metric("tidar:stream_handovers_total")
     told, blows = streams_under_blows(three, STREAMS, seconds, TOKENS, every, blow)
     handovers = three.metric("tidar:stream_handovers_total") - before
     assert blows
-    assert 0 < check(told, three_options, blows) <= handovers
+    assert 0 < check(told, options, blows) <= handovers
     wait_until_idle(three)  # a replica that was stopped has let go of what it was left with
 
 

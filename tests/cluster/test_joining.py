@@ -3,22 +3,18 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests import plain_http
-from tests.manifests.ray_cluster import RayCluster
+from tests.manifests.ray_cluster import RayCluster, ray_cluster
 from tests.servers import MARK, Server, command, free_port, launch, running, tiny_model
 
 # As far as a `tidar up` comes before Serve runs.
 CLAIM = """
 import time
 import ray
-from cluster.operate.deploy import refuse_running_serve
 from cluster.operate.ray_cluster import claim
 ray.init(log_to_driver=False)
-refuse_running_serve("here")
 claim("here")
 print("claimed", flush=True)
 time.sleep(600)
@@ -32,20 +28,6 @@ def join(cluster: RayCluster, directory: Path, model: Path) -> Server:
     return launch(directory, port, words, {**environment, "RAY_ADDRESS": cluster.address})
 
 
-@contextmanager
-def claiming(cluster: RayCluster) -> Iterator[subprocess.Popen[str]]:
-    """One that has come so far, and is killed there."""
-    environment = {**cluster.environment, "RAY_ADDRESS": cluster.address}
-    process = subprocess.Popen([sys.executable, "-c", CLAIM], env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert "claimed" in process.stdout.readline()
-        yield process
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-
-
 def refused(server: Server) -> str:
     """The one line with which it ends."""
     assert server.process.wait(120) == 1
@@ -55,15 +37,25 @@ def refused(server: Server) -> str:
 
 
 def test_of_two_that_begin_at_once_the_second_is_refused_and_one_that_was_killed_is_in_nobodys_way(
-    bare_cluster: RayCluster, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    cluster, (model, _) = bare_cluster, tiny_model(tmp_path)
-    with claiming(cluster) as first:
-        line = refused(join(cluster, tmp_path, model))
-        assert line.startswith(f"another `tidar up` (process {first.pid} on ")
-        assert line.endswith(f") is starting or ending on the cluster at {cluster.address}: wait for it, or end it")
-    with running(join(cluster, tmp_path, model)) as server:
-        assert plain_http.get(f"{server.url}/health").status_code == 200
-        assert "already runs on the cluster" in refused(join(cluster, tmp_path, model))
-    with claiming(cluster):
-        pass  # nor is one that has ended; that Serve runs there again, other tests show of the same cluster
+    model, _ = tiny_model(tmp_path)
+    with ray_cluster() as cluster:
+        first = subprocess.Popen(
+            [sys.executable, "-c", CLAIM], env={**cluster.environment, "RAY_ADDRESS": cluster.address},
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert first.stdout is not None
+            assert "claimed" in first.stdout.readline()
+            line = refused(join(cluster, tmp_path, model))
+            assert line.startswith(f"another `tidar up` (process {first.pid} on ")
+            assert line.endswith(f") is starting or ending on the cluster at {cluster.address}: wait for it, or end it")
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.communicate()
+        with running(join(cluster, tmp_path, model)) as server:
+            assert plain_http.get(f"{server.url}/health").status_code == 200
+            assert "already runs on the cluster" in refused(join(cluster, tmp_path, model))
+        with running(join(cluster, tmp_path, model)) as server:
+            assert plain_http.get(f"{server.url}/health").status_code == 200

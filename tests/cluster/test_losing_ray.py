@@ -20,12 +20,12 @@ from tests.servers import Server, end_all, kill_all, start, tiny_model, wait_for
 from tidar_core.config import ConfigError
 
 ENDED_SECONDS = 45  # Ray alone would wait for 60, and then end the process where it stands
+READS, READY = "reading", "Ctrl-C"  # what is said at the model's start and at its end
 LEAVING_SECONDS = 20  # for workers to notice
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Server]:
-    """A server of this test's own, as soon as its process is there."""
     model, adapter = tiny_model(tmp_path)
     server = start(tmp_path, "--model", str(model), "--adapter", str(adapter), "--device", "cpu", "--no-playground")
     try:
@@ -43,34 +43,23 @@ def left_of(server: Server) -> list[list[str]]:
 
 def test_sigterm_to_all_of_its_processes_at_once(started: Server) -> None:
     """As systemd stops a service, unless it is told to begin with the main process."""
-    wait_for_text(started, "Ctrl-C")
+    wait_for_text(started, READY)
     os.killpg(started.process.pid, signal.SIGTERM)
     assert started.process.wait(ENDED_SECONDS) == 0
     assert started.log.read_text().splitlines()[-1] == "stopped"
     assert left_of(started) == []
 
 
-def lose(server: Server, part: str) -> None:
-    """Kill a part of its Ray, as a system that is short of memory does: it tells so, and ends with all that it has."""
-    (process,) = (each for each in server.processes() if Path((words_of(each) or [""])[0]).name == part)
+@pytest.mark.parametrize(("part", "phase"), [("gcs_server", READY), ("raylet", READY), ("gcs_server", READS)])
+def test_a_part_of_ray_that_is_killed(started: Server, part: str, phase: str) -> None:
+    """As by a system that is short of memory."""
+    wait_for_text(started, phase)
+    (process,) = (each for each in started.processes() if Path((words_of(each) or [""])[0]).name == part)
     since = time.monotonic()
     process.kill()
-    assert server.process.wait(ENDED_SECONDS) == 1, f"after {time.monotonic() - since} s"
-    assert server.log.read_text().splitlines()[-1] == f"tidar: the Ray cluster is gone: its {part} ended"
-    assert left_of(server) == []
-
-
-def test_its_raylet_is_killed(guarded_to_end: Server) -> None:
-    lose(guarded_to_end, "raylet")
-
-
-def test_its_head_is_killed(three_to_end: Server) -> None:
-    lose(three_to_end, "gcs_server")
-
-
-def test_its_head_is_killed_while_it_starts(started: Server) -> None:
-    wait_for_text(started, "reading")
-    lose(started, "gcs_server")
+    assert started.process.wait(ENDED_SECONDS) == 1, f"after {time.monotonic() - since} s"
+    assert started.log.read_text().splitlines()[-1] == f"tidar: the Ray cluster is gone: its {part} ended"
+    assert left_of(started) == []
 
 
 @pytest.mark.parametrize(

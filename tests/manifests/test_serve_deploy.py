@@ -3,7 +3,7 @@ is drained, and one that is lost."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from tests import plain_http
 from tests.cluster.kills import check, lose_node, slow_model, streams_under_blows
 from tests.cluster.scale_run import stream_once
 from tests.manifests.balancer import balancer
-from tests.manifests.ray_cluster import MANIFESTS, RayCluster
+from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
 from tests.servers import MARK, Serving, free_port
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
@@ -36,6 +36,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_adapter(directory / "other-adapter", model, block_length=6, seed=1)
     tiny_adapter(directory / "misfit", tiny_checkpoint(directory / "narrow", hidden=48))
     return directory
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
