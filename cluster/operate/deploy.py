@@ -148,7 +148,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
                 # A signal to all processes at once, systemd's way, ends Ray beside us.
                 while not (down.done() or ended_parts()):
                     time.sleep(LOOK_SECONDS / 5)
-                if down.done():
+                if not ended_parts():  # what failed for that reason is no news
                     down.result()
         except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller
             say(f"Serve did not end by itself: {first_line(error)}")

@@ -33,6 +33,8 @@ OWN_PROCESSES = {
     # Of each log. Ray's own are 512 MiB and five more, and what a worker writes to its stdout is not bounded at all.
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
     "RAY_ROTATION_BACKUP_COUNT": "2",
+    # Nobody asks Ray which tasks ran. Where its head has ended, this process would wait five seconds to tell it.
+    "RAY_task_events_report_interval_ms": "0",
 }
 # A server of one replica has 370 threads on two cores. With fewer allowed, Ray waits for minutes for what cannot start.
 FEWEST_THREADS = 512
@@ -40,7 +42,8 @@ KNOCK_SECONDS = 3.0
 LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
 # Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
 # Ray ends this process on the spot.
-CORE = ("gcs_server", "raylet")
+HEAD = "gcs_server"
+CORE = (HEAD, "raylet")
 
 CLAIM = "tidar-up"  # in the store of Ray's head: who serves on the cluster
 
@@ -151,9 +154,22 @@ def spare_ray() -> Iterator[None]:
 
 
 def ended_parts() -> list[str]:
-    """Which processes have ended that a Ray of our own cannot do without; of one that was joined none is known."""
+    """Which processes have ended, or are ending, that a Ray of our own cannot do without; of one that was joined none
+    is known.
+
+    A head that was told to end listens no more, and stays until it is killed; the raylet asks it for ten seconds.
+    """
     ours = ray._private.worker._global_node
-    return [] if ours is None else [kind for kind, _ in ours.dead_processes() if kind in CORE]
+    if ours is None:
+        return []
+    ended = [kind for kind, _ in ours.dead_processes() if kind in CORE]
+    try:
+        knock(ours.gcs_address)
+    except ConnectionRefusedError:
+        return ended or [HEAD]
+    except OSError:  # it may be late
+        pass
+    return ended
 
 
 def check_ray(interrupts: Interrupts) -> None:
