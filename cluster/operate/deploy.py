@@ -50,7 +50,12 @@ SHORT_WAYS = {
 }
 # Of a Ray that serves this and nothing else. It starts as many processes ahead as there are processors, each of which
 # imports that, and would keep as many: these are enough for one replica and all of Serve's, the rest ends in seconds.
-LEAN = {"RAY_preload_python_modules": "cluster.lean_serve", "RAY_num_workers_soft_limit": "8"}
+# Nobody asks it which tasks ran: where its head has ended, this process would wait five seconds to tell it that.
+LEAN = {
+    "RAY_preload_python_modules": "cluster.lean_serve",
+    "RAY_num_workers_soft_limit": "8",
+    "RAY_task_events_report_interval_ms": "0",
+}
 # A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
 TAKEN = r"cannot bind socket \(.*?\) for \[(.*?)\]|Failed to bind to address '(.*?)'"  # HAProxy's, Serve's words

@@ -33,8 +33,6 @@ OWN_PROCESSES = {
     # Of each log. Ray's own are 512 MiB and five more, and what a worker writes to its stdout is not bounded at all.
     "RAY_ROTATION_MAX_BYTES": str(16 * 1024 * 1024),
     "RAY_ROTATION_BACKUP_COUNT": "2",
-    # Nobody asks Ray which tasks ran. Where its head has ended, this process would wait five seconds to tell it.
-    "RAY_task_events_report_interval_ms": "0",
 }
 # A server of one replica has 370 threads on two cores. With fewer allowed, Ray waits for minutes for what cannot start.
 FEWEST_THREADS = 512
