@@ -11,6 +11,7 @@ from tidar_core.grammar import Grammar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tidar_core.bad_words import BadWords
     from tidar_core.engine.constraint import Constraint
     from tidar_core.engine.held_drafts import HeldDrafts
     from tidar_core.penalties import Ledger
@@ -69,11 +70,12 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used modulo
     2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores first, as
-    in `tidar_core.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `logprobs` asks for
-    the raw log-probability of each token and of so many of the likeliest, `prompt_logprobs` the same for the tokens of
-    the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer. `thought_limit`
-    ends thoughts that would be longer. `mid_text`: the
-    answer's text goes on from the prompt's, so that a space in front of it counts, also where `stop` is looked for.
+    in `tidar_core.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `bad_words`, each as
+    tokens, never come (`tidar_core.bad_words`), but where a grammar or the end of thoughts leaves nothing else.
+    `logprobs` asks for the raw log-probability of each token and of so many of the likeliest, `prompt_logprobs` the
+    same for the tokens of the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer.
+    `thought_limit` ends thoughts that would be longer. `mid_text`: the answer's text goes on from the prompt's, so that
+    a space in front of it counts, also where `stop` is looked for.
     `special_text`: special tokens are a part of that text too. `drafts` and `block` change the speed, never the tokens:
     `block` k allows at most k slots a proposal and k - 1 verified drafts. `draft_trust` below 1 mixes the drafter's
     scores into the model's where a draft stands (paper, "Trust Diff"): the tokens are no longer the model's own, and
@@ -92,6 +94,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
@@ -137,6 +140,12 @@ class SamplingParams:
                 "allowed_token_ids cannot be combined with thinking_token_budget: leave one of both out",
                 "allowed_token_ids",
             )
+        if self.allowed_token_ids and self.bad_words:
+            raise RequestError(
+                "allowed_token_ids cannot be combined with bad_words: leave one of both out", "allowed_token_ids"
+            )
+        if not all(self.bad_words):
+            raise RequestError("bad_words: a word must have a token at least", "bad_words")
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
@@ -270,7 +279,8 @@ class Sequence:
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
     admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties
-    count, where there are any. prompt_logprobs: of the prompt's tokens from the second on, as far as they were read.
+    count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from the second on,
+    as far as they were read.
     draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text. ends: the
     tokens that end the answer.
     """
@@ -289,6 +299,7 @@ class Sequence:
     acceptance: "HeldDrafts | None" = None
     constraint: "Constraint | None" = None
     said: "Ledger | None" = None
+    bad_words: "BadWords | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None
     ends: frozenset[int] = frozenset()

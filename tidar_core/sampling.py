@@ -44,10 +44,10 @@ _COLDEST = 1e-30
 class TokenRule:
     """How one token is picked.
 
-    position: of the token to pick (its logits come from the row before). banned: ids never picked here, such as
-    end-of-sequence and stop ids before min_tokens; ids outside the vocabulary are ignored. history: what came
-    before, for parameters that penalise it. allowed: the only ids that may be picked, uint8, a bit an id, the lowest
-    first; None where all may.
+    position: of the token to pick (its logits come from the row before). banned: ids never picked here:
+    end-of-sequence and stop ids before min_tokens, the ends of bad words; ids outside the vocabulary are ignored.
+    history: what came before, for parameters that penalise it. allowed: the only ids that may be picked, uint8, a bit
+    an id, the lowest first; None where all may.
     """
 
     params: SamplingParams
@@ -352,10 +352,13 @@ def _scaled(logits: Tensor, rules: Sequence[TokenRule], index: Tensor) -> Tensor
 def _ban(scores: Tensor, rules: Sequence[TokenRule]) -> None:
     """Excludes each row's banned ids, in place."""
     vocab = scores.shape[-1]
-    banned = [(row, token) for row, rule in enumerate(rules) for token in rule.banned if 0 <= token < vocab]
-    if banned:
-        rows, tokens = torch.tensor(banned, device=scores.device).unbind(-1)
-        scores[rows, tokens] = -torch.inf
+    rows_by_ban: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # mostly the same for many rows
+    for row, rule in enumerate(rules):
+        if rule.banned:
+            rows_by_ban[rule.banned].append(row)
+    for banned, rows in rows_by_ban.items():
+        tokens = on_device([token for token in banned if 0 <= token < vocab], scores.device, torch.int64)
+        scores[on_device(rows, scores.device).unsqueeze(-1), tokens] = -torch.inf
 
 
 def _noise_key(rules: Sequence[TokenRule], index: Tensor, shift: Tensor | None) -> NoiseKey:

@@ -14,7 +14,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.sampling import known_ids, logit_bias, sampling_of, sampling_params
+from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
@@ -50,7 +50,7 @@ def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) 
     body = read_body(value, CompletionBody)
     check(body)
     prompts = completion_prompts(body, card, backend)
-    params = params_of(body, prompts, card, body.grammar)
+    params = params_of(body, prompts, card, backend, body.grammar)
     return Plan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
 
 
@@ -86,23 +86,27 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
-    params = params_of(body, [prompt], card, grammar, limit)
+    params = params_of(body, [prompt], card, backend, grammar, limit)
     return Plan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
 
 
 def params_of(
-    body: Body, prompts: Prompts, card: ModelCard, grammar: Grammar | None, limit: ThoughtLimit | None = None
+    body: Body,
+    prompts: Prompts,
+    card: ModelCard,
+    backend: Tokenizer,
+    grammar: Grammar | None,
+    limit: ThoughtLimit | None = None,
 ) -> list[SamplingParams]:
     """How the tokens of each choice are picked."""
     choices = range(body.n or 1)
     if len(prompts) * len(choices) > MAX_PROMPTS:
         raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
-    bias = logit_bias(body.logit_bias or {}, card.vocab_size)
-    allowed = tuple(sorted(known_ids("allowed_token_ids", body.allowed_token_ids, card.vocab_size)))
+    wishes = token_wishes(body, card, backend)
     # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
     seed = secrets.randbits(SEED_BITS)
     each = [
-        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, bias, allowed, limit)
+        sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, wishes, limit)
         for number, prompt in enumerate(prompts)
     ]
     return [replace(params, choice=choice) for params in each for choice in choices]

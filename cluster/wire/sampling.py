@@ -1,7 +1,9 @@
 """From a request's fields to `SamplingParams`: what it leaves out, is out of range, or does not fit the model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+
+from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
@@ -10,6 +12,37 @@ from tidar_core.grammar import Grammar
 from tidar_core.request import RequestError, Sampling, SamplingParams, ThoughtLimit
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWishes:
+    """What a body says of tokens: what is added to the scores of some, which alone may come, which words never."""
+
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+NO_WISHES = TokenWishes()
+
+
+def token_wishes(body: Body, card: ModelCard, backend: Tokenizer) -> TokenWishes:
+    """Raises ApiError (400) where one could never come up."""
+    bias = logit_bias(body.logit_bias or {}, card.vocab_size)
+    allowed = tuple(sorted(known_ids("allowed_token_ids", body.allowed_token_ids, card.vocab_size)))
+    return TokenWishes(bias, allowed, bad_words(body.bad_words or (), backend, card.vocab_size))
+
+
+def bad_words(words: Sequence[str], backend: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Each as the tokens that it has where a text begins with it, and behind a space; one of white space as it is.
+    Raises ApiError (400) for one that is empty."""
+    if not all(words):
+        raise bad_request("bad_words: a word must not be empty", "bad_words")
+    bare = [word.lstrip() or word for word in words]
+    texts = [text for word in bare for text in ((word,) if word.isspace() else (word, f" {word}"))]
+    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+    found = dict.fromkeys(tuple(encoding.ids) for encoding in encodings)
+    return tuple(ids for ids in found if ids and max(ids) < vocab_size)
 
 
 def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -40,13 +73,11 @@ def sampling_params(
     prompt_tokens: int,
     seed: int,
     grammar: Grammar | None = None,
-    bias: tuple[tuple[int, float], ...] = (),
-    allowed: tuple[int, ...] = (),
+    wishes: TokenWishes = NO_WISHES,
     limit: ThoughtLimit | None = None,
 ) -> SamplingParams:
     """How to sample the answer to a prompt of that many tokens. seed: where the body has none. grammar: what the answer
-    has to follow, if anything. bias, allowed: the body's (`logit_bias`, `allowed_token_ids`), made once for all of its
-    prompts. limit: of its thoughts.
+    has to follow, if anything. wishes: the body's, made once for all of its prompts. limit: of its thoughts.
 
     Raises ApiError (400) where a value is out of range or prompt and answer do not fit the model.
     """
@@ -78,8 +109,9 @@ def sampling_params(
             presence_penalty=body.presence_penalty or 0.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             repetition_penalty=sampling.repetition_penalty,
-            logit_bias=bias,
-            allowed_token_ids=allowed,
+            logit_bias=wishes.bias,
+            allowed_token_ids=wishes.allowed,
+            bad_words=wishes.bad_words,
             logprobs=body.wanted_logprobs,
             prompt_logprobs=body.wanted_of_prompt,
             min_tokens=0 if alone else body.min_tokens or 0,

@@ -31,6 +31,7 @@ MAX_STOP_IDS = 128
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_ALLOWED = 4096
+MAX_BAD_WORDS = 1024
 MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
@@ -38,7 +39,6 @@ SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 # ask for nothing (null always does).
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -108,8 +108,8 @@ HARMLESS = frozenset(
 )
 
 
-StopText = Annotated[str, Field(max_length=1000)]
-Stops = Annotated[list[StopText], Field(max_length=MAX_STOP)]
+ShortText = Annotated[str, Field(max_length=1000)]
+Stops = Annotated[list[ShortText], Field(max_length=MAX_STOP)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 # What `check_prompts` takes, for the document.
 Prompt = (
@@ -205,13 +205,14 @@ class Body(BaseModel):
     top_k: Annotated[int | None, told(minimum=-1), MAKERS] = None
     min_p: Annotated[float | None, told(minimum=0, maximum=1), MAKERS] = None
     seed: int | None = None
-    stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=StopText | Stops | None)] = None
+    stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=ShortText | Stops | None)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: Annotated[int | None, told(minimum=0)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[ShortText], Field(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Length = None

@@ -101,6 +101,7 @@ def of_both(draw: random.Random, tokens: int) -> Json:
         "return_token_ids": True,
         "frequency_penalty": 0.2,
         "repetition_penalty": 1.1,
+        "bad_words": draw.sample(["the", "a", "he", "\n", "an", " and", "in"], 3),
         "logit_bias": {str(draw.randrange(3, 500)): draw.choice((-100, 5, 10)) for _ in range(3)},
     }
     body = {name: value for name, value in some.items() if draw.random() < 0.3}

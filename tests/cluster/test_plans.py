@@ -40,6 +40,22 @@ def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
     assert completion(prompt="a", seed=4).params[0].seed == 4
 
 
+def test_bad_words_are_the_tokens_that_they_have_in_front_of_a_text_and_behind_a_space() -> None:
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(BACKEND.encode(text, add_special_tokens=False).ids)
+
+    plan = completion(prompt=["a", "b"], n=2, bad_words=["the", " the", " queen", "\n"])
+    expected = [tokens("the"), tokens(" the"), tokens("queen"), tokens(" queen"), tokens("\n")]
+    assert len({*expected}) == 5
+    assert plan.params[0].bad_words == tuple(expected)
+    assert all(params.bad_words is plan.params[0].bad_words for params in plan.params), "made once for all"
+    assert completion(prompt="a", bad_words=[]).params[0].bad_words == ()
+    asked = responses_plan({"input": "a", "bad_words": ["the"]}, CARD, BACKEND, reasoning=False)
+    assert asked.params[0].bad_words == (tokens("the"), tokens(" the"))
+    with pytest.raises(ApiError, match="a word must not be empty"):
+        completion(prompt="a", bad_words=["the", ""])
+
+
 def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
 

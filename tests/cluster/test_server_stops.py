@@ -71,8 +71,30 @@ def test_only_allowed_tokens_come_and_special_ones_are_a_part_of_the_text_where_
         assert "".join(token["text"] for token in tokens if token) == text
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_bad_words_do_not_come(http: httpx.Client, path: str) -> None:
+    """Of each a token that the answer would have, and of the last two in a row, neither of which is a word."""
+    ids, texts = zip(*spelled(http, path), strict=True)
+    whole = [place for place in range(4, 50) if texts[place].strip().isalpha()][:3]
+    pair = next(place for place in range(whole[-1] + 1, 58) if "".join(texts[place : place + 2]).isalpha())
+    words = [*(texts[place] for place in whole), "".join(texts[pair : pair + 2])]
+    refused = [http.post("/tokenize", json={"prompt": word}).json()["tokens"] for word in words]
+    body = BODIES[path] | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    told = []
+    for drafts in ("off", "full"):
+        asked = body | {"bad_words": words, "tidar": {"drafts": drafts}}
+        (choice,) = http.post(path, json=asked).json()["choices"]
+        told.append(choice["token_ids"])
+    assert told[0] == told[1] != list(ids)
+    for word in refused:
+        assert not any(told[0][place : place + len(word)] == word for place in range(60))
+
+
 def test_what_cannot_be_allowed_is_refused(http: httpx.Client) -> None:
     for path, fields, said in (
+        (COMPLETIONS, {"bad_words": [""]}, "a word must not be empty"),
+        (COMPLETIONS, {"bad_words": ["a"] * 1025}, "at most 1024 items"),
+        (CHAT, {"allowed_token_ids": [5], "bad_words": ["a"]}, "cannot be combined with bad_words"),
         (COMPLETIONS, {"allowed_token_ids": []}, "at least 1 item"),
         (COMPLETIONS, {"allowed_token_ids": [10**30]}, "is no token id of this model"),
         (CHAT, {"allowed_token_ids": [2], "min_tokens": 3}, "no token that an answer could begin with"),

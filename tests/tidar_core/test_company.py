@@ -27,6 +27,7 @@ ENDS: tuple[dict[str, Any], ...] = (
     {"stop": (" the", "on"), "ignore_eos": True},
     {"allowed_token_ids": (1, 2, *range(255, 340)), "special_text": True, "stop": ("|im_",)},
     {"stop_token_ids": frozenset(range(259, 300))},
+    {"bad_words": (*((token,) for token in range(255, 400)), *((a, b) for a in range(32, 128) for b in range(60, 90)))},
     *({"grammar": grammar} for grammar in GRAMMARS),
 )
 WISHES = st.fixed_dictionaries(

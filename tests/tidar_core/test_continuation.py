@@ -15,6 +15,7 @@ KINDS = {
     "sampled": SAMPLED,
     "another choice": replace(SAMPLED, choice=2),
     "penalties": replace(PENALISED, logit_bias=((300, 3.0), (301, -100.0))),
+    "bad words": replace(SAMPLED, bad_words=(*((token,) for token in range(256, 400)), *((a, a) for a in range(256)))),
     "log-probabilities": replace(PENALISED, logprobs=3),
 }
 

@@ -420,6 +420,7 @@ def test_a_name_is_used_once_at_a_time(engine):
         (Request("r", (5,), SamplingParams(4, logit_bias=((512, 1.0),))), "logit_bias"),
         (Request("r", (5,), SamplingParams(4, allowed_token_ids=(5, 512))), "allowed_token_ids: ids must lie between"),
         (Request("r", (5,), SamplingParams(4, allowed_token_ids=(2,), min_tokens=1)), "no token that an answer could"),
+        (Request("r", (5,), SamplingParams(4, bad_words=((7, 512),))), "bad_words: ids must lie between"),
         (Request("r", (5,), SamplingParams(4), emitted=(512,)), "between 0 and 511"),
         (Request("r", (5,), SamplingParams(2), emitted=(6, 7)), "emitted already"),
     ],

@@ -156,8 +156,9 @@ def test_drafts_are_of_tokens_that_are_allowed(tmp_path: Path, slot_head: int) -
         replace(GREEDY, logprobs=2),
         replace(GREEDY, grammar=Grammar("regex", "[a-z]{4,40}"), ignore_eos=False),
         replace(GREEDY, draft_trust=0.5),
+        replace(GREEDY, bad_words=((7,), (300, 301))),
     ],
-    ids=["logprobs", "grammar", "trust"],
+    ids=["logprobs", "grammar", "trust", "bad words"],
 )
 def test_what_the_host_decides_is_waited_for(tmp_path: Path, waiting: SamplingParams) -> None:
     """While such a request is there each step is over before the next; afterwards they overlap again."""

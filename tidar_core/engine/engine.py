@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from tidar_core.bad_words import BadWords, check_bad_words
 from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import DraftPolicy
@@ -139,6 +140,7 @@ class Engine:
         if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
             raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
         check_allowed(params, self.info.vocab_size, self.info.eos_ids, self.info.mask_token)
+        check_bad_words(params, self.info.vocab_size)
         wanted = len(request.prompt) + params.max_tokens
         if request.cut and len(request.prompt) < self.info.max_model_len:
             wanted = min(wanted, self.info.max_model_len)
@@ -168,7 +170,8 @@ class Engine:
         )
         said = Ledger(len(request.prompt)) if params.penalises else None
         tokens = [*request.prompt, *request.emitted]
-        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said)
+        bad_words = BadWords(params.bad_words, len(request.prompt)) if params.bad_words else None
+        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said, bad_words=bad_words)
         if params.thought_limit is not None:
             sequence.constraint = ThoughtWatch(
                 params.thought_limit, self.tokenizer, self.info.vocab_size, params.special_text
@@ -339,16 +342,21 @@ class Engine:
         of those `ahead`, as far as they are known."""
         params = sequence.request.params
         still_banned = min(count, max(0, params.min_tokens - sequence.generated))
-        if params.temperature == 0 and not still_banned and not params.penalises:
+        bad_words = sequence.bad_words
+        if params.temperature == 0 and not still_banned and not params.penalises and bad_words is None:
             return [TokenRule(params, first)] * count  # the best is the best wherever it stands
-        banned = tuple(sorted(sequence.ends)) if still_banned else ()
+        ends = tuple(sorted(sequence.ends)) if still_banned else ()
         said = sequence.said
         if said is not None:
             said.follow(sequence.tokens)
         rules = []
         for place in range(count):
             history = NOTHING_SAID if said is None else said.history(ahead[:place])
-            rules.append(TokenRule(params, first + place, banned if place < still_banned else (), history))
+            banned = ends if place < still_banned else ()
+            if bad_words is not None:
+                known = place <= len(ahead)
+                banned += bad_words.refused(sequence.tokens, ahead[:place]) if known else bad_words.always
+            rules.append(TokenRule(params, first + place, banned, history))
         return rules
 
 

@@ -89,6 +89,7 @@ def may_fly(sequence: Sequence, block_length: int) -> bool:
         and params.logprobs is None
         and not sequence.reads_prompt
         and params.draft_trust == 1.0
+        and not params.bad_words
         and sequence.generated >= params.min_tokens
     )
 
