@@ -30,13 +30,20 @@ Makers = Annotated[
     GenerationConfig,
     typer.Option(
         "--generation-config",
-        help="Sampling where nothing is said: auto follows the model's makers, none takes neutral values.",
+        help="Sampling where nothing is said: auto follows the model's makers, none OpenAI's defaults.",
     ),
 ]
 DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
 Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # far more than processors only wait for each other
-Threads = Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads of the engine; 0 leaves it to torch.")]
+Threads = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=MOST_THREADS,
+        help="CPU threads of the engine; 0: its share of the node's, or as torch has it in one process.",
+    ),
+]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -115,7 +115,7 @@ def up(
             from cluster.options import ServeOptions, UpOptions
             from tidar_core.settings import read_options
         except ModuleNotFoundError as error:
-            raise ConfigError(f"serving needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+            raise ConfigError(f"serving needs {error.name}: pip install -e '.[cluster]' in the repository") from None
         given = {
             "model": model, "adapter": adapter, "adapters": named(also or [], "--also", "adapter"),
             "models": {name: {"model": path} for name, path in named(beside or [], "--beside", "model").items()},
@@ -161,7 +161,7 @@ def status(
         try:
             from cluster.operate.status import show_status
         except ModuleNotFoundError as error:
-            raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+            raise ConfigError(f"this needs {error.name}: pip install -e '.[cluster]' in the repository") from None
         show_status(address, key, metrics_key, live=sys.stdout.isatty() and not once)
 
 
@@ -174,7 +174,7 @@ def check(
         try:
             from cluster.operate.check import check_file
         except ModuleNotFoundError as error:
-            raise ConfigError(f"this needs {error.name}: pip install 'tidar-cluster[cluster]'") from None
+            raise ConfigError(f"this needs {error.name}: pip install -e '.[cluster]' in the repository") from None
         found = [line for file in files for line in check_file(file)]
         for line in found:
             Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)

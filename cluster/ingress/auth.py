@@ -20,7 +20,7 @@ METRICS = "/metrics"
 LOOK_SECONDS = 1.0  # between two looks at a file
 OPEN = ("/", "/health")  # the page is an application of its own, and asks for a key when one is wanted
 
-log = logging.getLogger("tidar")
+log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def _provider(collector: str, ingress: str) -> Any:
         from opentelemetry.sdk.trace import TracerProvider as Sdk
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
-        raise ConfigError(f"traces need {error.name}: pip install 'tidar-cluster[traces]'") from None
+        raise ConfigError(f"traces need {error.name}: pip install -e '.[traces]' in the repository") from None
     service = os.environ.get("OTEL_SERVICE_NAME", "tidar")
     provider = Sdk(resource=Resource.create({SERVICE_NAME: service, SERVICE_INSTANCE_ID: ingress}))
     exporter = OTLPSpanExporter(f"{collector.rstrip('/')}/v1/traces")

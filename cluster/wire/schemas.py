@@ -194,7 +194,7 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both endpoints share. Null means the same as leaving a field out."""
+    """What all endpoints share. Null means the same as leaving a field out."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -336,4 +336,4 @@ def test_without_ray_train_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "cluster.training.train", None)
     result = CliRunner().invoke(app, ["convert", str(model), "--workers", "2", "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
-    assert result.stderr.strip().endswith("pip install 'tidar-cluster[cluster,train]'")
+    assert result.stderr.strip().endswith("pip install -e '.[cluster,train]' in the repository")

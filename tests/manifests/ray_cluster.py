@@ -117,6 +117,14 @@ class RayCluster:
         return seen
 
 
+def ray_environment() -> dict[str, str]:
+    """What `serve/ray.env` sets in a shell, as a platform team reads it there."""
+    words = ["env", "-i", "sh", "-c", 'set -a; . "$0"; env', str(MANIFESTS / "serve" / "ray.env")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    pairs = (line.partition("=") for line in done.stdout.splitlines())
+    return {name: value for name, _, value in pairs if name not in ("PWD", "SHLVL", "OLDPWD", "_")}
+
+
 @contextmanager
 def ray_cluster(
     cpus: int = 2, more: Mapping[str, str] = MappingProxyType({}), host: Host | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.operate.deploy import SHORT_WAYS
 from cluster.operate.ray_cluster import OWN_PROCESSES
-from tests.manifests.ray_cluster import MANIFESTS
+from tests.manifests.ray_cluster import MANIFESTS, ray_environment
 from tests.servers import REPOSITORY
 from tidar_core.kernels.cpu_build import SOURCES
 
@@ -92,3 +92,12 @@ def test_its_processes_read_what_those_of_tidar_up_read() -> None:
     said = (IMAGE / "Dockerfile").read_text(encoding="utf-8")
     for name, value in (SHORT_WAYS | OWN_PROCESSES).items():
         assert f" {name}={value} " in said
+
+
+def test_so_do_those_of_a_ray_that_is_started_by_hand() -> None:
+    """And what the pods of a RayService have besides."""
+    by_hand = ray_environment()
+    assert by_hand.items() >= (SHORT_WAYS | OWN_PROCESSES).items()
+    service = (MANIFESTS / "kuberay" / "base" / "rayservice.yaml").read_text(encoding="utf-8")
+    for name in set(by_hand) - set(SHORT_WAYS) - set(OWN_PROCESSES) - {"RAY_AUTH_MODE"}:
+        assert f'name: {name}, value: "{by_hand[name]}"' in service

@@ -19,7 +19,7 @@ from tests import plain_http
 from tests.cluster.kills import check, lose_node, slow_model, streams_under_blows
 from tests.cluster.scale_run import stream_once
 from tests.manifests.balancer import balancer
-from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster
+from tests.manifests.ray_cluster import MANIFESTS, RayCluster, ray_cluster, ray_environment
 from tests.servers import MARK, Serving, free_port
 from tests.tiny import tiny_adapter, tiny_checkpoint
 
@@ -40,7 +40,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with ray_cluster() as started:
+    """With what `serve/ray.env` has, but for the time that clients get to leave a node."""
+    with ray_cluster(more=ray_environment() | {"RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "5"}) as started:
         yield started
 
 

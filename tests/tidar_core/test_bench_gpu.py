@@ -231,7 +231,7 @@ def test_no_bench_of_a_gpu_without_triton(monkeypatch):
     for command in ("kernels", "steps", "gpu"):
         told = CliRunner().invoke(app, ["bench", command])
         assert told.exit_code == 1
-        assert "this bench needs triton: pip install 'tidar-cluster[cuda]'" in " ".join(told.output.split())
+        assert "this bench needs triton: pip install -e '.[cuda]' in the repository" in " ".join(told.output.split())
 
 
 def test_float8_is_not_timed_where_the_kernels_have_none(monkeypatch):

@@ -24,7 +24,7 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise ConfigError("this bench needs an NVIDIA GPU, and torch sees none here")
     if find_spec("triton") is None:
-        raise ConfigError("this bench needs triton: pip install 'tidar-cluster[cuda]'")
+        raise ConfigError("this bench needs triton: pip install -e '.[cuda]' in the repository")
 
 
 @torch.inference_mode()

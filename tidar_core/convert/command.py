@@ -162,7 +162,7 @@ def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "Abs
         from cluster.training.train import workers_on_ray
     except ImportError as error:
         missing = "Ray Train" if error.name is None else error.name
-        raise ConfigError(f"--workers needs {missing}: pip install 'tidar-cluster[cluster,train]'") from None
+        raise ConfigError(f"--workers needs {missing}: pip install -e '.[cluster,train]' in the repository") from None
     return workers_on_ray(workers, options, screen)
 
 
