@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.request import RequestError, SamplingParams
+from tidar_core.transfer import sent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +81,7 @@ def refused(allowed: tuple[int, ...], vocab: int, device: torch.device) -> Tenso
     """Which tokens are none of those that are allowed: bool [vocab], nobody's to change."""
     mask = torch.ones(vocab, dtype=torch.bool)
     mask[list(allowed)] = False
-    return mask.to(device)
+    return sent(mask, device)
 
 
 @torch.inference_mode()

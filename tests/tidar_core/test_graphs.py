@@ -17,10 +17,11 @@ from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.decode import measure_decode
 from tidar_core.bench.drive import Answer, answer_all
 from tidar_core.engine import Engine, drafting
-from tidar_core.engine.batch import BatchSize
+from tidar_core.engine.batch import Batch, BatchSize
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.flight import Flight, launch
 from tidar_core.engine.graphs import (
+    AGAIN_AFTER,
     CAPTURE_AT,
     NARROWEST,
     REMEMBERED,
@@ -30,6 +31,7 @@ from tidar_core.engine.graphs import (
     bucket,
     narrow_buckets,
 )
+from tidar_core.engine.runner import Runner
 from tidar_core.engine.warmup import capture_graphs, rows_are_exact
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import SamplingParams
@@ -256,6 +258,42 @@ def test_an_engine_starts_with_the_graphs_that_memory_holds(tmp_path: Path, room
     assert [answer.tokens for answer in found] == [answer.tokens for answer in expected]
 
 
+def test_a_start_tells_where_memory_does_not_hold_the_graphs_of_drafts(tmp_path: Path) -> None:
+    engine, reports, steps = tiny_engine(tmp_path), [], len(narrow_buckets(REACH, 4))
+
+    def narrow(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if len(graphs) >= steps + 2:
+            raise torch.OutOfMemoryError("no room")
+        return repeat(work)
+
+    graphs = Graphs(narrow, REACH)
+    runner = replace(engine._runner, graphs=graphs, ops=replace(engine._runner.ops, draft_slots=None))
+    capture_graphs(runner, lambda done, total: None, reports.append)
+    (line,) = reports
+    assert line.startswith(f"{steps + 2} of ")
+    assert len(graphs) == steps + 2
+
+
+def test_a_size_for_which_there_was_no_memory_is_tried_again_later() -> None:
+    """While it waits it runs without a graph, and is typical of what such steps cost."""
+    memory: list[str] = []
+
+    def scarce(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if not memory:
+            raise torch.OutOfMemoryError("no room")
+        return repeat(work)
+
+    graphs, ones = Graphs(scarce, REACH), torch.ones(3)
+    for _ in range(CAPTURE_AT + AGAIN_AFTER // 2):
+        assert graphs.run("key", CPU, torch.negative, ones).equal(-ones)
+    assert (len(graphs), graphs.untypical) == (0, CAPTURE_AT)
+    memory.append("some")
+    for _ in range(AGAIN_AFTER // 2 + CAPTURE_AT):
+        assert graphs.run("key", CPU, torch.negative, ones).equal(-ones)
+    assert len(graphs) == 1
+    assert graphs.untypical <= 2 * CAPTURE_AT
+
+
 def test_the_largest_step_may_be_too_large_for_a_graph(tmp_path: Path) -> None:
     engine, graphs = tiny_engine(tmp_path), Graphs(Largest(), REACH)
     capture_graphs(replace(engine._runner, graphs=graphs), lambda done, total: None, refuse)
@@ -290,6 +328,26 @@ def test_captured_passes_prove_exactness_without_a_drafter_too(tmp_path):
     assert rows_are_exact(replace(runner, graphs=Graphs(repeat, REACH, 1)))
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_steps_of_few_rows_and_of_many_are_proved_with_mask_rows_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: bool
+) -> None:
+    """Kernels may have other tiles, and other bits, for either."""
+    runner, forward, spoiled = tiny_engine(tmp_path)._runner, Runner.forward, []
+
+    def spoiling(runner: Runner, batch: Batch) -> Tensor:
+        hidden = forward(runner, batch)
+        if batch.size.mask and (len(batch.laid.answer_rows) <= 4) == few:
+            spoiled.append(batch.size)
+            hidden = hidden.nextafter(torch.full_like(hidden, torch.inf))
+        return hidden
+
+    assert rows_are_exact(runner)
+    monkeypatch.setattr(Runner, "forward", spoiling)
+    assert not rows_are_exact(runner)
+    assert len(spoiled) == 1
+
+
 def test_no_round_counts_in_which_steps_were_captured(tmp_path):
     """Of sizes that come once a round the third round captures some."""
     engine = tiny_engine(tmp_path)
@@ -306,11 +364,11 @@ def test_no_round_counts_in_which_steps_were_captured(tmp_path):
     assert all(len(one.rounds) == 2 and min(one.rounds) > 0 for one in (off, full))
 
 
-def test_without_room_for_a_graph_the_step_runs_without() -> None:
-    def full(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        raise torch.cuda.OutOfMemoryError("no room")
+def test_a_step_that_cannot_be_captured_runs_without() -> None:
+    def unfit(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = Graphs(full, REACH, 1)
+    graphs = Graphs(unfit, REACH, 1)
     for number in range(3):
         assert graphs.run("key", CPU, lambda x: x + 1, torch.tensor(number)).item() == number + 1
     assert list(graphs._captured.values()) == [None]

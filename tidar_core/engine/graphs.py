@@ -25,9 +25,12 @@ VERIFY_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448,
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NARROWEST = 512  # pages of a page table; wider ones double from bucket to bucket
 CAPTURE_AT = 3  # comings of a size while requests are served; of very long texts' many sizes most never come so often
+AGAIN_AFTER = 1000  # further comings of a size for which there was no memory: there may be some then
 REMEMBERED = 256  # sizes that came less often, the latest
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
-LEFT_FREE = 512 << 20  # bytes of the GPU's memory that no graph takes: steps without one, and scores, want some
+LEFT_FREE = (
+    512 << 20
+)  # bytes of the GPU's memory that no graph takes, beside those of scores: steps without one want some
 
 log = logging.getLogger("tidar")
 
@@ -88,7 +91,8 @@ class Graphs:
         self._capture = capture
         self._capture_at = capture_at
         self._captured: dict[Hashable, _Captured | None] = {}
-        self._came: dict[Hashable, int] = {}  # the latest last
+        self._came: dict[Hashable, int] = {}  # the latest last; below 0 where there was no memory
+        self._insists = False
 
     def __len__(self) -> int:
         """How many keys were tried, captured or not."""
@@ -97,12 +101,17 @@ class Graphs:
     def run(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`work` over copies of the inputs on `device`. A key stands for one piece of work and sizes of its inputs."""
         if key not in self._captured:
-            self.untypical += 1
+            self.untypical += self._came.get(key, 0) >= 0
             if self._is_common(key):
                 try:
                     self._captured[key] = self._recorded(device, work, inputs)
                 except RuntimeError as error:  # no memory for it, or something in the work that cannot be captured
-                    self._captured[key] = None
+                    if self._insists:
+                        raise
+                    if isinstance(error, torch.OutOfMemoryError):
+                        self._came[key] = -AGAIN_AFTER
+                    else:
+                        self._captured[key] = None
                     log.warning("a step runs without a CUDA graph: %s", str(error).partition("\n")[0])
         captured = self._captured.get(key)
         if captured is None:
@@ -119,9 +128,9 @@ class Graphs:
             self._captured[key] = self._recorded(device, work, inputs)
 
     def at_once(self) -> "Graphs":
-        """These graphs, where each further key is captured when it first comes."""
+        """These graphs, where each further key is captured when it first comes; `run` raises what `prepare` does."""
         graphs = self.fresh()
-        graphs._captured = self._captured
+        graphs._captured, graphs._insists = self._captured, True
         return graphs
 
     def fresh(self) -> "Graphs":
@@ -143,14 +152,22 @@ class Graphs:
         return _Captured(static, replay, result)
 
 
-def cuda_capture(device: torch.device) -> Capture:
+def left_free(rows: int, vocab: int) -> int:
+    """Bytes of the GPU's memory that no graph takes, where a step scores so many rows at most: in fp32, and a copy."""
+    return LEFT_FREE + 2 * rows * vocab * torch.float32.itemsize
+
+
+def cuda_capture(device: torch.device, left: int) -> Capture:
     """Captures CUDA graphs that share one pool of memory, since they never run side by side. What captures raises
-    torch.OutOfMemoryError where little memory is free."""
+    torch.OutOfMemoryError where less than `left` bytes are free."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
         free, _ = torch.cuda.mem_get_info(device)
-        if free < LEFT_FREE:
+        if free < left:  # what torch keeps for itself is not counted
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(device)
+        if free < left:
             raise torch.OutOfMemoryError(f"only {free >> 20} MiB of the GPU's memory are free")
         stream.wait_stream(torch.cuda.current_stream(device))
         try:

@@ -14,7 +14,7 @@ from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
 from tidar_core.engine.grammars import Grammars
-from tidar_core.engine.graphs import Graphs, Reach, cuda_capture
+from tidar_core.engine.graphs import Graphs, Reach, cuda_capture, left_free
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
@@ -93,11 +93,11 @@ def load_engine(
     positions, pages = _room(config, model, kv_dtype, device, report)
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
-    graphs = (
-        Graphs(cuda_capture(device), Reach(config.max_running, -(-positions // config.page_size)))
-        if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name
-        else None
-    )
+    graphs = None
+    if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name:
+        scored = config.max_running * (adapter.config.block_length if adapter else 1)
+        capture = cuda_capture(device, left_free(scored, model.vocab_size))
+        graphs = Graphs(capture, Reach(config.max_running, -(-positions // config.page_size)))
     mask_token = adapter.mask_token if adapter else None
     form = adapter.config.form if adapter else BlockForm()
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
@@ -233,7 +233,8 @@ def _gpu_ops(
     try:
         from tidar_core.kernels import triton_ops
     except ImportError:
-        report("triton is not installed (pip install 'tidar-cluster[cuda]'): running on plain torch, which is slower")
+        mend = "pip install -e '.[cuda]' in the repository"
+        report(f"triton is not installed ({mend}): running on plain torch, which is slower")
         return REFERENCE_OPS
     if triton_ops.supports(model, config.page_size):
         float8 = config.dtype == "float8"

@@ -160,11 +160,15 @@ def _passes_are_exact(runner: Runner) -> bool:
         if drafts > MOST_PROBED:
             shape = Shape(drafts, (1, drafts + 1), block)
         start = length - drafts - 1
+        here = _plan(text, start, 1, drafts, shape, pages)
         beside = _plan(other, 0, length - block, 0, Shape(0, (1,), block) if block else PLAIN, other_pages)
-        rows_beside = length - block
-        rows_here = hidden(beside, _plan(text, start, 1, drafts, shape, pages))[rows_beside:][: drafts + 1]
-        if not torch.equal(rows_here, whole[start:]):
-            return False
+        companies: list[tuple[SequencePlan, ...]] = [(beside, here)]
+        if runner.device.type == "cuda" or not drafts:
+            companies.append((here,))  # few rows, some of them mask rows: kernels may have other tiles then
+        for plans in companies:
+            first = sum(len(plan.known) for plan in plans[:-1])
+            if not torch.equal(hidden(*plans)[first : first + drafts + 1], whole[start:]):
+                return False
     return True
 
 

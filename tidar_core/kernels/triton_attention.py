@@ -383,6 +383,7 @@ def paged_attend(
                 scale, part.first, rows.verify, capacity, **sizes, WINDOW=window, BLOCK_HEADS=block_heads,
                 num_warps=merge_warps, enable_fp_fusion=True, **launch,
             )  # fmt: skip
+            del partial, sums  # before the next part's
         return out
 
     return attend

@@ -89,7 +89,8 @@ def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> Gem
     if (tiles.rows, tiles.warps) != (WARPGROUP_ROWS, WARPGROUP) or rows <= WARPGROUP_ROWS:
         return tiles
     of_a_stage = (2 * WARPGROUP_ROWS + tiles.outs + rank) * tiles.ins * dtype.itemsize
-    stages = min(tiles.stages, SHARED_MEMORY // of_a_stage)
+    beside = tiles.outs * rank * dtype.itemsize  # the adapter's second matrix lies there from start to end
+    stages = min(tiles.stages, (SHARED_MEMORY - beside) // of_a_stage)
     if stages < FEWEST_STAGES:
         return tiles
     return replace(tiles, rows=2 * WARPGROUP_ROWS, warps=2 * WARPGROUP, stages=stages)
