@@ -34,16 +34,15 @@ PUBLISH_SECONDS = 2.0  # between two looks at what replicas have cached
 class Ingress:
     """Any number of these may run: all that they know they can ask for again."""
 
-    def __init__(self, engines: dict[str, DeploymentHandle], options: ServeOptions, page: bool):
+    def __init__(self, engines: dict[str, DeploymentHandle], options: ServeOptions):
         wake = Wake(options.wake_seconds, options.max_ongoing) if options.sleeps else None
         self._directories = {name: Directory(as_made_here(engine), wake) for name, engine in engines.items()}
         self._options = options
-        self._page = page
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         from cluster.ingress.api import build_api  # here, in the replica: whoever deploys it needs no route
 
-        return build_api(self._directories, self._options, self._page)
+        return build_api(self._directories, self._options)
 
 
 def as_made_here(handle: DeploymentHandle) -> DeploymentHandle:
@@ -66,9 +65,8 @@ def build(args: dict[str, Any]) -> Application:
     return application(options)
 
 
-def application(args: ServeOptions, router: str = ROUTER, page: bool = True) -> Application:
-    """The application behind `/`, for the cluster that Ray is connected to. router: the class that chooses replicas.
-    page: whether the playground, an application of its own, is there too."""
+def application(args: ServeOptions, router: str = ROUTER) -> Application:
+    """The application behind `/`, for the cluster that Ray is connected to. router: the class that chooses replicas."""
     device = engine_device(args)
     gpu: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {}
     if args.accelerator is not None:
@@ -101,7 +99,7 @@ def application(args: ServeOptions, router: str = ROUTER, page: bool = True) -> 
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return ingress.bind(engines, args, page)
+    return ingress.bind(engines, args)
 
 
 def engine_names(options: ServeOptions) -> dict[str, str]:

@@ -88,6 +88,7 @@ class ServeOptions(BaseModel):
     api_keys, metrics_keys: files with keys, one a line, on every node that runs an ingress (`cluster.ingress.auth`).
     cors_origins: web sites ("https://chat.example.org") whose scripts may use the API from a browser; "*" for all.
     traces: the collector that OpenTelemetry spans of requests go to by OTLP over HTTP ("http://collector:4318").
+    playground: it is an application beside this one, and `/` leads there; else `/` says where the API is.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -129,6 +130,7 @@ class ServeOptions(BaseModel):
     metrics_keys: str | None = None
     cors_origins: tuple[str, ...] = ()
     traces: str | None = None
+    playground: bool = True
 
     @field_validator("traces")
     @classmethod
@@ -277,11 +279,10 @@ def deployment_part(name: str) -> str:
 
 
 class UpOptions(BaseModel):
-    """What `tidar up` takes: what to serve, where, and whether with the page."""
+    """What `tidar up` takes: what to serve, and where."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     serve: ServeOptions = ServeOptions()
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    playground: bool = True

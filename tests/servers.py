@@ -102,7 +102,8 @@ def start_with(
 ) -> Server:
     """As `start`, with options that the command line does not have; Ray counts `cpus` CPUs where that is given. `more`
     goes into its environment."""
-    chosen = UpOptions(serve=options, port=free_port(), playground=playground)
+    options = options.model_copy(update={"playground": playground})
+    chosen = UpOptions(serve=options, port=free_port())
     code = "import sys; import cluster.lean_serve; from cluster.operate.deploy import up; "
     code += "from cluster.options import UpOptions as Options; "
     code += "up(Options.model_validate_json(sys.argv[1]))"

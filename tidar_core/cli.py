@@ -125,10 +125,11 @@ def up(
             "max_running": max_running, "cache_tokens": cache_tokens, "generation_config": generation_config,
             "max_ongoing": max_ongoing,
             "api_keys": api_keys, "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
+            "playground": playground,
         }  # fmt: skip
         serve = read_options(ServeOptions, given)
         try:
-            deploy.up(UpOptions(serve=serve, host=host, port=port, playground=playground))
+            deploy.up(UpOptions(serve=serve, host=host, port=port))
         finally:
             gc.freeze()  # else Python's end walks through all of it once more: 0.7 s after the last word
 

@@ -37,9 +37,9 @@ PAGE_PATH = "playground/"  # relative to the API's root, of which a proxy may ha
 WITHOUT_PAGE = "TiDAR Cluster: OpenAI's API is at /v1, the document of all that there is at /openapi.json\n"
 
 
-def build_api(directories: Mapping[str, Directory], options: ServeOptions, page: bool = True) -> FastAPI:
-    """The ingress' application; `directories` by the names that requests may ask for. page: the playground is there
-    too. Errors of any kind leave as OpenAI's error object."""
+def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> FastAPI:
+    """The ingress' application; `directories` by the names that requests may ask for. Errors of any kind leave as
+    OpenAI's error object."""
     name = secrets.token_hex(4)
     metrics, spans = IngressMetrics(name), tracer_provider(options.traces, name)
     models = Models(directories, options, metrics, spans.get_tracer("tidar"))
@@ -68,7 +68,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions, page:
     trace_requests(app, spans)
     add_openai_routes(app, models, options)
     add_tokenizer_routes(app, models, options)
-    add_service_routes(app, models, metrics, page)
+    add_service_routes(app, models, metrics, options.playground)
     add_document(app, options)
     return app
 

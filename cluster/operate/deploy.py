@@ -127,9 +127,9 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
     try:
         board = put_up_board()
         proxies = start_serve(options.host, options.port, interrupts)
-        api = app.application(options.serve, page=options.playground)
+        api = app.application(options.serve)
         targets = [serve.RunTarget(api, name=API, route_prefix="/", logging_config=QUIET)]
-        if options.playground:
+        if options.serve.playground:
             from playground.app import build as build_playground
 
             page = build_playground({})
@@ -141,7 +141,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
         board.take_down()  # of replicas that come and go from here on nobody reads a line
-        announce(base, options.playground, options.serve, say)
+        announce(base, options.serve, say)
         ready = True
         yield
     finally:
@@ -149,7 +149,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         say("stopping")
         try:
             if (ready or joined) and not ended_parts():  # a thread that asks a Ray that is gone has Ray end us there
-                down = beside(partial(take_down, options.playground, joined, board), "take-down")
+                down = beside(partial(take_down, options.serve.playground, joined, board), "take-down")
                 # A signal to all processes at once, systemd's way, ends Ray beside us.
                 while not (down.done() or ended_parts()):
                     time.sleep(LOOK_SECONDS / 5)
@@ -278,7 +278,7 @@ def unhealthy(url: str) -> str | None:
     return None if status == 200 else f"{url}, which answers {status}"
 
 
-def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> None:
+def announce(base: str, options: ServeOptions, say: Say) -> None:
     """Where things are, and what runs there."""
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
     served = options.served
@@ -292,7 +292,7 @@ def announce(base: str, playground: bool, options: ServeOptions, say: Say) -> No
         say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
         if card.sampling_defaults != Sampling():
             say(f"  sampling    {', '.join(told_of(card.sampling_defaults))}, where a request says nothing")
-    if playground:
+    if options.playground:
         say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
     say("  stop        Ctrl-C")

@@ -94,7 +94,7 @@ def test_the_root_leads_to_the_playground(api: FastAPI) -> None:
 
 
 def test_without_a_playground_the_root_says_what_is_there() -> None:
-    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions(), page=False)  # type: ignore[arg-type]
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions(playground=False))  # type: ignore[arg-type]
     response = ask(api, "GET", "/")
     assert (response.status_code, response.text.count("\n")) == (200, 1)
     assert "/v1" in response.text

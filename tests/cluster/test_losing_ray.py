@@ -103,7 +103,7 @@ def test_a_ray_that_is_gone_is_asked_for_nothing_more(
     monkeypatch.setattr(deploy.app, "application", lambda *_, **__: None)
     monkeypatch.setattr(serve, "RunTarget", lambda *_, **__: SimpleNamespace(name="api"))
     monkeypatch.setattr(serve, "run_many", lambda *_, **__: None)
-    options = UpOptions(serve=ServeOptions(), playground=False)
+    options = UpOptions(serve=ServeOptions(playground=False))
     with (
         pytest.raises(ConfigError, match="gone"),
         deploy.applications(options, False, lambda line: None, Interrupts()),
