@@ -89,7 +89,10 @@ def draw_ask(number: int, tags: dict[str, int]) -> Ask:
     body |= of_both(draw, tokens)
     if body["stream"]:
         body["stream_options"] = {"include_usage": True}
-    return Ask(path, body | (of_chats(draw, tags) if path == CHAT else of_completions(draw)))
+    body |= of_chats(draw, tags) if path == CHAT else of_completions(draw)
+    if "allowed_token_ids" in body:
+        body.pop("bad_words", None)  # one of both is all that goes
+    return Ask(path, body)
 
 
 def of_both(draw: random.Random, tokens: int) -> Json:

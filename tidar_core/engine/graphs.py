@@ -28,9 +28,7 @@ CAPTURE_AT = 3  # comings of a size while requests are served; of very long text
 AGAIN_AFTER = 1000  # further comings of a size for which there was no memory: there may be some then
 REMEMBERED = 256  # sizes that came less often, the latest
 WARM_UP = 2  # runs before a capture: kernels are compiled and buffers made
-LEFT_FREE = (
-    512 << 20
-)  # bytes of the GPU's memory that no graph takes, beside those of scores: steps without one want some
+LEFT_FREE = 512 << 20  # bytes of the GPU's memory that steps without a graph want, scores apart
 
 log = logging.getLogger("tidar")
 
