@@ -6,7 +6,7 @@ ARGS ?=
 # more of the processor than the whole start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up install test check servers computing longest system-browser browser promtool clean
+.PHONY: up install test check speed servers computing longest system-browser browser promtool clean
 .DELETE_ON_ERROR:
 
 up: install
@@ -63,16 +63,22 @@ LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_exact_bf16.py test_t
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
 
+# How fast the page draws is measured while nothing runs beside it.
+SPEED := tests/playground/test_speed.py
+
 test: servers longest
 
-servers: check computing browser promtool
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) $(ARGS)
+speed: check computing browser
+	$(BIN)/python -m pytest $(SPEED) $(ARGS)
+
+servers: speed promtool
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING) $(SPEED)) $(ARGS)
 
 computing: .venv/.test-installed
 	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) worksteal $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
 
 # A file each: what a file prepares for all of its tests takes minutes, and two processes would do it twice.
-longest: computing
+longest: speed
 	OMP_NUM_THREADS=1 $(LEFT_OVER) $(SIDE_BY_SIDE) loadfile --no-loadscope-reorder $(LONGEST) $(ARGS)
 
 clean:

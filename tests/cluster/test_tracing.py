@@ -157,5 +157,5 @@ def test_what_is_no_collectors_address_is_refused(address: str) -> None:
 def test_missing_packages_are_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.asgi", None)
     check_traces(None)
-    with pytest.raises(ConfigError, match=r"pip install 'tidar-cluster\[traces\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[traces\]' in the repository"):
         check_traces("http://collector:4318")
