@@ -161,13 +161,16 @@ def ended_parts() -> list[str]:
     if ours is None:
         return []
     ended = [kind for kind, _ in ours.dead_processes() if kind in CORE]
+    return ended or ([HEAD] if refuses(ours.gcs_address) else [])
+
+
+def refuses(address: str) -> bool:
+    """Whether nobody listens at an address any more; one who is late may still be there."""
     try:
-        knock(ours.gcs_address)
-    except ConnectionRefusedError:
-        return ended or [HEAD]
-    except OSError:  # it may be late
-        pass
-    return ended
+        knock(address)
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def check_ray(interrupts: Interrupts) -> None:

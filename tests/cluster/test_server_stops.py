@@ -73,7 +73,7 @@ def test_only_allowed_tokens_come_and_special_ones_are_a_part_of_the_text_where_
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_bad_words_do_not_come(http: httpx.Client, path: str) -> None:
-    """Of each a token that the answer would have, and of the last two in a row, neither of which is a word."""
+    """Three that are a token each of the answer that there would be, and one of two tokens behind these."""
     ids, texts = zip(*spelled(http, path), strict=True)
     whole = [place for place in range(4, 50) if texts[place].strip().isalpha()][:3]
     pair = next(place for place in range(whole[-1] + 1, 58) if "".join(texts[place : place + 2]).isalpha())

@@ -151,7 +151,7 @@ class Graphs:
 
 
 def left_free(rows: int, vocab: int) -> int:
-    """Bytes of the GPU's memory that no graph takes, where a step scores so many rows at most: in fp32, and a copy."""
+    """Bytes of the GPU's memory that no graph takes: by reckoning, for scores of about so many rows, and a copy."""
     return LEFT_FREE + 2 * rows * vocab * torch.float32.itemsize
 
 
