@@ -136,20 +136,20 @@ def absolute(options: ServeOptions) -> ServeOptions:
     """The options with paths that hold wherever a replica's process starts."""
 
     def loaded_from(part: ServeOptions | FurtherModel) -> dict[str, Any]:
-        return {"model": settled(part.model, (DEFAULT_MODEL,)), "adapter": settled(part.adapter, OWN_ADAPTERS)}
+        return {"model": rooted(part.model, (DEFAULT_MODEL,)), "adapter": rooted(part.adapter, OWN_ADAPTERS)}
 
     changed = {
         **loaded_from(options),
-        "adapters": {name: settled(path, OWN_ADAPTERS) for name, path in options.adapters.items()},
+        "adapters": {name: rooted(path, OWN_ADAPTERS) for name, path in options.adapters.items()},
         "models": {name: part.model_copy(update=loaded_from(part)) for name, part in options.models.items()},
         "name": options.served_name,
-        "api_keys": settled(options.api_keys, ()),
-        "metrics_keys": settled(options.metrics_keys, ()),
+        "api_keys": rooted(options.api_keys, ()),
+        "metrics_keys": rooted(options.metrics_keys, ()),
     }
     return options.model_copy(update=changed)
 
 
-def settled(path: str | None, words: Sequence[str]) -> str | None:
+def rooted(path: str | None, words: Sequence[str]) -> str | None:
     """A path that is there, from the root on; one of the `words`, or what is not there, as it is."""
     if path is None or path in words or not os.path.exists(found := from_home(path)):
         return path

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
-from cluster.ingress.auth import KeyFile, KeyGuard
+from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import Outcomes, outcome_of
 from cluster.ingress.plans import Plan, chat_plan, completion_plan, responses_plan
@@ -113,9 +113,9 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         return served, card, await asyncio.to_thread(plan, value, card, backend)
 
     async def answer(request: Request, served: Served, card: ModelCard, plan: Plan) -> Response:
-        body, echo, outcome = plan.body, plan.echo, outcome_of(request)
+        body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
         chat = isinstance(body, ChatBody)
-        head = new_head(card.name, chat) if echo is None else new_response_head(card.name)
+        head = new_head(card.name, chat) if repeated is None else new_response_head(card.name)
         operation = "chat" if chat else "text_completion"
         get_current_span().set_attributes(
             {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
@@ -131,7 +131,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             names_ids=bool(body.return_tokens_as_token_ids),
             tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
             tells_stop=bool(body.include_stop_str_in_output),
-            by_part=echo is not None,
+            by_part=repeated is not None,
             tools=plan.tools,
             follows=plan.follows,
             thinking=plan.thinking,
@@ -141,14 +141,14 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         if body.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
-            if echo is not None:
-                return EventStreamResponse(response_events(head, echo, made, first, pieces, outcome.broke))
+            if repeated is not None:
+                return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
             events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
             return EventStreamResponse(events)
         async with aclosing(pieces):
             gathered = [piece async for piece in pieces]
         # In a thread: the log-probabilities of long prompts take a while to write down.
-        tell = partial(whole, head) if echo is None else partial(whole_response, head, echo)
+        tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated)
         return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
 
 
@@ -216,7 +216,8 @@ def add_document(app: FastAPI, options: ServeOptions) -> None:
     def made() -> dict[str, Any]:
         from cluster.wire.openapi import document
 
-        return document(app, api_keys=options.api_keys is not None, metrics_keys=options.metrics_keys is not None)
+        api, metrics = options.api_keys is not None, options.metrics_keys is not None
+        return document(app, lambda path: wants_key(path, api, metrics))
 
     app.openapi = made  # type: ignore[method-assign]  # FastAPI's own way to say it
 

@@ -35,11 +35,16 @@ class Keys:
 
         Every key is compared, in constant time: how long it takes tells nothing of them.
         """
-        wanted = (self.metrics or self.api) if path == METRICS else self.api
-        if not wanted or path in OPEN:
+        if not wants_key(path, bool(self.api), bool(self.metrics)):
             return True
+        wanted = (self.metrics or self.api) if path == METRICS else self.api
         mine = digest(given or "")
         return bool(sum([hmac.compare_digest(mine, key) for key in wanted]))
+
+
+def wants_key(path: str, api: bool, metrics: bool) -> bool:
+    """Whether requests for `path` want a key, where there are some for the API, or for `/metrics`."""
+    return path not in OPEN and (api or (metrics and path == METRICS))
 
 
 def digest(key: str) -> bytes:

@@ -29,7 +29,7 @@ Prompts = list[tuple[int, ...]]
 class Plan:
     """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
     and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
-    thoughts. echo: what an object of the Responses API repeats of its request; None for the other two."""
+    thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two."""
 
     body: Body
     prompts: Prompts
@@ -37,7 +37,7 @@ class Plan:
     echoes: Sequence[Echo] = ()
     tools: Toolbox | None = None
     thinking: Thinking | None = None
-    echo: str | None = None
+    repeated: str | None = None
 
     @property
     def follows(self) -> str:
@@ -67,7 +67,7 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
         plan = plan_of_chat(chat, card, backend, reasoning)
     except ApiError as error:
         raise as_here(error) from error
-    return replace(plan, echo=body.echo(sampling_of(chat, card)))
+    return replace(plan, repeated=body.repeated(sampling_of(chat, card)))
 
 
 def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:

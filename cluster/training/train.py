@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import beside, check_ray, last_line, ray_cluster, running_cluster
-from cluster.preflight import settled
+from cluster.preflight import rooted
 from cluster.training.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.convert.checkpoint import Progress
@@ -94,8 +94,8 @@ def _train(
         torch.cuda.empty_cache()  # one of the workers may get the GPU that this process has gathered on
     everywhere = replace(
         options,
-        model=settled(options.model, (DEFAULT_MODEL,)) or options.model,
-        start=settled(options.start, ("default", "none")) or options.start,
+        model=rooted(options.model, (DEFAULT_MODEL,)) or options.model,
+        start=rooted(options.start, ("default", "none")) or options.start,
         data=options.shards.absolute(),
         device="cuda" if gpus else "cpu",
     )

@@ -29,6 +29,6 @@ def word_or_object(what: str) -> Discriminator:
     return Discriminator(kind_of, custom_error_type="kind", custom_error_message=f"must be {what}")
 
 
-def told(**limits: float) -> Any:
-    """Limits that the document tells; `SamplingParams` checks them, for whoever makes one."""
+def stated(**limits: float) -> Any:
+    """Limits that the document states; `SamplingParams` checks them, for whoever makes one."""
     return Field(json_schema_extra=dict(limits))

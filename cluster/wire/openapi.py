@@ -1,6 +1,6 @@
 """The API's own OpenAPI document, made of the bodies that it reads and OpenAI's types that it answers with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,7 +28,6 @@ ANSWERS: Mapping[str, type[BaseModel]] = {
     "/v1/responses": Response,
 }
 PLAIN_TEXT = ("/health", "/metrics")
-OPEN = ("/health",)  # wants no key
 ERRORS: Mapping[int, str] = {
     400: "The request cannot be honoured; `param` names the field at fault.",
     401: "A key is wanted.",
@@ -59,8 +58,8 @@ ERROR_SCHEMA = {
 }
 
 
-def document(app: FastAPI, api_keys: bool, metrics_keys: bool) -> dict[str, Any]:
-    """The document of an application's routes; with keys, it says which of them want one."""
+def document(app: FastAPI, wants_key: Callable[[str], bool]) -> dict[str, Any]:
+    """The document of an application's routes; `wants_key` says of a path whether it wants one."""
     made = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = made.setdefault("components", {})["schemas"] = schemas_of_bodies()
     schemas["Error"] = ERROR_SCHEMA
@@ -71,7 +70,7 @@ def document(app: FastAPI, api_keys: bool, metrics_keys: bool) -> dict[str, Any]
             if body is not None:
                 content = {"application/json": {"schema": {"$ref": REF + body.__name__}}}
                 operation["requestBody"] = {"required": True, "content": content}
-            guarded = path not in OPEN and (api_keys or (metrics_keys and path == "/metrics"))
+            guarded = wants_key(path)
             operation["responses"] = responses(path, guarded)
             operation["security"] = [{"key": []}] if guarded else []
     return made

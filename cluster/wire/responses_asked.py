@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from cluster.errors import ApiError, FieldError, bad_request, from_validation
 from cluster.wire.encoding import in_one_line
-from cluster.wire.limits import OBJECT, few, told
+from cluster.wire.limits import OBJECT, few, stated
 from cluster.wire.messages import Effort, FunctionCall, RefusalPart, check_content
 from cluster.wire.schemas import ChatBody, first_in_vain
 from cluster.wire.structured import JsonSchema
@@ -212,9 +212,9 @@ class ResponsesBody(BaseModel):
     ]
     model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int | None, told(minimum=1)] = None
+    max_output_tokens: Annotated[int | None, stated(minimum=1)] = None
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] | None = None
-    top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -262,7 +262,7 @@ class ResponsesBody(BaseModel):
         except ValidationError as error:
             raise as_here(from_validation(error)) from error
 
-    def echo(self, sampling: Sampling) -> str:
+    def repeated(self, sampling: Sampling) -> str:
         """What every object of its answer repeats of it, or says of what it left out, as JSON; `sampling` is how the
         tokens are picked. Raises ApiError (400) where JSON has no word for it."""
         passed = self.model_extra or {}

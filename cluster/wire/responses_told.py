@@ -131,15 +131,15 @@ def _id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def response_object(head: Head, echo: str, status: str, **told: Any) -> bytes:
-    """OpenAI's `Response` as JSON; `echo`, an object too, is what it repeats of the request. That is as long as the
+def response_object(head: Head, repeated: str, status: str, **told: Any) -> bytes:
+    """OpenAI's `Response` as JSON; `repeated`, an object too, is what it repeats of the request. That is as long as the
     client likes and told several times, so it was made JSON once, where streams did not wait for it."""
     common = {"id": head.id, "object": "response", "created_at": head.created, "model": head.model, "status": status}
     empty: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
-    return dumped({**common, **empty, **told}).removesuffix(b"}") + b"," + echo.removeprefix("{").encode()
+    return dumped({**common, **empty, **told}).removesuffix(b"}") + b"," + repeated.removeprefix("{").encode()
 
 
-def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> bytes:
+def ended(head: Head, repeated: str, answer: Answer, items: list[Json]) -> bytes:
     """The object of an answer that has come to its end, by itself or at a limit."""
     usage = usage_of(answer.choices)
     counted = {
@@ -154,7 +154,7 @@ def ended(head: Head, echo: str, answer: Answer, items: list[Json]) -> bytes:
         told["completed_at"] = int(time.time())
     else:
         told["incomplete_details"] = {"reason": "max_output_tokens"}
-    return response_object(head, echo, status_of(answer), **told)
+    return response_object(head, repeated, status_of(answer), **told)
 
 
 def status_of(answer: Answer) -> str:
@@ -173,7 +173,7 @@ def in_arguments(answer: Answer) -> bool:
     return tools is not None and tools.in_arguments
 
 
-def whole_response(head: Head, echo: str, answer: Answer, pieces: Sequence[Piece]) -> bytes:
+def whole_response(head: Head, repeated: str, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     """The body of an answer that is not streamed."""
     output = Output()
     for piece in pieces:
@@ -181,12 +181,12 @@ def whole_response(head: Head, echo: str, answer: Answer, pieces: Sequence[Piece
             pass
     for _ in output.end(status_of(answer), in_arguments(answer)):
         pass
-    return ended(head, echo, answer, output.items)
+    return ended(head, repeated, answer, output.items)
 
 
 async def response_events(
     head: Head,
-    echo: str,
+    repeated: str,
     answer: Answer,
     first: Piece,
     rest: AsyncGenerator[Piece, None],
@@ -206,7 +206,7 @@ async def response_events(
         return f"event: {told['type']}\ndata: ".encode() + body + b"\n\n"
 
     output = Output()
-    begun = response_object(head, echo, "in_progress")
+    begun = response_object(head, repeated, "in_progress")
     try:
         async with aclosing(chain(first, rest)) as pieces:
             async for piece in pieces:
@@ -218,14 +218,14 @@ async def response_events(
         status = status_of(answer)
         for told in output.end(status, in_arguments(answer)):
             yield event(told)
-        yield event({"type": f"response.{status}"}, ended(head, echo, answer, output.items))
+        yield event({"type": f"response.{status}"}, ended(head, repeated, answer, output.items))
     except Exception as error:
         broke(error)
         said = error if isinstance(error, ApiError) else server_error()
         if said is not error:
             log.exception("stream %s failed", head.id)
         fault = {"code": "server_error", "message": said.message}
-        failed = response_object(head, echo, "failed", error=fault, output=output.items)
+        failed = response_object(head, repeated, "failed", error=fault, output=output.items)
         yield event({"type": "response.failed"}, failed)
 
 

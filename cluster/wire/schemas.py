@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from cluster.errors import FieldError, bad_request
-from cluster.wire.limits import few, told
+from cluster.wire.limits import few, stated
 from cluster.wire.messages import Messages, Templated
 from cluster.wire.structured import ResponseFormat, StructuredOutputs, grammar_of
 from tidar_core.grammar import Grammar
@@ -182,7 +182,7 @@ class TidarOptions(BaseModel):
 
     drafts: DraftMode | None = None
     block: Annotated[int, Field(ge=1)] | None = None
-    draft_trust: Annotated[float | None, told(minimum=0, maximum=1)] = None
+    draft_trust: Annotated[float | None, stated(minimum=0, maximum=1)] = None
     trace: bool | None = None
 
 
@@ -199,15 +199,15 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
-    max_tokens: Annotated[int | None, told(minimum=1)] = None
-    temperature: Annotated[float | None, told(minimum=0, maximum=100), MAKERS] = None
-    top_p: Annotated[float | None, told(exclusiveMinimum=0, maximum=1), MAKERS] = None
-    top_k: Annotated[int | None, told(minimum=-1), MAKERS] = None
-    min_p: Annotated[float | None, told(minimum=0, maximum=1), MAKERS] = None
+    max_tokens: Annotated[int | None, stated(minimum=1)] = None
+    temperature: Annotated[float | None, stated(minimum=0, maximum=100), MAKERS] = None
+    top_p: Annotated[float | None, stated(exclusiveMinimum=0, maximum=1), MAKERS] = None
+    top_k: Annotated[int | None, stated(minimum=-1), MAKERS] = None
+    min_p: Annotated[float | None, stated(minimum=0, maximum=1), MAKERS] = None
     seed: int | None = None
     stop: Annotated[Stops | None, BeforeValidator(one_or_many, json_schema_input_type=ShortText | Stops | None)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
-    min_tokens: Annotated[int | None, told(minimum=0)] = None
+    min_tokens: Annotated[int | None, stated(minimum=0)] = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -217,10 +217,10 @@ class Body(BaseModel):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Length = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    prompt_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
-    presence_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
-    frequency_penalty: Annotated[float | None, told(minimum=-2, maximum=2)] = None
-    repetition_penalty: Annotated[float | None, told(minimum=0.01, maximum=100), MAKERS] = None
+    prompt_logprobs: Annotated[int | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
+    presence_penalty: Annotated[float | None, stated(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, stated(minimum=-2, maximum=2)] = None
+    repetition_penalty: Annotated[float | None, stated(minimum=0.01, maximum=100), MAKERS] = None
     logit_bias: Annotated[dict[str, float] | None, few(MAX_BIASES)] = None
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs | None, few(MAX_KEYS)] = None
@@ -302,7 +302,7 @@ class CompletionBody(Body):
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(check_prompts, json_schema_input_type=Prompt)]
     add_special_tokens: bool | None = None
-    logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    logprobs: Annotated[int | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
     echo: bool | None = None
 
     @property
@@ -324,13 +324,13 @@ class ChatBody(Templated, Body):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    thinking_token_budget: Annotated[int | None, told(minimum=-1), THOUGHTS] = None
+    thinking_token_budget: Annotated[int | None, stated(minimum=-1), THOUGHTS] = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
-    max_completion_tokens: Annotated[int | None, told(minimum=1)] = None
+    max_completion_tokens: Annotated[int | None, stated(minimum=1)] = None
     logprobs: bool | None = None
     echo: Literal[False] | None = None  # of completions alone
-    top_logprobs: Annotated[int | None, told(minimum=0, maximum=MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, stated(minimum=0, maximum=MAX_LOGPROBS)] = None
 
     @model_validator(mode="after")
     def top_needs_logprobs(self) -> "ChatBody":

@@ -101,9 +101,9 @@ def test_only_an_object_of_the_responses_api_repeats_what_was_asked() -> None:
     chat = chat_plan(turn, CARD, BACKEND, reasoning=True)
     asked = responses_plan({"input": "Who?", "max_output_tokens": 7}, CARD, BACKEND, True)
     assert (chat.prompts, chat.params[0].max_tokens) == (asked.prompts, asked.params[0].max_tokens)
-    assert chat.echo is None
-    assert asked.echo is not None
-    assert json.loads(asked.echo)["max_output_tokens"] == 7
+    assert chat.repeated is None
+    assert asked.repeated is not None
+    assert json.loads(asked.repeated)["max_output_tokens"] == 7
 
 
 @pytest.mark.parametrize(

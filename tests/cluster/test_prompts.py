@@ -148,7 +148,7 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
     fields = {"input": "a", "reasoning": {"effort": effort}, "chat_template_kwargs": arguments}
     responses = read_body(fields, ResponsesBody)
     assert render_chat(card, responses.as_chat()) == text
-    assert json.loads(responses.echo(card.sampling_defaults))["reasoning"]["effort"] == effort
+    assert json.loads(responses.repeated(card.sampling_defaults))["reasoning"]["effort"] == effort
 
 
 @pytest.mark.parametrize(

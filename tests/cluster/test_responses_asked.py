@@ -96,9 +96,9 @@ def test_fields_reach_the_chat_under_its_names() -> None:
 def test_what_is_repeated_of_a_request_is_one_line() -> None:
     """It stands in events of a stream."""
     said = "a\u2028b\x85c"
-    echo = asked(instructions=said).echo(Sampling())
-    assert len(echo.splitlines()) == 1
-    assert json.loads(echo)["instructions"] == said
+    repeated = asked(instructions=said).repeated(Sampling())
+    assert len(repeated.splitlines()) == 1
+    assert json.loads(repeated)["instructions"] == said
 
 
 def test_what_changes_nothing_is_no_matter() -> None:
@@ -166,22 +166,23 @@ def test_errors_about_the_chat_name_the_fields_here() -> None:
 
 
 def test_what_json_has_no_word_for_is_refused_and_not_repeated() -> None:
-    def echoed(parameters: str) -> str:
+    def repeated(parameters: str) -> str:
         tool = '{"type": "function", "name": "f", "parameters": ' + parameters + "}"
-        return read_body(parse_json(f'{{"input": "a", "tools": [{tool}]}}'.encode()), ResponsesBody).echo(Sampling())
+        body = read_body(parse_json(f'{{"input": "a", "tools": [{tool}]}}'.encode()), ResponsesBody)
+        return body.repeated(Sampling())
 
     with pytest.raises(ApiError, match="must be JSON"):
-        echoed('{"maximum": 1e999}')
+        repeated('{"maximum": 1e999}')
     for depth in range(800, 1000, 5):  # it is read somewhat deeper than it is written
         with suppress(ApiError):
-            json.loads(echoed('{"a": ' * depth + "1" + "}" * depth))
+            json.loads(repeated('{"a": ' * depth + "1" + "}" * depth))
     with pytest.raises(ApiError, match="nested too deeply"):
-        echoed('{"a": ' * 2000 + "1" + "}" * 2000)
+        repeated('{"a": ' * 2000 + "1" + "}" * 2000)
 
 
 def test_nulls_are_as_good_as_nothing() -> None:
     assert messages(input=[{"type": None, "role": "user", "content": "Who?"}]) == messages()
-    assert json.loads(asked(text={"format": None}).echo(Sampling()))["text"] == {"format": {"type": "text"}}
+    assert json.loads(asked(text={"format": None}).repeated(Sampling()))["text"] == {"format": {"type": "text"}}
 
 
 def test_what_is_long_and_wrong_is_refused_at_once() -> None:
@@ -199,13 +200,13 @@ def test_an_object_repeats_what_was_asked_in_openais_own_type() -> None:
         instructions="Be brief.", tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, temperature=0.5,
         text=form, metadata={"a": "b"}, parallel_tool_calls=False, max_output_tokens=9,
     )  # fmt: skip
-    told = json.loads(response_object(new_head("tiny", True), body.echo(Sampling(temperature=0.5)), "in_progress"))
+    told = json.loads(response_object(new_head("tiny", True), body.repeated(Sampling(temperature=0.5)), "in_progress"))
     found = Response.model_validate(told)
     assert (found.instructions, found.temperature, found.top_p, found.metadata) == ("Be brief.", 0.5, 1.0, {"a": "b"})
     assert (found.parallel_tool_calls, found.max_output_tokens, found.status) == (False, 9, "in_progress")
     assert told["tools"] == [{**TOOL, "strict": None}]
     assert (told["text"], told["tool_choice"]) == (form, {"type": "function", "name": "weather"})
-    plain = json.loads(response_object(new_head("tiny", True), asked().echo(Sampling()), "in_progress"))
+    plain = json.loads(response_object(new_head("tiny", True), asked().repeated(Sampling()), "in_progress"))
     Response.model_validate(plain)
     assert (plain["tool_choice"], plain["text"], plain["tools"]) == ("auto", {"format": {"type": "text"}}, [])
 
@@ -217,9 +218,9 @@ def test_an_object_tells_how_its_tokens_are_picked() -> None:
     def told(**fields: Any) -> tuple[float, float]:
         body = asked(**fields)
         params = sampling_params(body.as_chat(), card, 3, 1)
-        echo = json.loads(body.echo(sampling_of(body.as_chat(), card)))
-        assert (echo["temperature"], echo["top_p"]) == (params.temperature, params.top_p)
-        return echo["temperature"], echo["top_p"]
+        repeated = json.loads(body.repeated(sampling_of(body.as_chat(), card)))
+        assert (repeated["temperature"], repeated["top_p"]) == (params.temperature, params.top_p)
+        return repeated["temperature"], repeated["top_p"]
 
     assert told() == (0.7, 0.8)
     assert told(temperature=0) == (0.0, 0.8)

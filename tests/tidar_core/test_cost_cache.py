@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.tidar_core.engines import tiny_engine
@@ -16,21 +17,24 @@ COST = StepCost((1, 4, 16), (1.0, 1.1, 2.0), (0.1, 0.1, 0.2), (0.0, 0.1, 0.3), 1
 
 
 class Machine:
-    """A machine that is so many times slower than when COST was measured; it counts its measurements. preempted: how
-    often other programs come between while costs are checked."""
+    """A machine that is so many times slower than when COST was measured, at `uneven` of three row counts so many times
+    more; it counts its measurements. preempted: how often other programs come between while costs are checked."""
 
-    def __init__(self, slower: float = 1.0, preempted: int = 0):
+    def __init__(self, slower: float = 1.0, preempted: int = 0, uneven: tuple[float, float, float] = (1.0, 1.0, 1.0)):
         self.slower = slower
         self.preempted = preempted
+        self.uneven = uneven
         self.taken = self.measured = 0
 
     def measure(self) -> StepCost:
         self.measured += 1
-        return replace(COST, trunk=tuple(self.slower * seconds for seconds in COST.trunk))
+        cost = COST.times(self.slower)
+        return replace(cost, trunk=tuple(more * seconds for more, seconds in zip(self.uneven, cost.trunk, strict=True)))
 
     def check(self, cost: StepCost) -> list[tuple[float, float]]:
         self.taken += self.preempted
-        return [(cost.trunk_seconds(rows), self.slower * COST.trunk_seconds(rows)) for rows in (1, 4)]
+        now = self.slower * np.array(self.uneven) * np.array(COST.trunk)
+        return list(zip(cost.trunk, now.tolist(), strict=True))
 
     def known(self, path: Path) -> StepCost:
         return known_cost(path, self.measure, self.check, lambda: self.taken)
@@ -40,18 +44,32 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     path, machine = cost_file(tmp_path / "new", model="m", threads=2), Machine()
     assert machine.known(path) == COST
     again = Machine(1.1)
-    assert again.known(path) == COST
+    assert again.known(path) == COST.times(1.1)
     assert (machine.measured, again.measured) == (1, 0)
     assert list((tmp_path / "new").iterdir()) == [path]
 
 
-def test_a_machine_that_became_slower_is_measured_anew(tmp_path):
+@pytest.mark.parametrize("slower", [2.0, 0.4])
+def test_a_machine_of_another_pace_is_not_measured_anew(tmp_path: Path, slower: float) -> None:
     path = cost_file(tmp_path, model="m")
     Machine().known(path)
-    slow = Machine(2.0)
-    assert slow.known(path).trunk == (2.0, 2.2, 4.0)
-    assert slow.measured == 1
-    assert Machine(2.0).known(path).trunk == (2.0, 2.2, 4.0)
+    machine = Machine(slower, uneven=(1.0, 1.2, 0.85))
+    assert machine.known(path) == COST.times(slower)
+    assert machine.measured == 0
+    assert Machine().known(path) == COST, "what is kept is what was measured"
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0, 0.4])
+@pytest.mark.parametrize("uneven", [(1.0, 1.0, 1.3), (1.0, 1.0, 0.75), (0.75, 1.0, 1.0)])
+def test_a_machine_that_changed_in_one_thing_is_measured_anew(
+    tmp_path: Path, slower: float, uneven: tuple[float, float, float]
+) -> None:
+    path = cost_file(tmp_path, model="m")
+    Machine().known(path)
+    changed = Machine(slower, uneven=uneven)
+    assert changed.known(path) == Machine(slower, uneven=uneven).measure()
+    assert changed.measured == 1
+    assert Machine(slower, uneven=uneven).known(path) == changed.measure()
 
 
 def test_a_busy_moment_is_not_measured(tmp_path):
@@ -61,18 +79,10 @@ def test_a_busy_moment_is_not_measured(tmp_path):
     assert busy.known(path) == COST
     assert busy.measured == 0
     once = Machine(2.0, preempted=2)
-    assert once.known(path) != COST
-    faster = Machine(1.0, preempted=100)
-    assert faster.known(path) == COST
+    assert once.known(path) == COST.times(2.0)
+    faster = Machine(0.5, preempted=100)
+    assert faster.known(path) == COST.times(0.5)
     assert faster.measured == 1
-
-
-def test_what_a_busy_machine_was_measured_to_cost_is_measured_anew(tmp_path):
-    path = cost_file(tmp_path, model="m")
-    Machine(1.2).known(path)
-    idle = Machine()
-    assert idle.known(path) == COST
-    assert idle.measured == 1
 
 
 def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_path, monkeypatch):
@@ -84,8 +94,7 @@ def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_p
         return measured[-1]
 
     monkeypatch.setattr(start, "measure_cost", counted)
-    monkeypatch.setattr(cost_cache, "SLOWER", 20.0)  # other programs may run beside this test
-    monkeypatch.setattr(cost_cache, "FASTER", 20.0)
+    monkeypatch.setattr(cost_cache, "APART", 20.0)  # other programs may run beside this test
     tiny_engine(tmp_path / "first")
     tiny_engine(tmp_path / "second")
     assert len(measured) == 1

@@ -2,8 +2,10 @@
 
 What a step costs depends on the weights' shapes and dtype, the drafter, the kernels, the kind of processor and the
 number of threads; a file is named after all of them. A machine may be slower today than it was then, so a few points
-are measured anew, and where they do not fit all of it is; not in a moment when other programs take the processor away,
-as when replicas start beside those that answer: that would be measured, and cost time just then.
+are measured anew. Where all of them changed alike the costs are taken times that, as on machines that others share,
+whose pace is another from minute to minute; where some changed more than others all is measured anew. Not in a moment
+when other programs take the processor away, as when replicas start beside those that answer: that would be measured,
+and cost time just then.
 """
 
 import hashlib
@@ -18,10 +20,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tidar_core.engine.step_cost import StepCost
 
-# Now may be a busy moment: that alone is no reason to measure anew. What is faster now was measured in one.
-SLOWER, FASTER = 1.25, 1.15
+APART = 1.25  # times by which one thing may have changed more or less than the others do in the middle
 # While costs are checked. Seen: up to 5 in a short check and 20 a second in a long one where nothing else ran, over 100
 # a second beside four busy programs.
 BUSY_PREEMPTIONS, BUSY_PREEMPTIONS_A_SECOND = 5, 50
@@ -47,7 +50,7 @@ def known_cost(
     check: Callable[[StepCost], Iterable[tuple[float, float]]],
     preemptions: Callable[[], int] = own_preemptions,
 ) -> StepCost:
-    """The cost in `path` where it still holds, else what `measure` finds, which is kept there.
+    """The cost in `path`, at today's pace, where it still holds, else what `measure` finds, which is kept there.
 
     check(cost) gives seconds as the cost has them and as they are now, of a few things; preemptions() counts how often
     other programs were let run instead. A file that cannot be read or written is no matter.
@@ -58,17 +61,24 @@ def known_cost(
         seconds = list(check(cost))
         most = BUSY_PREEMPTIONS + BUSY_PREEMPTIONS_A_SECOND * (time.perf_counter() - began)
         busy = preemptions() - before_check > most
-        if all(_holds(before, now, busy) for before, now in seconds):
-            return cost
+        pace = _pace(seconds, busy)
+        if pace is not None:
+            return cost.times(pace)
     cost = measure()
     _write(path, cost)
     return cost
 
 
-def _holds(before: float, now: float, busy: bool) -> bool:
-    if before <= 0 or now <= 0 or before > FASTER * now:
-        return False
-    return busy or now <= SLOWER * before
+def _pace(seconds: Iterable[tuple[float, float]], busy: bool) -> float | None:
+    """How many times longer all things take now than before; None where some changed more than others. A busy moment
+    makes things slower and tells no pace: what is faster even then was measured in one."""
+    both = np.array(list(seconds))
+    if not (both > 0).all():
+        return None
+    ratios = both[:, 1] / both[:, 0]
+    pace = 1.0 if busy else float(np.median(ratios))
+    holds = ratios.min() >= pace / APART and (busy or ratios.max() <= pace * APART)
+    return pace if holds else None
 
 
 def _read(path: Path) -> StepCost | None:

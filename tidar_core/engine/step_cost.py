@@ -1,7 +1,7 @@
 """What a step costs here: curves measured at warm-up, and how to read them."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -85,6 +85,14 @@ class StepCost:
         tokens per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
         rates = [n / self.seconds(StepSize(known=0, verify=n, sequences=n)) for n in range(1, most + 1)]
         return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
+
+    def times(self, pace: float) -> "StepCost":
+        """The costs of an engine that takes so many times longer for everything."""
+        trunk, head, adapter = (
+            tuple(pace * seconds for seconds in curve) for curve in (self.trunk, self.head, self.adapter)
+        )
+        reading, attending = pace * self.reading, pace * self.attending
+        return replace(self, trunk=trunk, head=head, adapter=adapter, reading=reading, attending=attending)
 
     def describe(self) -> dict[str, list[float]]:
         """The measured points for people and other programs: row counts, and milliseconds of each part there."""
