@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
-from ray.serve.schema import (
-    ApplicationStatus,
-    ApplicationStatusOverview,
-    DeploymentStatus,
-    DeploymentStatusOverview,
-    DeploymentStatusTrigger,
-    ServeStatus,
-)
+from ray.serve._private.application_state import ApplicationStatusInfo, StatusOverview
+from ray.serve._private.common import DeploymentStatusInfo
+from ray.serve.schema import ApplicationStatus, DeploymentStatus, DeploymentStatusTrigger
 
 from cluster.operate import deploy
 from cluster.operate.deploy import start_proxies
@@ -128,24 +123,24 @@ def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_serve_says_of_a_start_that_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a cluster whose GPUs others have."""
 
-    def state(status: ApplicationStatus, said: str = "") -> ServeStatus:
-        deployments = {
-            name: DeploymentStatusOverview(how, DeploymentStatusTrigger.UNSPECIFIED, {}, message)
+    def state(status: ApplicationStatus, said: str = "") -> dict[str, StatusOverview]:
+        deployments = [
+            DeploymentStatusInfo(name, how, DeploymentStatusTrigger.UNSPECIFIED, message)
             for name, how, message in (
                 ("Ingress", DeploymentStatus.HEALTHY, "all is well"),
                 ("Engine", DeploymentStatus.UPDATING, ""),
                 ("Engine-other", DeploymentStatus.UPDATING, said),
             )
-        }
-        return ServeStatus(applications={"api": ApplicationStatusOverview(status, "", 0.0, deployments)})
+        ]
+        return {"api": StatusOverview(ApplicationStatusInfo(status), "api", deployments)}
 
     states = [
-        ServeStatus(),
+        {},
         state(ApplicationStatus.DEPLOYING),
         *[state(ApplicationStatus.DEPLOYING, 'A replica waits\n for {"GPU": 1}.\n')] * 2,
         state(ApplicationStatus.RUNNING),
     ]
-    monkeypatch.setattr(serve, "status", partial(next, iter(states)))
+    monkeypatch.setattr(deploy, "states_of_applications", partial(next, iter(states)))
     monkeypatch.setattr(deploy, "PATIENT_SECONDS", -1.0)
     monkeypatch.setattr(deploy, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(deploy, "unhealthy", lambda url: None)

@@ -73,6 +73,7 @@ def test_a_ray_that_is_gone_is_noticed_wherever_it_is_waited_for(
         raise RuntimeError("nobody is there")
 
     monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(deploy, "states_of_applications", status)
     monkeypatch.setattr(deploy, "WATCH_SECONDS", 0.0)
     monkeypatch.setattr(deploy, "start_proxies", lambda *_: Event().wait())
     monkeypatch.setattr(ray_cluster, "ended_parts", lambda: ended)
