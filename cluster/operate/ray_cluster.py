@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray._common.utils import get_ray_address_file
-from ray._private import auto_init_hook, node, parameter
+from ray._private import auto_init_hook, node, parameter, worker
 from ray._private.state import jobs
 from ray.experimental import internal_kv
 
@@ -113,6 +113,7 @@ def ray_cluster(
                     ray.init(address="local", **common, **OWN_RAY)
             else:
                 ray.init(address=address, **common)
+            tell_first_lines(say)
         except Exception as error:  # of a node that is late Ray says so by no narrower class
             where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
             mend = mend_of(error) if address is None else ""
@@ -149,6 +150,21 @@ def spare_ray() -> Iterator[None]:
     finally:
         room.RayParams = whole
         head.start_api_server = start_dashboard
+
+
+def tell_first_lines(say: Say) -> None:
+    """What Ray has to say to this process from here on, each thing once and by its first line: with a raylet that was
+    killed come fifty of its log, sometimes twice."""
+    seen: set[str] = set()
+
+    def tell(data: Any, ignore_prefix: bool) -> None:
+        for said in data["lines"]:
+            line = said.strip().partition("\n")[0]
+            if line not in seen:
+                seen.add(line)
+                say(f"Ray: {line}")
+
+    worker.print_to_stdstream = tell
 
 
 def ended_parts() -> list[str]:

@@ -58,7 +58,11 @@ def test_a_part_of_ray_that_is_killed(started: Server, part: str, phase: str) ->
     since = time.monotonic()
     process.kill()
     assert started.process.wait(ENDED_SECONDS) == 1, f"after {time.monotonic() - since} s"
-    assert started.log.read_text().splitlines()[-1] == f"tidar: the Ray cluster is gone: its {part} ended"
+    *before, last = started.log.read_text().splitlines()
+    assert last == f"tidar: the Ray cluster is gone: its {part} ended"
+    rays = [line for line in before if line.startswith("Ray: ")]
+    assert len(rays) == len(set(rays)) <= 1, "what it says of its part, without that part's log"
+    assert not any("[state-dump]" in line or "(raylet)" in line for line in before)
     assert left_of(started) == []
 
 

@@ -72,6 +72,20 @@ def test_a_machine_that_changed_in_one_thing_is_measured_anew(
     assert Machine(slower, uneven=uneven).known(path) == changed.measure()
 
 
+def test_what_one_look_alone_finds_slower_is_no_reason_to_measure(tmp_path: Path) -> None:
+    path = cost_file(tmp_path, model="m")
+    Machine().known(path)
+    machine = Machine(2.0, uneven=(1.0, 1.0, 1.5))
+    looks = iter([(1.0, 1.0, 1.5), (1.6, 1.0, 1.0)])  # other programs fell on one thing, and then on another
+
+    def check(cost: StepCost) -> list[tuple[float, float]]:
+        machine.uneven = next(looks)
+        return machine.check(cost)
+
+    assert known_cost(path, machine.measure, check, lambda: 0) == COST.times(2.0)
+    assert machine.measured == 0
+
+
 def test_a_busy_moment_is_not_measured(tmp_path):
     path = cost_file(tmp_path, model="m")
     Machine().known(path)

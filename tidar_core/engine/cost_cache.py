@@ -16,14 +16,16 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tidar_core.engine.step_cost import StepCost
+from tidar_core.engine.step_cost import FloatArray, StepCost
 
+LOOKS = 3  # before all is measured anew
 APART = 1.25  # times by which one thing may have changed more or less than the others do in the middle
 # While costs are checked. Seen: up to 5 in a short check and 20 a second in a long one where nothing else ran, over 100
 # a second beside four busy programs.
@@ -56,29 +58,33 @@ def known_cost(
     other programs were let run instead. A file that cannot be read or written is no matter.
     """
     cost = _read(path)
-    if cost is not None:
-        began, before_check = time.perf_counter(), preemptions()
-        seconds = list(check(cost))
-        most = BUSY_PREEMPTIONS + BUSY_PREEMPTIONS_A_SECOND * (time.perf_counter() - began)
-        busy = preemptions() - before_check > most
-        pace = _pace(seconds, busy)
-        if pace is not None:
-            return cost.times(pace)
+    pace = None if cost is None else _pace_now(partial(check, cost), preemptions)
+    if cost is not None and pace is not None:
+        return cost.times(pace)
     cost = measure()
     _write(path, cost)
     return cost
 
 
-def _pace(seconds: Iterable[tuple[float, float]], busy: bool) -> float | None:
-    """How many times longer all things take now than before; None where some changed more than others. A busy moment
-    makes things slower and tells no pace: what is faster even then was measured in one."""
-    both = np.array(list(seconds))
-    if not (both > 0).all():
-        return None
-    ratios = both[:, 1] / both[:, 0]
-    pace = 1.0 if busy else float(np.median(ratios))
-    holds = ratios.min() >= pace / APART and (busy or ratios.max() <= pace * APART)
-    return pace if holds else None
+def _pace_now(check: Callable[[], Iterable[tuple[float, float]]], preemptions: Callable[[], int]) -> float | None:
+    """How many times longer all things of a check take now than before, by the fastest of a few looks: what else the
+    machine does may fall on one of them alone. None where some changed more than others."""
+    fastest: FloatArray | None = None
+    for _ in range(LOOKS):
+        began, before_look = time.perf_counter(), preemptions()
+        before, now = np.array(list(check())).T
+        most = BUSY_PREEMPTIONS + BUSY_PREEMPTIONS_A_SECOND * (time.perf_counter() - began)
+        busy = preemptions() - before_look > most
+        fastest = now if fastest is None else np.minimum(fastest, now)
+        if not ((before > 0).all() and (fastest > 0).all()):
+            return None
+        ratios = fastest / before
+        pace = 1.0 if busy else float(np.median(ratios))  # a busy moment makes things slower, and tells no pace
+        if ratios.min() < pace / APART:
+            return None  # it was measured in a busy moment, which no look mends
+        if busy or ratios.max() <= pace * APART:
+            return pace
+    return None
 
 
 def _read(path: Path) -> StepCost | None:
