@@ -21,10 +21,11 @@ from playground.app import PLAYGROUND, PlaygroundOptions
 from tidar_core.config import ConfigError
 from tidar_core.settings import all_mistakes, first_mistake, models_in, suggestion
 
+API, PAGE = "cluster.app:build", "playground.app:build"
 # The applications of this project by their builders: the options that each takes, the deployments that it has.
 APPLICATIONS: dict[str, tuple[type[BaseModel], tuple[str, ...]]] = {
-    "cluster.app:build": (ServeOptions, (ENGINE, INGRESS)),
-    "playground.app:build": (PlaygroundOptions, (PLAYGROUND,)),
+    API: (ServeOptions, (ENGINE, INGRESS)),
+    PAGE: (PlaygroundOptions, (PLAYGROUND,)),
 }
 ROUTE_PREFIX = re.compile(r"/|/[^{}]*[^{}/]")
 
@@ -92,6 +93,8 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
             found += of_http(ServeDeploySchema.model_validate(config).http_options)
         except ValidationError as error:
             found.append(first_mistake(error, ServeDeploySchema))
+    if not found:
+        found += of_page([application for _, application in listed(config)])
     yield from found
 
 
@@ -163,6 +166,16 @@ def counted_in_args(options: ServeOptions) -> dict[str, str]:
         if "replicas" in options.model_fields_set:
             said[ENGINE] = "replicas"
     return said | ({INGRESS: "ingresses"} if "ingresses" in options.model_fields_set else {})
+
+
+def of_page(applications: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Where an API would lead whoever opens it to a page that is not there."""
+    prefixes = [one.get("route_prefix") or "/" for one in applications]
+    pages = [prefix for one, prefix in zip(applications, prefixes, strict=True) if one["import_path"] == PAGE]
+    for one, prefix in zip(applications, prefixes, strict=True):
+        leads = one["import_path"] == API and (one.get("args") or {}).get("playground") is not False
+        if leads and (page := f"{prefix.rstrip('/')}/playground") not in pages:
+            yield f"the API leads to {page}: add {PAGE} with that route_prefix, or playground: false to the API's args"
 
 
 def of_deployments(deployments: Sequence[Any], names: Sequence[str], counted: dict[str, str]) -> Iterator[str]:

@@ -100,6 +100,21 @@ def test_a_mistake_is_told(place: tuple[Any, ...], value: Any, line: str) -> Non
     assert all("\n" not in said and (len(said) < 200 or "there are" in said) for said in found)
 
 
+def test_the_page_that_the_api_leads_to_is_there() -> None:
+    alone = spoiled(("applications",), deepcopy(FLEET["applications"][:1]))
+    elsewhere = spoiled(("applications", 1, "route_prefix"), "/page")
+    for config in (alone, elsewhere):
+        (line,) = mistakes(config)
+        assert line.startswith("the API leads to /playground: add playground.app:build with that route_prefix, or")
+        config["applications"][0]["args"]["playground"] = False
+        assert list(mistakes(config)) == []
+    below = spoiled((*APP, "route_prefix"), "/models")
+    (line,) = mistakes(below)
+    assert line.startswith("the API leads to /models/playground: ")
+    below["applications"][1]["route_prefix"] = "/models/playground"
+    assert list(mistakes(below)) == []
+
+
 def test_each_models_own_number_of_replicas_is_said_once() -> None:
     config = spoiled((*APP, "args", "models"), {"a": {"model": "org/a", "replicas": 2}, "b": {"model": "org/b"}})
     config["applications"][0]["deployments"] += [{"name": f"Engine-{name}", "num_replicas": 3} for name in "ab"]
