@@ -83,18 +83,19 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
 
 
 def mistakes(config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with a Serve config: unknown keys, then values, then what the applications themselves refuse."""
+    """What is wrong with a Serve config: unknown keys, then values, then what the applications themselves refuse; where
+    there is none of that what Ray refuses, and at last what is missing."""
     found = list(unknown_keys(ServeDeploySchema, config, ""))
     if config.get("applications") == []:
         found.append("applications: there are none: nothing would be served")
     found += [f"{where}: {line}" for where, application in listed(config) for line in of_application(application)]
-    if not found:  # Ray's own words come last: they tell least
+    if not found:  # Ray's own words tell least
         try:
             found += of_http(ServeDeploySchema.model_validate(config).http_options)
         except ValidationError as error:
             found.append(first_mistake(error, ServeDeploySchema))
     if not found:
-        found += of_page([application for _, application in listed(config)])
+        found += of_pages(config)
     yield from found
 
 
@@ -168,14 +169,16 @@ def counted_in_args(options: ServeOptions) -> dict[str, str]:
     return said | ({INGRESS: "ingresses"} if "ingresses" in options.model_fields_set else {})
 
 
-def of_page(applications: Sequence[dict[str, Any]]) -> Iterator[str]:
+def of_pages(config: dict[str, Any]) -> Iterator[str]:
     """Where an API would lead whoever opens it to a page that is not there."""
-    prefixes = [one.get("route_prefix") or "/" for one in applications]
-    pages = [prefix for one, prefix in zip(applications, prefixes, strict=True) if one["import_path"] == PAGE]
-    for one, prefix in zip(applications, prefixes, strict=True):
-        leads = one["import_path"] == API and (one.get("args") or {}).get("playground") is not False
-        if leads and (page := f"{prefix.rstrip('/')}/playground") not in pages:
-            yield f"the API leads to {page}: add {PAGE} with that route_prefix, or playground: false to the API's args"
+    prefixes = [(where, one, one.get("route_prefix", "/")) for where, one in listed(config)]
+    pages = [prefix for _, one, prefix in prefixes if one["import_path"] == PAGE]
+    for where, one, prefix in prefixes:
+        if one["import_path"] != API or prefix is None:
+            continue
+        page = f"{prefix.rstrip('/')}/playground"
+        if page not in pages and ServeOptions.model_validate(one.get("args") or {}).playground:
+            yield f"{where} leads to {page}: add {PAGE} with that route_prefix, or playground: false to its args"
 
 
 def of_deployments(deployments: Sequence[Any], names: Sequence[str], counted: dict[str, str]) -> Iterator[str]:

@@ -67,7 +67,7 @@ FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
 WATCH_SECONDS = 5.0
 
-Told = TypeVar("Told")
+Known = TypeVar("Known")
 
 
 def say_now(line: str) -> None:
@@ -195,7 +195,7 @@ def result_of(future: Future[Any], interrupts: Interrupts) -> Any:
     return future.result()
 
 
-def told_by_serve(ask: Callable[[], Told], interrupts: Interrupts) -> Told:
+def told_by_serve(ask: Callable[[], Known], interrupts: Interrupts) -> Known:
     """What Serve says when it is asked this. Raises as `check_ray`."""
     check_ray(interrupts)
     try:

@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ OWN_PROCESSES = {
 # A server of one replica has 370 threads on two cores. With fewer allowed, Ray waits for minutes for what cannot start.
 FEWEST_THREADS = 512
 KNOCK_SECONDS = 3.0
+AGAIN_SECONDS = 5.0  # within which Ray's saying a thing again is no news
 LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
 # Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
 # Ray ends this process on the spot.
@@ -101,32 +103,32 @@ def ray_cluster(
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program slow the model down
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tidar"}
-    try:
-        say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+    with short_words(say):
         try:
-            if address is None:
-                keep_strangers_out()
-                for name, value in (OWN_PROCESSES | dict(settings)).items():
-                    os.environ.setdefault(name, value)
-                # A node whose start is broken off may leave its agents behind, for up to a minute.
-                with spare_ray(), interrupts.put_off():
-                    ray.init(address="local", **common, **OWN_RAY)
-            else:
-                ray.init(address=address, **common)
-            tell_first_lines(say)
-        except Exception as error:  # of a node that is late Ray says so by no narrower class
-            where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
-            mend = mend_of(error) if address is None else ""
-            raise ConfigError(f"{where}: {reason(error)}{mend}") from error
-        interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
-        interrupts.check()
-        yield
-    finally:
-        interrupts.ignore()
-        # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any look
-        # starts a Ray that has ended anew: a second cluster, for its last moments.
-        auto_init_hook.enable_auto_connect = False
-        ray.shutdown()
+            say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+            try:
+                if address is None:
+                    keep_strangers_out()
+                    for name, value in (OWN_PROCESSES | dict(settings)).items():
+                        os.environ.setdefault(name, value)
+                    # A node whose start is broken off may leave its agents behind, for up to a minute.
+                    with spare_ray(), interrupts.put_off():
+                        ray.init(address="local", **common, **OWN_RAY)
+                else:
+                    ray.init(address=address, **common)
+            except Exception as error:  # of a node that is late Ray says so by no narrower class
+                where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
+                mend = mend_of(error) if address is None else ""
+                raise ConfigError(f"{where}: {reason(error)}{mend}") from error
+            interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
+            interrupts.check()
+            yield
+        finally:
+            interrupts.ignore()
+            # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any
+            # look starts a Ray that has ended anew: a second cluster, for its last moments.
+            auto_init_hook.enable_auto_connect = False
+            ray.shutdown()
 
 
 @contextmanager
@@ -152,19 +154,26 @@ def spare_ray() -> Iterator[None]:
         head.start_api_server = start_dashboard
 
 
-def tell_first_lines(say: Say) -> None:
-    """What Ray has to say to this process from here on, each thing once and by its first line: with a raylet that was
-    killed come fifty of its log, sometimes twice."""
-    seen: set[str] = set()
+@contextmanager
+def short_words(say: Say) -> Iterator[None]:
+    """What Ray has to say to this process meanwhile, by its first line: with a raylet that was killed come fifty of its
+    log, sometimes twice."""
+    rays: Any = worker
+    at_length, before, since = rays.print_to_stdstream, "", 0.0
 
     def tell(data: Any, ignore_prefix: bool) -> None:
+        nonlocal before, since
         for said in data["lines"]:
-            line = said.strip().partition("\n")[0]
-            if line not in seen:
-                seen.add(line)
+            line = without_announcement(said.strip().partition("\n")[0])
+            if line != before or time.monotonic() - since > AGAIN_SECONDS:
                 say(f"Ray: {line}")
+            before, since = line, time.monotonic()
 
-    worker.print_to_stdstream = tell
+    rays.print_to_stdstream = tell
+    try:
+        yield
+    finally:
+        rays.print_to_stdstream = at_length
 
 
 def ended_parts() -> list[str]:
@@ -257,9 +266,14 @@ def check_threads() -> None:
 
 def reason(error: BaseException) -> str:
     """Why Ray did not start: its first line, without the announcement of others, and the file that it tells to read."""
-    line = re.sub(r"\s*Last \d+ lines of error files:$", "", first_line(error))
+    line = without_announcement(first_line(error))
     told = re.search(r"Please check (\S+)", str(error))
     return f"{line.rstrip('.')}: see {told[1]}" if told else line
+
+
+def without_announcement(line: str) -> str:
+    """The first line of what Ray says, without its end that tells of lines that follow."""
+    return re.sub(r"\s*Last \d+ lines of [^:]*:$", "", line)
 
 
 def mend_of(error: BaseException) -> str:

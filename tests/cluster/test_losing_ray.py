@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from ray import serve
+from ray._private import worker
 
 from cluster.operate import deploy, ray_cluster
 from cluster.operate.interrupts import Interrupts
@@ -64,6 +65,20 @@ def test_a_part_of_ray_that_is_killed(started: Server, part: str, phase: str) ->
     assert len(rays) == len(set(rays)) <= 1, "what it says of its part, without that part's log"
     assert not any("[state-dump]" in line or "(raylet)" in line for line in before)
     assert left_of(started) == []
+
+
+def test_rays_words_are_told_by_their_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_length = worker.print_to_stdstream
+    said: list[str] = []
+    killed = "Raylet is terminated. Why is not known. Last 20 lines of the Raylet logs:\n    [state-dump] a\n    b\n"
+    with ray_cluster.short_words(said.append):
+        for text in (killed, killed, "one worker had no memory", killed):
+            worker.print_to_stdstream({"lines": [text], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+        monkeypatch.setattr(ray_cluster, "AGAIN_SECONDS", -1.0)
+        worker.print_to_stdstream({"lines": [killed], "pid": "raylet", "is_err": False}, ignore_prefix=False)
+    first = "Ray: Raylet is terminated. Why is not known."
+    assert said == [first, "Ray: one worker had no memory", first, first]
+    assert worker.print_to_stdstream is at_length
 
 
 @pytest.mark.parametrize(

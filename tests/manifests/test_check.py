@@ -105,14 +105,15 @@ def test_the_page_that_the_api_leads_to_is_there() -> None:
     elsewhere = spoiled(("applications", 1, "route_prefix"), "/page")
     for config in (alone, elsewhere):
         (line,) = mistakes(config)
-        assert line.startswith("the API leads to /playground: add playground.app:build with that route_prefix, or")
+        assert line.startswith("applications[0] leads to /playground: add playground.app:build with that route_prefix")
         config["applications"][0]["args"]["playground"] = False
         assert list(mistakes(config)) == []
     below = spoiled((*APP, "route_prefix"), "/models")
     (line,) = mistakes(below)
-    assert line.startswith("the API leads to /models/playground: ")
+    assert line.startswith("applications[0] leads to /models/playground: ")
     below["applications"][1]["route_prefix"] = "/models/playground"
     assert list(mistakes(below)) == []
+    assert list(mistakes(spoiled((*APP, "route_prefix"), None))) == [], "whoever has no way to it is not led"
 
 
 def test_each_models_own_number_of_replicas_is_said_once() -> None:

@@ -28,7 +28,7 @@ class Machine:
 
     def measure(self) -> StepCost:
         self.measured += 1
-        cost = COST.times(self.slower)
+        cost = COST.at_pace(self.slower)
         return replace(cost, trunk=tuple(more * seconds for more, seconds in zip(self.uneven, cost.trunk, strict=True)))
 
     def check(self, cost: StepCost) -> list[tuple[float, float]]:
@@ -44,7 +44,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     path, machine = cost_file(tmp_path / "new", model="m", threads=2), Machine()
     assert machine.known(path) == COST
     again = Machine(1.1)
-    assert again.known(path) == COST.times(1.1)
+    assert again.known(path) == COST.at_pace(1.1)
     assert (machine.measured, again.measured) == (1, 0)
     assert list((tmp_path / "new").iterdir()) == [path]
 
@@ -53,8 +53,8 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
 def test_a_machine_of_another_pace_is_not_measured_anew(tmp_path: Path, slower: float) -> None:
     path = cost_file(tmp_path, model="m")
     Machine().known(path)
-    machine = Machine(slower, uneven=(1.0, 1.2, 0.85))
-    assert machine.known(path) == COST.times(slower)
+    machine = Machine(slower, uneven=(1.0, 1.19, 0.85))
+    assert machine.known(path) == COST.at_pace(slower)
     assert machine.measured == 0
     assert Machine().known(path) == COST, "what is kept is what was measured"
 
@@ -72,18 +72,35 @@ def test_a_machine_that_changed_in_one_thing_is_measured_anew(
     assert Machine(slower, uneven=uneven).known(path) == changed.measure()
 
 
-def test_what_one_look_alone_finds_slower_is_no_reason_to_measure(tmp_path: Path) -> None:
+# Looks at a machine that is twice as slow: what other programs fall on, and whether they take the processor away.
+@pytest.mark.parametrize(
+    ("looks", "pace"),
+    [
+        ([((1.0, 1.0, 1.5), 0), ((1.6, 1.0, 1.0), 0)], 2.0),
+        ([((1.6, 1.6, 1.0), 0), ((1.0, 1.0, 1.0), 0)], 2.0),
+        ([((1.0, 1.5, 1.0), 0), ((1.8, 1.0, 1.7), 100)], 2.0),
+        ([((1.5, 1.0, 1.5), 100)], 1.0),
+        ([((0.3, 0.25, 0.3), 100)], 0.6),
+        ([((1.0, 1.0, 1.5), 0), ((1.0, 1.0, 1.5), 0)], None),
+        ([((1.0, 1.0, 0.3), 100), ((1.0, 1.0, 0.3), 100)], None),
+    ],
+)
+def test_a_second_look_comes_before_all_is_measured(
+    tmp_path: Path, looks: list[tuple[tuple[float, float, float], int]], pace: float | None
+) -> None:
     path = cost_file(tmp_path, model="m")
     Machine().known(path)
-    machine = Machine(2.0, uneven=(1.0, 1.0, 1.5))
-    looks = iter([(1.0, 1.0, 1.5), (1.6, 1.0, 1.0)])  # other programs fell on one thing, and then on another
+    machine, coming = Machine(2.0), list(looks)
 
     def check(cost: StepCost) -> list[tuple[float, float]]:
-        machine.uneven = next(looks)
+        machine.uneven, machine.preempted = coming.pop(0)
         return machine.check(cost)
 
-    assert known_cost(path, machine.measure, check, lambda: 0) == COST.times(2.0)
-    assert machine.measured == 0
+    cost = known_cost(path, machine.measure, check, lambda: machine.taken)
+    assert coming == []
+    assert machine.measured == (pace is None)
+    if pace is not None:
+        assert cost.trunk == pytest.approx(COST.at_pace(pace).trunk)
 
 
 def test_a_busy_moment_is_not_measured(tmp_path):
@@ -93,10 +110,10 @@ def test_a_busy_moment_is_not_measured(tmp_path):
     assert busy.known(path) == COST
     assert busy.measured == 0
     once = Machine(2.0, preempted=2)
-    assert once.known(path) == COST.times(2.0)
+    assert once.known(path) == COST.at_pace(2.0)
     faster = Machine(0.5, preempted=100)
-    assert faster.known(path) == COST.times(0.5)
-    assert faster.measured == 1
+    assert faster.known(path) == COST.at_pace(0.5)
+    assert faster.measured == 0
 
 
 def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_path, monkeypatch):

@@ -2,10 +2,10 @@
 
 What a step costs depends on the weights' shapes and dtype, the drafter, the kernels, the kind of processor and the
 number of threads; a file is named after all of them. A machine may be slower today than it was then, so a few points
-are measured anew. Where all of them changed alike the costs are taken times that, as on machines that others share,
-whose pace is another from minute to minute; where some changed more than others all is measured anew. Not in a moment
-when other programs take the processor away, as when replicas start beside those that answer: that would be measured,
-and cost time just then.
+are looked at. Where they changed alike the costs are taken times that, as on machines that others share, whose pace is
+another from minute to minute, and where they were measured on a busy one; where some changed more than others all is
+measured anew. That they are slower in a moment when other programs take the processor away, as when replicas start
+beside those that answer, is no reason: that would be measured, and cost time just then.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ import numpy as np
 
 from tidar_core.engine.step_cost import FloatArray, StepCost
 
-LOOKS = 3  # before all is measured anew
-APART = 1.25  # times by which one thing may have changed more or less than the others do in the middle
+LOOKS = 2  # before all is measured anew
+APART = 1.2  # times by which one thing may have changed more or less than they do in the middle
 # While costs are checked. Seen: up to 5 in a short check and 20 a second in a long one where nothing else ran, over 100
 # a second beside four busy programs.
 BUSY_PREEMPTIONS, BUSY_PREEMPTIONS_A_SECOND = 5, 50
@@ -60,7 +60,7 @@ def known_cost(
     cost = _read(path)
     pace = None if cost is None else _pace_now(partial(check, cost), preemptions)
     if cost is not None and pace is not None:
-        return cost.times(pace)
+        return cost.at_pace(pace)
     cost = measure()
     _write(path, cost)
     return cost
@@ -68,21 +68,21 @@ def known_cost(
 
 def _pace_now(check: Callable[[], Iterable[tuple[float, float]]], preemptions: Callable[[], int]) -> float | None:
     """How many times longer all things of a check take now than before, by the fastest of a few looks: what else the
-    machine does may fall on one of them alone. None where some changed more than others."""
+    machine does may fall on some of them alone. None where they differ in that."""
     fastest: FloatArray | None = None
+    busy = True  # in each look so far: that makes things slower, and tells at most how much faster they have become
     for _ in range(LOOKS):
         began, before_look = time.perf_counter(), preemptions()
         before, now = np.array(list(check())).T
         most = BUSY_PREEMPTIONS + BUSY_PREEMPTIONS_A_SECOND * (time.perf_counter() - began)
-        busy = preemptions() - before_look > most
+        busy = busy and preemptions() - before_look > most
         fastest = now if fastest is None else np.minimum(fastest, now)
         if not ((before > 0).all() and (fastest > 0).all()):
             return None
         ratios = fastest / before
-        pace = 1.0 if busy else float(np.median(ratios))  # a busy moment makes things slower, and tells no pace
-        if ratios.min() < pace / APART:
-            return None  # it was measured in a busy moment, which no look mends
-        if busy or ratios.max() <= pace * APART:
+        pace = float(np.median(ratios))
+        pace = min(1.0, pace) if busy else pace
+        if ratios.min() >= pace / APART and (busy or ratios.max() <= pace * APART):
             return pace
     return None
 

@@ -86,7 +86,7 @@ class StepCost:
         rates = [n / self.seconds(StepSize(known=0, verify=n, sequences=n)) for n in range(1, most + 1)]
         return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
 
-    def times(self, pace: float) -> "StepCost":
+    def at_pace(self, pace: float) -> "StepCost":
         """The costs of an engine that takes so many times longer for everything."""
         trunk, head, adapter = (
             tuple(pace * seconds for seconds in curve) for curve in (self.trunk, self.head, self.adapter)

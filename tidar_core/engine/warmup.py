@@ -213,8 +213,8 @@ def measure_cost(runner: Runner) -> StepCost:
 
 def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
     """Seconds as `cost` has them and as they are now: of passes of few, more and many rows, without and with mask
-    rows, of one behind longer texts, and of a head. Where the cost was measured on a busy machine, some of these are
-    found faster now."""
+    rows, of one behind longer texts, and of a head. Where other programs fell on some of these when the cost was
+    measured, they are found faster than the others now."""
     block = runner.block_length
     context, longer = _contexts(runner)
     few, more, many = (cost.rows[len(cost.rows) * quarters // 4] for quarters in (0, 2, 3))
