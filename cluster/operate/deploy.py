@@ -206,8 +206,8 @@ def told_by_serve(ask: Callable[[], Known], interrupts: Interrupts) -> Known:
 
 
 def states_of_applications() -> dict[str, StatusOverview]:
-    """Each application's state, by its name. Not by `serve.status`, which pickles the routers of all deployments, class
-    by class: a tenth of a second of a core a look, where this takes a hundredth of that."""
+    """Each application's state, by its name. Not by `serve.status`, which pickles the routers of all deployments: 27 ms
+    of a core a look at two of them, where this takes 1.3."""
     client = _get_global_client(raise_if_no_controller_running=False)
     return {state.name: state for state in client.list_serve_statuses()} if client else {}
 
