@@ -116,6 +116,14 @@ def test_a_busy_moment_is_not_measured(tmp_path):
     assert faster.measured == 0
 
 
+def test_what_a_busy_machine_was_measured_to_cost_is_taken_for_less_on_an_idle_one(tmp_path: Path) -> None:
+    path = cost_file(tmp_path, model="m")
+    Machine(1.2).known(path)
+    found = Machine().known(path)
+    for part in ("trunk", "head", "adapter", "reading", "attending"):
+        assert getattr(found, part) == pytest.approx(getattr(COST, part)), part
+
+
 def test_an_engine_measures_once_and_again_where_the_kept_cost_is_too_high(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "cache_directory", lambda: tmp_path / "cache")
     measured = []

@@ -58,8 +58,7 @@ def known_cost(
     other programs were let run instead. A file that cannot be read or written is no matter.
     """
     cost = _read(path)
-    pace = None if cost is None else _pace_now(partial(check, cost), preemptions)
-    if cost is not None and pace is not None:
+    if cost is not None and (pace := _pace_now(partial(check, cost), preemptions)) is not None:
         return cost.at_pace(pace)
     cost = measure()
     _write(path, cost)
