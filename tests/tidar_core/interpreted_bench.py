@@ -8,11 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tidar_core.bench import kernel_checks
+from tidar_core.bench import kernel_checks, layer_checks
 from tidar_core.bench.checking import Check, Sizes
 from tidar_core.bench.expert_checks import check_experts
 from tidar_core.bench.kernel_checks import check_kernels
 from tidar_core.bench.kernels import show_kernel_bench
+from tidar_core.bench.layer_checks import check_layers
 from tidar_core.bench.measures import Ceilings, Extent, Subject, measure_all, measure_ceilings
 from tidar_core.bench.shapes import QWEN3_8B, projections
 from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
@@ -74,8 +75,8 @@ def test_every_check_passes(dtype, dots_row_by_row):
 def test_what_a_layers_products_do_besides_does_not_depend_on_their_tiles(outs, monkeypatch, dots_row_by_row):
     """Tiles narrower than a head and wider than two of them, and parts along K."""
     tiles = {size: GemmTiles(16, outs, 16, 3, 4, 2) for size in projections(TOY).values()}
-    monkeypatch.setattr(kernel_checks, "tiles_of", lambda device, dtype: tiles)
-    checks = list(kernel_checks._check_layers(TOY, torch.float32, CPU, SIZES))
+    monkeypatch.setattr(layer_checks, "tiles_of", lambda device, dtype: tiles)
+    checks = list(check_layers(TOY, torch.float32, CPU, SIZES))
     assert [check for check in checks if not check.passed] == []
     assert {check.kernel for check in checks} == IN_LAYERS
 
@@ -115,13 +116,13 @@ def test_mask_rows_by_the_bases_projections_are_found(dots_row_by_row):
 
 
 def test_wrong_bits_of_a_layer_are_found(monkeypatch, dots_row_by_row):
-    real = kernel_checks.gated_linear
+    real = layer_checks.gated_linear
 
     def depends_on_the_batch(plan, normed, *given):
         return real(plan, normed, *given) * (1 + 1e-6 * (len(normed.x) == 1))
 
-    monkeypatch.setattr(kernel_checks, "gated_linear", depends_on_the_batch)
-    checks = list(kernel_checks._check_layers(TOY, torch.float32, CPU, SIZES))
+    monkeypatch.setattr(layer_checks, "gated_linear", depends_on_the_batch)
+    checks = list(check_layers(TOY, torch.float32, CPU, SIZES))
     assert [(check.kernel, check.case) for check in checks if not check.passed] == [("gated", "bits of a row alone")]
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidar_core.kernels import cpu
+from tidar_core.kernels import cpu_pack
 from tidar_core.kernels.reference import as_it_is
 from tidar_core.model.weights import AdapterWeights, LayerWeights, ModelWeights, OwnAttention, pack_adapter, pack_model
 
 MEASURED = """
 import torch
 from tests.tidar_core.test_cpu_pack import model_of
-from tidar_core.kernels.cpu import pack_int8
+from tidar_core.kernels.cpu_pack import pack_int8
 from tidar_core.model.weights import pack_model
 
 torch.set_num_threads(1)
@@ -47,20 +47,20 @@ def test_a_model_is_packed_in_little_more_memory_than_it_has():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 32), (160, 96), (4096 + 48, 1024)])
-@pytest.mark.parametrize("pack", [cpu.pack_int8, cpu.pack_int4])
+@pytest.mark.parametrize("pack", [cpu_pack.pack_int8, cpu_pack.pack_int4])
 def test_packing_by_slices_gives_the_bits_of_the_whole(pack, rows, columns, monkeypatch):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     sliced = pack(weight)
-    monkeypatch.setattr(cpu, "SLICE_WEIGHTS", weight.numel())
+    monkeypatch.setattr(cpu_pack, "SLICE_WEIGHTS", weight.numel())
     assert torch.equal(sliced, pack(weight))
-    monkeypatch.setattr(cpu, "SLICE_WEIGHTS", 1)
+    monkeypatch.setattr(cpu_pack, "SLICE_WEIGHTS", 1)
     assert torch.equal(sliced, pack(weight))
 
 
 def test_packing_takes_the_layers_and_leaves_embedding_and_head():
     weights, attention = model_of(2, 64), OwnAttention(torch.ones(128, 64), None, None, torch.ones(64, 64))
-    packed = pack_model(weights, cpu.pack, cpu.pack, cpu.pack)
-    adapter = pack_adapter(AdapterWeights(torch.ones(4, 64), (), attention=(attention,)), cpu.pack, cpu.pack)
+    packed = pack_model(weights, cpu_pack.pack, cpu_pack.pack, cpu_pack.pack)
+    adapter = pack_adapter(AdapterWeights(torch.ones(4, 64), (), attention=(attention,)), cpu_pack.pack, cpu_pack.pack)
     assert adapter.attention is not None
     for before, after in zip((*weights.layers, attention), (*packed.layers, *adapter.attention), strict=True):
         assert (before.qkv.numel(), before.o.numel()) == (0, 0)

@@ -25,6 +25,7 @@ from tidar_core.bench.checking import (
     step_rows,
 )
 from tidar_core.bench.expert_checks import check_experts
+from tidar_core.bench.layer_checks import check_layers
 from tidar_core.bench.shapes import projections, random_weights
 from tidar_core.config import Activation, ModelConfig
 from tidar_core.convert.fused import block_error
@@ -36,9 +37,7 @@ from tidar_core.kernels import rules as kernel_rules
 from tidar_core.kernels.ops import KVCache, Ops, QKNorm, rotary_tables
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockAttentionSizes, supports
-from tidar_core.kernels.triton_gemm import product_planner
-from tidar_core.kernels.triton_layers import Normed, added_linear, gated_linear, rotated_linear
-from tidar_core.kernels.triton_ops import has_float8, tiles_of
+from tidar_core.kernels.triton_ops import has_float8
 from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.layout import BlockForm, full_shape
 from tidar_core.model.decoder import all_layers
@@ -56,7 +55,7 @@ def check_kernels(
     """All kernels of `ops` at a model's shape, on inputs drawn from torch's generators as they stand. What most models
     decode with comes first: on a GPU most of the time goes to compiling, and who has too little of it stops there."""
     chosen = sizes or Sizes()
-    layers = {"layers": _check_layers(config, dtype, device, chosen)} if ops.bind_layers is not None else {}
+    layers = {"layers": check_layers(config, dtype, device, chosen)} if ops.bind_layers is not None else {}
     groups = {
         **layers,
         "attention": _check_attention(ops, config, dtype, device, chosen),
@@ -182,91 +181,6 @@ def _check_products(
     yield Check("head", "3 rows", name, relative_error(logits, x.double() @ weight.double().t()), ALLOWED[dtype])
     same = torch.equal(ops.head(x[1:2].clone(), weight), logits[1:2])
     yield Check("head", "bits of a row alone", name, float(not same), 0.0)
-
-
-def _check_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> Iterator[Check]:
-    """The products of a layer with what they do besides: the numbers, and a row's bits among other rows."""
-    plan, eps, name = product_planner(tiles_of(device, dtype)), config.norm_eps, str(dtype)[6:]
-    shape = full_shape(sizes.block, sizes.block - 1)
-    step, pages = step_rows(sizes.contexts, shape, sizes.page_size, device)
-    count, first = len(step.positions), step.verify
-    alone = [first // 2, count - 1]  # a row that is verified, and a mask row
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=dtype, device=device) * shape[-1] ** -0.5
-
-    def checks(kernel: str, parts: dict[str, tuple[Tensor, Tensor]], same: bool) -> Iterator[Check]:
-        for part, (actual, expected) in parts.items():
-            yield Check(kernel, f"{count} rows{part}", name, relative_error(actual, expected), ALLOWED[dtype])
-        yield Check(kernel, "bits of a row alone", name, float(not same), 0.0)
-
-    def product(projection: str) -> tuple[Tensor, Tensor, LowRank, Tensor, LowRank]:
-        outs, ins = projections(config)[projection]
-        weight, bias, low = (
-            random(outs, ins),
-            random(1, outs)[0],
-            LowRank(random(sizes.rank, ins), random(outs, sizes.rank)),
-        )
-        return weight, bias, low, weight.double(), LowRank(low.a.double(), low.b.double())
-
-    hidden = config.hidden_size
-    residual, norm = (
-        3 * torch.randn(count, hidden, dtype=dtype, device=device),
-        torch.rand(hidden, dtype=dtype, device=device),
-    )
-    for projection in ("o", "down"):
-        weight, bias, low, wide, wide_low = product(projection)
-        x = torch.randn(count, weight.shape[1], dtype=dtype, device=device)
-        total = residual.clone()
-        normed = added_linear(plan, x, weight, bias, low, first, total, norm)
-        y = reference.linear(x.double(), wide, bias.double(), wide_low, first)
-        expected, expected_total = reference.add_norm(y, residual.double(), norm.double(), eps)
-        same = True
-        for row in alone:
-            own = residual[row : row + 1].clone()
-            part = added_linear(plan, x[row : row + 1].clone(), weight, bias, low, int(row < first), own, norm)
-            same = same and torch.equal(own, total[row : row + 1]) and torch.equal(part.x, normed.x[row : row + 1])
-            same = same and torch.equal(part.squares, normed.squares[row : row + 1])
-        scale = torch.rsqrt(normed.squares.double().sum(1, keepdim=True) / hidden + eps)
-        found = {", sum": (total, expected_total), "": (normed.x.double() * scale, expected)}
-        yield from checks(f"added {projection}", found, same)
-
-    # What the last of these left is what the other two read.
-    weight, bias, low, wide, wide_low = product("gate_up")
-    wide_x = normed.x.double() * scale
-    together = gated_linear(plan, normed, weight, bias, low, first, eps)
-    expected = reference.gate(reference.linear(wide_x, wide, bias.double(), wide_low, first), "silu")
-
-    def one(row: int) -> Normed:
-        return Normed(normed.x[row : row + 1].clone(), normed.squares[row : row + 1].clone())
-
-    same = all(
-        torch.equal(gated_linear(plan, one(row), weight, bias, low, int(row < first), eps)[0], together[row])
-        for row in alone
-    )
-    yield from checks("gated", {"": (together, expected)}, same)
-
-    weight, bias, low, wide, wide_low = product("qkv")
-    cache, rotary = random_cache(config, 2, pages, sizes.page_size, dtype, device), rotary_tables(config, device)
-    wide_cache = KVCache(cache.keys.double(), cache.values.double())
-    together = rotated_linear(plan, normed, weight, bias, low, eps, step, rotary, cache, 1)
-    y = reference.linear(wide_x, wide, bias.double(), wide_low, first)
-    expected = reference.rotate_and_store(y, step, rotary, wide_cache, 1, None)
-    row, kept = alone[0], KVCache(cache.keys.clone(), cache.values.clone())
-    again = rotated_linear(
-        plan, one(row), weight, bias, low, eps, some_rows(step, slice(row, row + 1)), rotary, cache, 1
-    )[0]
-    same = (
-        torch.equal(again, together[row])
-        and torch.equal(cache.keys, kept.keys)
-        and torch.equal(cache.values, kept.values)
-    )
-    found = {
-        "": (together, expected),
-        ", keys": (cache.keys, wide_cache.keys),
-        ", values": (cache.values, wide_cache.values),
-    }
-    yield from checks("rotated", found, same)
 
 
 def _check_second_view(

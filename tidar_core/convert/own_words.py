@@ -123,13 +123,7 @@ def gather_own_words(
     run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds, hopeless)
     asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
     planned = (plan_job(plan, number) for number in count() if number not in stored.done)
-    kept_ones = read_growing(store.directory)
-    still_open = set(unanswered(tokenizer, [kept.prompt for kept in kept_ones if kept.number < 0], stored))
-    left = {
-        kept.job: kept
-        for kept in kept_ones
-        if (kept.prompt in still_open if kept.number < 0 else kept.number not in stored.done)
-    }
+    left = _left_growing(store.directory, tokenizer, stored)
     drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
     open_ones: dict[int, Conversation] = {}
     first_emitted, landed, number = source.emitted, 0, 0
@@ -182,9 +176,8 @@ def gather_own_words(
             flush()
     # Of a run that was killed, and there is no time to go on with it.
     for kept in [kept for kept in left.values() if kept.number >= 0]:
-        del left[kept.job]
         conversation = Conversation(plan_job(plan, kept.number), plan, tokenizer, seen)
-        _, said = take_up(conversation, kept)
+        _, said = take_up(conversation, left.pop(kept.job))
         conversation.cut(said)
         run.finish(conversation)
     if run.in_vain and not run.answered:
@@ -192,6 +185,17 @@ def gather_own_words(
     if run.fresh_done or open_ones:
         flush()
     return Gathered(run.documents, run.own_tokens, 0, run.seconds, refused=run.refused, useless=run.in_vain)
+
+
+def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:
+    """What an earlier run left unfinished and no document has finished since, by the job that it belongs to."""
+    kept_ones = read_growing(directory)
+    still_open = set(unanswered(tokenizer, [kept.prompt for kept in kept_ones if kept.number < 0], stored))
+    return {
+        kept.job: kept
+        for kept in kept_ones
+        if (kept.prompt in still_open if kept.number < 0 else kept.number not in stored.done)
+    }
 
 
 def question_key(tokenizer: PreTrainedTokenizerFast, question: str) -> int:

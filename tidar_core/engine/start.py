@@ -38,7 +38,7 @@ from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import pack_adapter, pack_model
+from tidar_core.model.weights import AdapterWeights, ModelWeights, pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
@@ -81,9 +81,7 @@ def load_engine(
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
-        weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
-        drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
+    weights, drafter = _packed(weights, adapter, ops, source)
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
@@ -93,11 +91,7 @@ def load_engine(
     positions, pages = _room(config, model, kv_dtype, device, report)
     cache = empty_cache(model, pages + 1, config.page_size, kv_dtype, device)
     layers = all_layers(ops, model, weights, drafter, rotary_tables(model, device))
-    graphs = None
-    if config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name:
-        scored = config.max_running * (adapter.config.block_length if adapter else 1)
-        capture = cuda_capture(device, left_free(scored, model.vocab_size))
-        graphs = Graphs(capture, Reach(config.max_running, -(-positions // config.page_size)))
+    graphs = _graphs(config, model, ops, adapter, positions, device)
     mask_token = adapter.mask_token if adapter else None
     form = adapter.config.form if adapter else BlockForm()
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
@@ -190,6 +184,15 @@ def _in_8_bits(
     return replace(ops, bind_layers=None, rotate_and_store=rounding_pages(ops.rotate_and_store)), dtype
 
 
+def _packed(
+    weights: ModelWeights, adapter: Adapter | None, ops: Ops, source: ModelSource
+) -> tuple[ModelWeights, AdapterWeights | None]:
+    """Weights and drafter as the operations read them; takes those that it is given."""
+    with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
+        base = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
+        return base, pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
+
+
 def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Rounds in place: what is packed is taken (`pack_model`)."""
 
@@ -268,6 +271,17 @@ def _room(
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     return positions, pages
+
+
+def _graphs(
+    config: EngineConfig, model: ModelConfig, ops: Ops, adapter: Adapter | None, positions: int, device: torch.device
+) -> Graphs | None:
+    """Where steps are captured, on a GPU; none where they are not, or cannot be."""
+    if not config.graphs or device.type != "cuda" or ops.name == REFERENCE_OPS.name:
+        return None
+    scored = config.max_running * (adapter.config.block_length if adapter else 1)
+    capture = cuda_capture(device, left_free(scored, model.vocab_size))
+    return Graphs(capture, Reach(config.max_running, -(-positions // config.page_size)))
 
 
 def _cache_pages(

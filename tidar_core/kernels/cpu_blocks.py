@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.cpu import bound
 from tidar_core.kernels.cpu_build import LANES
-from tidar_core.kernels.cpu_pass import address
+from tidar_core.kernels.cpu_calls import address, bound
 from tidar_core.kernels.cpu_training import integer, pointer, real, rows_of
 from tidar_core.kernels.ops import Rotary
 

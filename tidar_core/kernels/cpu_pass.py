@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidar_core.config import Activation, ModelConfig
+from tidar_core.config import ModelConfig
+from tidar_core.kernels.cpu_calls import ACTIVATIONS, address
 from tidar_core.kernels.ops import KVCache, Layers, Rotary, StepRows, layer_windows
 from tidar_core.model.decoder import BASE_ALONE
 from tidar_core.model.weights import (
@@ -20,7 +21,6 @@ from tidar_core.model.weights import (
 )
 
 pointer, integer = ctypes.c_void_p, ctypes.c_int32
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as `cpu_kernels.cpp` counts them
 
 
 class _Matrix(ctypes.Structure):
@@ -114,8 +114,3 @@ def _matrix(weight: Tensor, bias: Tensor | None, outs: int, ins: int, low_rank: 
     a, b = (None, None) if low_rank is None else (low_rank.a, low_rank.b)
     rank = 0 if a is None else a.shape[0] * a.shape[2]
     return _Matrix(weight.data_ptr(), address(bias), address(a), address(b), outs, ins, rank)
-
-
-def address(tensor: Tensor | None) -> int | None:
-    """As the library is given it: none where there is no tensor."""
-    return None if tensor is None else tensor.data_ptr()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tidar_core.config import Activation, ModelConfig
-from tidar_core.kernels.cpu import SUFFIXES, bound, inner_sizes
+from tidar_core.kernels.cpu import inner_sizes
 from tidar_core.kernels.cpu_build import LANES
-from tidar_core.kernels.cpu_pass import ACTIVATIONS, address
+from tidar_core.kernels.cpu_calls import ACTIVATIONS, SUFFIXES, address, bound
 
 pointer, integer, real = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
