@@ -65,12 +65,12 @@ def build(args: dict[str, Any]) -> Application:
     return application(options)
 
 
-def application(args: ServeOptions, router: str = ROUTER) -> Application:
+def application(options: ServeOptions, router: str = ROUTER) -> Application:
     """The application behind `/`, for the cluster that Ray is connected to. router: the class that chooses replicas."""
-    device = engine_device(args)
+    device = engine_device(options)
     gpu: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {}
-    if args.accelerator is not None:
-        gpu["accelerator_type"] = args.accelerator
+    if options.accelerator is not None:
+        gpu["accelerator_type"] = options.accelerator
     engine = serve.deployment(
         max_ongoing_requests=UNBOUND,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
@@ -83,23 +83,23 @@ def application(args: ServeOptions, router: str = ROUTER) -> Application:
         max_constructor_retry_count=2,
         ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)
-    names = engine_names(args)
+    names = engine_names(options)
     engines = {
-        name: engine.options(name=names[name], **replica_count(args, served)).bind(
-            replace(served.config, device=device), name, args.most_engines
+        name: engine.options(name=names[name], **replica_count(options, served)).bind(
+            replace(served.config, device=device), name, options.most_engines
         )
-        for name, served in args.served.items()
+        for name, served in options.served.items()
     }
     ingress = serve.deployment(
         name=INGRESS,
-        num_replicas=args.ingresses,
+        num_replicas=options.ingresses,
         max_ongoing_requests=UNBOUND,
         max_surge_percent=100,  # it takes up no CPU: the new one is there before the old one lets its streams end
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return ingress.bind(engines, args)
+    return ingress.bind(engines, options)
 
 
 def engine_names(options: ServeOptions) -> dict[str, str]:

@@ -63,7 +63,7 @@ class ModelCard:
         }
 
 
-def prepare(card: ModelCard) -> "Tokenizer":
+def tokenizer_backend(card: ModelCard) -> "Tokenizer":
     """The tokenizer's Rust half, which many threads may use at once; it never cuts or pads."""
     backend = card.tokenizer.backend_tokenizer
     backend.no_truncation()

@@ -15,7 +15,7 @@ SHAPES = {  # JSON's words for what pydantic tells in Python's
     "model_attributes_type": "must be an object",
     "model_type": "must be an object",
 }
-TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):

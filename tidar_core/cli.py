@@ -61,11 +61,16 @@ def up(
     adapter: AdapterPath = "default",
     also: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=ADAPTER: another adapter, for requests that ask for NAME; may be given again."),
+        typer.Option(
+            help="NAME=ADAPTER: another adapter, for requests that ask for NAME; may be given again. `adapters` in a "
+            "config."
+        ),
     ] = None,
     beside: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=MODEL: another model, for requests that ask for NAME; may be given again."),
+        typer.Option(
+            help="NAME=MODEL: another model, for requests that ask for NAME; may be given again. `models` in a config."
+        ),
     ] = None,
     replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
     min_replicas: Annotated[int, typer.Option(min=0, help="With --max-replicas: 0 lets the model sleep.")] = 1,

@@ -220,6 +220,7 @@ class StepTrace(NamedTuple):
     anchor: the token that the model said itself; None where a stop cut the step before it.
     block: slots a proposal (b). proposals: the outcomes that were drafted for (P).
     used: the outcome that came true, where it was drafted for, else None.
+    verify_rows, mask_rows: that it had of the step, padding left out.
     cached: in step 0, prompt tokens whose K/V were there already when the request first ran; else 0.
     """
 
@@ -275,7 +276,7 @@ class Sequence:
     and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties
     has `said` follow the tokens, and the engine notes `prompt_logprobs`.
 
-    tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor p).
+    tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
     admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
-from cluster.card import ModelCard, prepare
+from cluster.card import ModelCard, tokenizer_backend
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
 from cluster.line import PROMPT_MARKS, Accepted, Address, Alive, Batch, Counts, EngineKind, IngressCounts, Way
@@ -298,4 +298,4 @@ class Directory:
         name = min(alive - self._described or alive)
         card = (await self._try_each([name], METRICS_SECONDS, "describe"))[name]
         if not isinstance(card, BaseException):
-            self._model, self._described, self._describer = (card, prepare(card)), alive, name
+            self._model, self._described, self._describer = (card, tokenizer_backend(card)), alive, name

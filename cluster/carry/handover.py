@@ -76,7 +76,7 @@ class Story:
     """A request, and how far it came.
 
     base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
-    `heard_at`. kind: of the engine that said the first.
+    `heard_at`. kind: of the engine that has it, or had it last.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
     `losing_since`; refused: those that said no, objection: what the last of them said;

@@ -99,9 +99,11 @@ def look(base: str, key: str | None) -> Look:
 
 
 def fetch(url: str, key: str | None) -> httpx.Response:
+    """What a running server answers there to whoever has the key. Raises ConfigError where nothing does, or it says
+    no."""
     key = (key or "").strip()
     if not (key.isascii() and key.isprintable()):
-        raise ConfigError("the key holds a character that no header can carry")
+        raise ConfigError("the key holds a character that no header can carry: write it in ASCII")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         # No proxy that the environment names reaches this machine's own addresses. What TLS is verified by takes 50 ms

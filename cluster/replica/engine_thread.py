@@ -32,8 +32,9 @@ Deliver = Callable[[Sequence[Event], int], None]
 class EngineThread:
     """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
 
-    `deliver` is called on the engine's thread, at most once a step, with all that the step brought and the rows that it
-    computed. After a failure `failure` is set, a `Failure` was delivered, and nothing is served any more.
+    `deliver` is called on the engine's thread, once a step with all that it brought and the rows that it computed, and
+    of no rows with a refusal or a failure, the latter also by whoever submits afterwards. After a failure `failure` is
+    set, a `Failure` was delivered, and nothing is served any more.
     """
 
     def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):

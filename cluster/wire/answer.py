@@ -162,7 +162,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """All choices of one HTTP request, under one set of sampling parameters a prompt.
+    """All choices of one HTTP request, each under sampling parameters of its own.
 
     tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
     vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. of_prompt: of how many of the
@@ -302,7 +302,7 @@ def requests_for(
     cache_salt: str = "",
     priority: int = 0,
 ) -> list[Request]:
-    """One engine request a prompt, named after the answer."""
+    """One engine request a choice, named after the answer."""
     return [
         Request(f"{answer_id}-{number}", prompt, sampling, cache_salt=cache_salt, priority=priority, cut=True)
         for number, (prompt, sampling) in enumerate(zip(prompts, params, strict=True))

@@ -35,7 +35,7 @@ ERRORS: Mapping[int, str] = {
     413: "The body is too large.",
     415: "The body is compressed, or not said to be JSON: the header Content-Type says `application/json`.",
     429: "The server is full; Retry-After says when to try again.",
-    503: "No engine answers yet; Retry-After says when to try again.",
+    503: "No engine answers, or the one that did was lost; Retry-After says when to try again.",
 }
 OF_BODIES = (400, 413, 415)
 # Of each event: a chunk of the answer as JSON, or [DONE].

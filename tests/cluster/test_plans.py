@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.card import prepare
+from cluster.card import tokenizer_backend
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
 from cluster.ingress import plans
@@ -20,7 +20,7 @@ from tests.cluster.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
 
 CARD = card_for(tiny_tokenizer())
-BACKEND = prepare(CARD)
+BACKEND = tokenizer_backend(CARD)
 
 
 def completion(**fields: Any) -> Plan:
@@ -67,7 +67,7 @@ def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_sp
     assert of_chat(structured_outputs={"choice": [" yes", " no"]})
     strict = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}
     tools = card_for(tool_tokenizer(HERMES_TEMPLATE), max_model_len=2048)
-    plan = chat_plan({"messages": turns, "tools": [strict]}, tools, prepare(tools), reasoning=False)
+    plan = chat_plan({"messages": turns, "tools": [strict]}, tools, tokenizer_backend(tools), reasoning=False)
     assert plan.params[0].grammar is not None
     assert not plan.params[0].mid_text, "only its calls are held to anything"
     assert completion(prompt="a").params[0].mid_text
@@ -78,7 +78,7 @@ def test_thoughts_are_limited_where_an_answer_may_begin_with_them() -> None:
 
     def limited(reasoning: bool = True, **fields: Any) -> bool:
         asked = {"messages": [{"role": "user", "content": "Who?"}], "thinking_token_budget": 5, **fields}
-        return chat_plan(asked, card, prepare(card), reasoning).params[0].thought_limit is not None
+        return chat_plan(asked, card, tokenizer_backend(card), reasoning).params[0].thought_limit is not None
 
     form = {"response_format": {"type": "json_object"}}
     assert limited()

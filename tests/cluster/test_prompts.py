@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from tokenizers import processors
 
-from cluster.card import ModelCard, prepare
+from cluster.card import ModelCard, tokenizer_backend
 from cluster.errors import ApiError
 from cluster.wire.prompts import (
     chat_prompt,
@@ -59,7 +59,7 @@ def test_a_body_that_is_wrong_all_over_is_refused_for_its_first_faults(kind: typ
 
 
 def test_other_threads_run_while_a_long_prompt_is_tokenized() -> None:
-    backend = prepare(card_for(tool_tokenizer()))
+    backend = tokenizer_backend(card_for(tool_tokenizer()))
     text = "The quick brown fox jumps over the lazy dog. " * 20_000
     ids = encode(backend, text, False)
     assert ids == tuple(backend.encode(text, add_special_tokens=False).ids)
@@ -94,7 +94,7 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": arguments}}
     raw = json.dumps({"messages": [TURN, {"role": "assistant", "tool_calls": [call]}]}).encode()
     with pytest.raises(ApiError) as refused:
-        encode(prepare(card), render_chat(card, read_body(parse_json(raw), ChatBody)), False)
+        encode(tokenizer_backend(card), render_chat(card, read_body(parse_json(raw), ChatBody)), False)
     assert refused.value.status == 400
     assert "\n" not in refused.value.message
 
@@ -124,9 +124,12 @@ def test_a_template_takes_arguments_of_its_own(arguments: dict[str, Any] | None,
     card = thinker()
     chat = read_body({"messages": [TURN], "chat_template_kwargs": arguments}, ChatBody)
     refuse_unsupported(chat)
-    assert chat_prompt(chat, card, prepare(card))[0] == encode(prepare(card), text, False)
+    backend = tokenizer_backend(card)
+    assert chat_prompt(chat, card, backend)[0] == encode(backend, text, False)
     responses = read_body({"input": "a", "chat_template_kwargs": arguments}, ResponsesBody)
-    assert chat_prompt(responses.as_chat(), card, prepare(card))[0] == encode(prepare(card), text, False)
+    assert chat_prompt(responses.as_chat(), card, tokenizer_backend(card))[0] == encode(
+        tokenizer_backend(card), text, False
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +173,7 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
 def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said: str) -> None:
     card, body = thinker(), {"messages": [TURN], "chat_template_kwargs": arguments}
     with pytest.raises(ApiError) as refused:
-        chat_prompt(read_body(body, ChatBody), card, prepare(card))
+        chat_prompt(read_body(body, ChatBody), card, tokenizer_backend(card))
     assert (refused.value.status, refused.value.param) == (400, param)
     assert said in refused.value.message
     assert "\n" not in refused.value.message
@@ -178,7 +181,7 @@ def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said:
 
 def test_a_message_of_the_assistant_is_gone_on_with() -> None:
     card = card_for(tiny_tokenizer())
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "The quick"}]
     asked, text = chat_prompt(chat(messages=messages, continue_final_message=True), card, backend)
     assert text == card.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
@@ -209,8 +212,8 @@ def test_no_tool_calls_are_none_at_all() -> None:
     card = card_for(tiny_tokenizer())
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     empty = [{**turn, "tool_calls": []} for turn in turns]
-    assert chat_prompt(chat(messages=empty), card, prepare(card)) == chat_prompt(
-        chat(messages=turns), card, prepare(card)
+    assert chat_prompt(chat(messages=empty), card, tokenizer_backend(card)) == chat_prompt(
+        chat(messages=turns), card, tokenizer_backend(card)
     )
 
 
@@ -292,7 +295,7 @@ def test_what_a_chats_prompt_cannot_have_is_refused_by_tokenize_too() -> None:
 
 def test_of_a_prompt_the_last_tokens_count_where_that_is_asked_for() -> None:
     card = card_for(tiny_tokenizer())
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     text = "The quick brown fox jumps over the lazy dog."
     ids = encode(backend, text, True)
 
@@ -322,7 +325,7 @@ def test_what_stands_in_front_of_every_text_is_not_cut_off() -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
     )
-    backend = prepare(card_for(tokenizer))
+    backend = tokenizer_backend(card_for(tokenizer))
     ids = encode(backend, "The quick brown fox", True)
     assert ids[0] == 0
     assert [encode_end(backend, "The quick brown fox", True, most) for most in (1, 2, 4, 99, None)] == [

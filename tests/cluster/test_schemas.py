@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from cluster.card import ModelCard, prepare
+from cluster.card import ModelCard, tokenizer_backend
 from cluster.errors import ApiError
 from cluster.wire.prompts import chat_prompt, completion_prompts, encode, parse_json, read_body
 from cluster.wire.sampling import logit_bias, sampling_params
@@ -112,7 +112,7 @@ def test_null_is_the_same_as_leaving_out(card: ModelCard) -> None:
     empty = completion(**dict.fromkeys((*names, "ignore_eos", "stream", "stream_options", "tidar", "model", "n")))
     assert sampling_params(empty, card, 3, 1) == sampling_params(completion(), card, 3, 1)
     assert not completion(tidar={"trace": None}).tidar.trace
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     special = [completion_prompts(completion(add_special_tokens=given), card, backend) for given in (None, True)]
     assert special == [completion_prompts(completion(), card, backend)] * 2
 
@@ -351,7 +351,7 @@ def test_surrogate_pairs_are_text() -> None:
 )
 def test_any_object_is_a_body_or_a_bad_request(value: dict[str, Any]) -> None:
     card = card_for(TOKENIZER)
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     raw = json.dumps(value).encode()
     for kind in (CompletionBody, ChatBody, TokenizeBody):
         status = 200
@@ -372,7 +372,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def test_prompts_of_every_shape(card: ModelCard) -> None:
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     ids = encode(backend, "The quick", special=True)
     assert completion_prompts(completion(prompt="The quick"), card, backend) == [ids]
     assert completion_prompts(completion(prompt=list(ids)), card, backend) == [ids]
@@ -381,13 +381,13 @@ def test_prompts_of_every_shape(card: ModelCard) -> None:
 
 
 def test_prompts_that_cannot_be_run(card: ModelCard) -> None:
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     for prompt in ("", ["a", ""], [512], [[-1]]):
         assert refused(completion_prompts, completion(prompt=prompt), card, backend).param == "prompt"
 
 
 def test_chat_goes_through_the_models_template(card: ModelCard) -> None:
-    backend = prepare(card)
+    backend = tokenizer_backend(card)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
@@ -401,14 +401,14 @@ def test_a_model_without_a_template_says_what_to_do() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     card = card_for(tokenizer)
-    assert "/v1/completions" in refused(chat_prompt, chat(), card, prepare(card)).message
+    assert "/v1/completions" in refused(chat_prompt, chat(), card, tokenizer_backend(card)).message
 
 
 def test_a_template_that_refuses_is_the_clients_error() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     card = card_for(tokenizer)
-    assert "roles must alternate" in refused(chat_prompt, chat(), card, prepare(card)).message
+    assert "roles must alternate" in refused(chat_prompt, chat(), card, tokenizer_backend(card)).message
 
 
 def test_what_was_asked_for_reaches_the_engine_in_its_own_terms(card: ModelCard) -> None:

@@ -257,7 +257,7 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(server: Server) -> N
     for key in ("schlüssel", "se\ncret", "se\x00cret"):
         assert (
             refused("status", "--address", server.url, "--key", key)
-            == "the key holds a character that no header can carry"
+            == "the key holds a character that no header can carry: write it in ASCII"
         )
     assert tidar("status", "--address", server.url, "--key", " secret\n").exit_code == 0
 

@@ -208,7 +208,7 @@ def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: f
     any_hit = 1.0 - (1.0 - hit) ** drafting
     slots = drafting * (shape.block - 1) if shape.proposals else 0
     size = StepSize(
-        known=load.known_rows,
+        unscored=load.other_rows,
         verify=load.sequences + drafting * shape.drafts,
         mask=drafting * shape.mask_rows,
         slots=slots * len(shape.proposals),

@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_plans_one_by_one(kinds, form):
     assert list(zip(laid.verify_owner.tolist(), laid.verify_place.tolist(), strict=True)) == owners
     assert laid.mask_columns.T.tolist() == [list(row) for row in columns]
     assert (laid.mask_slots.tolist(), laid.repeats.tolist(), laid.nearest.tolist()) == (slots, repeats, nearest)
-    assert (laid.size.known + laid.size.verify, laid.size.mask) == (first, masks)
+    assert (laid.size.unscored + laid.size.verify, laid.size.mask) == (first, masks)
     assert (laid.size.verify, laid.size.slots) == (len(answers), len(guesses))
     assert laid.ahead == sum(known - 1 for known, _, _ in kinds)
 

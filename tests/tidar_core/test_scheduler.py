@@ -111,7 +111,7 @@ SAID = 7  # by the model, whatever it is asked
 def scheduler_of(pages, **limits):
     """One without a model: pages of four tokens, blocks of four slots, rows that cost nothing."""
     policy = DraftPolicy(4, StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
-    room = {"max_running": 4, "step_rows": 16, "max_positions": 64, "page_size": 4, **limits}
+    room = {"max_running": 4, "known_rows": 16, "max_positions": 64, "page_size": 4, **limits}
     return Scheduler(PagePool(pages), policy, Limits(eos_ids=frozenset({2}), **room))
 
 
@@ -194,7 +194,7 @@ def test_the_policy_hears_who_reads_and_who_is_about_to_decode():
             heard.append((len(views), prompt_rows, coming))
             return super().choose(views, prompt_rows, coming)
 
-    scheduler = scheduler_of(32, max_running=3, step_rows=8)
+    scheduler = scheduler_of(32, max_running=3, known_rows=8)
     scheduler.policy = Noted(4, scheduler.policy.cost)
     for name, tokens in (("decodes", 4), ("reads", 20), ("waits", 20), ("waits too", 20)):
         ask(scheduler, name, tokens)

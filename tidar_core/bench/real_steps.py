@@ -70,7 +70,7 @@ class _Watching(DraftPolicy):
         return self._choose(views)
 
     def took(self, size: StepSize, seconds: float) -> None:
-        if not size.known and size.sequences == self._batch and bool(size.mask) == self._drafts:
+        if not size.unscored and size.sequences == self._batch and bool(size.mask) == self._drafts:
             self.seen.append((seconds, self.cost.seconds(size)))
 
 

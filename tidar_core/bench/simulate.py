@@ -98,7 +98,7 @@ def simulate(
         shapes = [walker.fit(shape) for walker, shape in zip(walkers, choose(views), strict=True)]
         picking = [shape for shape in shapes if shape.proposals]
         size = StepSize(
-            known=0,
+            unscored=0,
             verify=sum(shape.verify_rows for shape in shapes),
             mask=sum(shape.mask_rows for shape in shapes),
             slots=sum(len(shape.proposals) * (shape.block - 1) for shape in picking),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from tidar_core.arguments import Threads
+from tidar_core.arguments import Threads, user_errors
 from tidar_core.config import DEFAULT_MODEL, ConfigError, Device, DTypeName
 from tidar_core.layout import WithinBlock
 
@@ -39,7 +39,10 @@ def convert_command(
     ] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,
     answer_tokens: Annotated[
-        int, typer.Option(min=16, help="Tokens of an answer of its own, at most; half of the model's positions.")
+        int,
+        typer.Option(
+            min=16, help="Tokens of an answer of its own, at most; never more than half of the model's positions."
+        ),
     ] = 320,
     prompts: Annotated[
         Path | None, typer.Option(help='Questions to answer besides its own: one a line, plain or {"prompt": …}.')
@@ -85,7 +88,9 @@ def convert_command(
     learning_rate: Annotated[
         float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3, and 1e-5 in full mode.")
     ] = 0.0,
-    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step, in whole documents; 0: by device.")] = 0,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Mask rows a step, in whole documents; in full mode tokens. 0: by device.")
+    ] = 0,
     rows_at_once: Annotated[
         int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")
     ] = 0,
@@ -108,38 +113,33 @@ def convert_command(
     """
     console = Console(stderr=True)
     try:
-        sources = {name: context.get_parameter_source(name) for name in OF_DRAFTERS}
-        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        if mode == "full" and given:
-            raise ConfigError(f"--{given[0].replace('_', '-')} is for drafters: leave it out where --mode is full")
-        from transformers.utils.logging import disable_progress_bar
+        with user_errors():
+            _refuse_of_drafters(context, mode)
+            from transformers.utils.logging import disable_progress_bar
 
-        from tidar_core.convert.losses import LossConfig
-        from tidar_core.convert.options import ConvertOptions
-        from tidar_core.convert.run import convert
-        from tidar_core.convert.screen import TerminalScreen
-        from tidar_core.convert.trainer import TrainConfig
-        from tidar_core.model.sources import from_home
+            from tidar_core.convert.losses import LossConfig
+            from tidar_core.convert.options import ConvertOptions
+            from tidar_core.convert.run import convert
+            from tidar_core.convert.screen import TerminalScreen
+            from tidar_core.convert.trainer import TrainConfig
+            from tidar_core.model.sources import from_home
 
-        disable_progress_bar()  # beside ours it would write a bar of its own for each file
-        train = TrainConfig(
-            block=block_length, block_sizes=block_sizes, slot_head=slot_head, within_block=within_block,
-            anchors=anchors, loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,
-            learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
-        )  # fmt: skip
-        options = ConvertOptions(
-            model=model, out=from_home(out).absolute(), data=data and from_home(data), minutes=minutes,
-            own_tokens=own_tokens, steps=steps, prompts=prompts and from_home(prompts),
-            text=text and from_home(text), start=str(from_home(start)), rank=rank,
-            projections=_projections(projections),
-            layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
-            answer_tokens=answer_tokens, mode=mode,
-        )  # fmt: skip
-        with TerminalScreen(console) as screen, _trainers(workers, options, screen) as trainers:
-            progress = convert(options, screen, trainers)
-    except ConfigError as error:
-        console.print(f"tidar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+            disable_progress_bar()  # beside ours it would write a bar of its own for each file
+            train = TrainConfig(
+                block=block_length, block_sizes=block_sizes, slot_head=slot_head, within_block=within_block,
+                anchors=anchors, loss=LossConfig(kl_share, slot_weights), rows_a_step=rows, rows_a_pass=rows_at_once,
+                learning_rate=learning_rate or LEARNING_RATES[mode], seed=seed,
+            )  # fmt: skip
+            options = ConvertOptions(
+                model=model, out=from_home(out).absolute(), data=data and from_home(data), minutes=minutes,
+                own_tokens=own_tokens, steps=steps, prompts=prompts and from_home(prompts),
+                text=text and from_home(text), start=str(from_home(start)), rank=rank,
+                projections=_projections(projections),
+                layers=_layers(layers), generator=generator, device=device, dtype=dtype, threads=threads, train=train,
+                answer_tokens=answer_tokens, mode=mode,
+            )  # fmt: skip
+            with TerminalScreen(console) as screen, _trainers(workers, options, screen) as trainers:
+                progress = convert(options, screen, trainers)
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here", highlight=False)
         raise typer.Exit(130) from None
@@ -148,6 +148,14 @@ def convert_command(
         f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {said}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _refuse_of_drafters(context: typer.Context, mode: str) -> None:
+    """Raises ConfigError where an option was given that the mode has no use for."""
+    sources = {name: context.get_parameter_source(name) for name in OF_DRAFTERS}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if mode == "full" and given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is for drafters: leave it out where --mode is full")
 
 
 def _trainers(workers: int, options: "ConvertOptions", screen: "Screen") -> "AbstractContextManager[Train]":

@@ -227,7 +227,9 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"the data directory {directory} cannot be made ({error.strerror})") from None
+        raise ConfigError(
+            f"the data directory {directory} cannot be made ({error.strerror}): choose another --data"
+        ) from None
     path, notes = directory / HEADER_FILE, list[str]()
     if path.exists():
         known = read_header(directory)
@@ -261,9 +263,13 @@ def read_header(directory: Path) -> DataHeader:
     try:
         return DataHeader.model_validate_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"no token shards at {directory}: there is no {HEADER_FILE}") from None
+        raise ConfigError(
+            f"no token shards at {directory}, which has no {HEADER_FILE}: give a folder that `tidar convert` filled"
+        ) from None
     except (OSError, UnicodeDecodeError, ValidationError):
-        raise ConfigError(f"{path} is not a readable header of token shards") from None
+        raise ConfigError(
+            f"{path} is not a readable header of token shards: choose another --data, or delete that folder"
+        ) from None
 
 
 def _shard_paths(directory: Path, suffix: str = "") -> list[Path]:

@@ -33,7 +33,7 @@ BIAS_MOST = 3.0  # times what is known: no more counts of a step that others hel
 MOVED = 0.05  # by which one kind of steps became dearer than the other, and what was chosen before is old
 FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step: what they take of memory has an end
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
-KNOWN_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
+OTHER_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
 
 class SequenceView(NamedTuple):
@@ -66,11 +66,11 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step carries beside the drafts: `sequences` that choose, `known_rows` that are there anyway, and the
+    """What a step carries beside the drafts: `sequences` that choose, `other_rows` that are there anyway, and the
     context. ahead: steps are planned while others run, with all rows of the shape whether there are drafts or not."""
 
     sequences: int
-    known_rows: int = 0
+    other_rows: int = 0
     context: int = 0
     ahead: bool = False
 
@@ -151,7 +151,7 @@ class DraftPolicy:
         of steps of one kind, with mask rows or without, fades while there are none, so that they get a new chance:
         towards what plain steps take, and those towards the curves.
         """
-        if size.known or not size.verify:
+        if size.unscored or not size.verify:
             return
         plain, drafting = self.cost.plain, self.cost.drafting
         known = drafting if size.mask else plain
@@ -187,7 +187,7 @@ class DraftPolicy:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
         sequences = _coarse(len(views) + coming)
-        load = Load(sequences, _rounded(others, KNOWN_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
+        load = Load(sequences, _rounded(others, OTHER_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
         choice = self._best(views, load)
         if not choice.drafting:
             return [PLAIN] * len(views)
@@ -206,15 +206,15 @@ class DraftPolicy:
         return shapes
 
     def _worth_beside(
-        self, known_rows: int, views: Sequence[SequenceView], shapes: Sequence[Shape], choice: Choice, context: int
+        self, other_rows: int, views: Sequence[SequenceView], shapes: Sequence[Shape], choice: Choice, context: int
     ) -> bool:
-        """Whether these shapes bring more than the time that they add to a step beside `known_rows`."""
+        """Whether these shapes bring more than the time that they add to a step beside `other_rows`."""
         gain = 0.0
         for view, shape in zip(views, shapes, strict=True):
             chances = outcome_probabilities(self._holds(view), shape.drafts)
             gain += sum(outcome * chance for outcome, chance in enumerate(chances, 1)) - 1.0
             gain += choice.renewal * sum(chances[outcome - 1] for outcome in shape.proposals)
-        size = StepSize(known_rows, len(views), sequences=len(views), context=context)
+        size = StepSize(other_rows, len(views), sequences=len(views), context=context)
         slots = sum(len(shape.proposals) * (shape.block - 1) for shape in shapes if shape.block)
         drafted = replace(
             size,
@@ -273,7 +273,7 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
 
     ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
     """
-    alone = StepSize(load.known_rows, load.sequences, sequences=load.sequences, context=load.context)
+    alone = StepSize(load.other_rows, load.sequences, sequences=load.sequences, context=load.context)
     best, best_rate = Choice(), load.sequences / cost.seconds(alone)
     drafting = load.sequences
     while drafting:
@@ -336,7 +336,7 @@ def _step_seconds(
     verify, mask = load.sequences + drafting * drafts, drafting * counts * blocks
     slots = drafting * (blocks - 1)
     picked = slots * np.divide(hit, any_hit, out=np.zeros_like(hit), where=any_hit > 0)
-    rows = load.known_rows + verify + mask
+    rows = load.other_rows + verify + mask
     trunk = curve_at(cost.rows, cost.trunk, rows)
     attention: FloatArray = load.context * (load.sequences * cost.reading + rows * cost.attending)
     first, second = curve_at(cost.rows, cost.head, verify), curve_at(cost.rows, cost.head, picked)

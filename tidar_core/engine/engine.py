@@ -226,7 +226,7 @@ class Engine:
         return outputs
 
     def _took(self, size: StepSize, untypical: int, began: float) -> None:
-        self._passed = round(size.known + size.verify + size.mask)
+        self._passed = round(size.unscored + size.verify + size.mask)
         if self._runner.untypical == untypical:  # else it taught what such steps will not cost
             self._scheduler.policy.took(size, time.monotonic() - began)
 

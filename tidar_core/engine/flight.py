@@ -227,7 +227,7 @@ def _positions(
 def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | Tensor:
     """The verify rows whose answers are wanted, and with `at_once` those of all slots behind them."""
     laid = batch.laid
-    if not at_once and not laid.size.known:
+    if not at_once and not laid.size.unscored:
         return range(len(laid.answer_rows))
     rows = np.concatenate((laid.answer_rows, batch.size.verify + laid.guess_rows)) if at_once else laid.answer_rows
     return sent(torch.from_numpy(rows), device)

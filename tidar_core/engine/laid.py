@@ -86,7 +86,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
     verify = int(answers.sum())
     return Laid(
         size=StepSize(
-            known=int(ends[-1]) - verify,
+            unscored=int(ends[-1]) - verify,
             verify=verify,
             mask=int(masks.sum()),
             slots=int((outcomes * guesses).sum()),

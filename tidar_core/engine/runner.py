@@ -119,7 +119,8 @@ def _up(count: int, multiple: int) -> int:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, tokens: Items[int], rules: Items[TokenRule]) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the raw scores for each row whose rule asks for them; None for the others."""
+    """Log-probabilities of the raw scores, logits [rows, vocab], for each row whose rule asks for them; None for the
+    others."""
     found: list[TokenLogprobs | None] = []
     for row, token, rule in zip(logits, tokens, rules, strict=True):
         wanted = rule.params.logprobs
@@ -135,7 +136,7 @@ def token_logprobs(logits: Tensor, tokens: Items[int], rules: Items[TokenRule]) 
 
 @torch.inference_mode()
 def ranked_logprobs(logits: Tensor, tokens: Items[int], wanted: int) -> list[TokenLogprobs]:
-    """Log-probabilities and ranks of one token a row, and of the `wanted` likeliest beside it."""
+    """Log-probabilities and ranks by logits [rows, vocab]: of one token a row, and of the `wanted` likeliest."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, torch.tensor(tokens, device=logprobs.device).unsqueeze(-1))
     ranks = (logprobs > own).sum(-1) + 1

@@ -48,10 +48,10 @@ class SequencePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_running sequences at once; step_rows known tokens a step; positions below max_positions."""
+    """max_running sequences at once; known_rows known tokens a step; positions below max_positions."""
 
     max_running: int
-    step_rows: int
+    known_rows: int
     max_positions: int
     page_size: int
     eos_ids: frozenset[int]
@@ -132,7 +132,7 @@ class Scheduler:
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
         decoding = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
-        chosen = _Chosen(self.limits.step_rows, decoding)
+        chosen = _Chosen(self.limits.known_rows, decoding)
         for sequence in sorted(self.running, key=_priority):
             self._admit(chosen, before=_priority(sequence))
             if sequence not in self.running:
@@ -209,8 +209,8 @@ class Scheduler:
         ]
 
     def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
-        """New drafts, up to the first that a broken drafter could not pick; scores: what it said of each, where that
-        has a say in the text."""
+        """New drafts, up to the first that a broken drafter could not pick; scores: [drafts, vocab], what it said of
+        each, where that has a say in the text."""
         sequence.drafts, sequence.draft_scores = [], scores
         for token in drafts:
             if token < 0:

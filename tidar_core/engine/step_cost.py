@@ -16,11 +16,11 @@ BUSY_SHARE = 0.8  # of the most tokens per second that a batch of any size gives
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step runs. known: rows of prompts that emit nothing. verify: rows whose scores are wanted. mask: mask
-    rows. slots: those of them that may become drafts; picked: those that do where every sequence finds its outcome
-    drafted for. context: tokens that each of the `sequences` has, on average."""
+    """What a step runs. unscored: rows whose scores nobody wants, as most of a prompt's. verify: rows whose scores are
+    wanted. mask: mask rows. slots: those of them that may become drafts; picked: those that do where every sequence
+    finds its outcome drafted for. context: tokens that each of the `sequences` has, on average."""
 
-    known: float
+    unscored: float
     verify: float
     mask: float = 0.0
     slots: float = 0.0
@@ -49,7 +49,7 @@ class StepCost:
 
     def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
         """A whole step. any_hit: the probability that drafts are picked at all."""
-        rows = size.known + size.verify + size.mask
+        rows = size.unscored + size.verify + size.mask
         attention = size.context * (size.sequences * self.reading + rows * self.attending)
         trunk = self.trunk_seconds(rows) + attention
         if not size.mask:
@@ -83,7 +83,7 @@ class StepCost:
     def full_batch(self, most: int) -> int:
         """How many sequences keep this engine busy: the fewest, of at most `most`, that give `BUSY_SHARE` of the most
         tokens per second that any number gives. More of them hardly raise what it yields, and each waits longer."""
-        rates = [n / self.seconds(StepSize(known=0, verify=n, sequences=n)) for n in range(1, most + 1)]
+        rates = [n / self.seconds(StepSize(unscored=0, verify=n, sequences=n)) for n in range(1, most + 1)]
         return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
 
     def at_pace(self, pace: float) -> "StepCost":
