@@ -15,6 +15,7 @@ SHAPES = {  # JSON's words for what pydantic tells in Python's
     "model_attributes_type": "must be an object",
     "model_type": "must be an object",
 }
+MAX_NAME = 200  # characters of a model's name that are told again
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -53,7 +54,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def unknown_model(name: str, served: Iterable[str]) -> ApiError:
     there = ", ".join(f"`{one}`" for one in served)
-    message = f"The model `{name}` does not exist; this server has {there}."
+    said = " ".join(name[:MAX_NAME].split()) + "…" * (len(name) > MAX_NAME)
+    message = f"The model `{said}` does not exist; this server has {there}."
     return ApiError(404, message, "model", "model_not_found")
 
 

@@ -35,15 +35,17 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         raise bad_request("the body's JSON is nested too deeply") from error
     except UnicodeEncodeError as error:
         raise bad_request("the body has a lone surrogate, which is no text") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
+    except ValueError as error:  # Python's limit of the digits of a whole number
+        raise bad_request("the body has a number of too many digits") from error
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object")
     return value
 
 
 def refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    raise bad_request(f"the body is not JSON: {name} is not a JSON number")
 
 
 def read_body(value: Mapping[str, Any], kind: type[BodyT]) -> BodyT:

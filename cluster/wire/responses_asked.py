@@ -337,11 +337,11 @@ def chat_format(form: TextFormat | None) -> dict[str, Any] | None:
 
 
 def as_here(error: ApiError) -> ApiError:
-    """An error about a chat, by the names of the fields here."""
+    """An error about a chat, by the names of the fields here. What is quoted is the client's own."""
     field, dot, rest = (error.param or "").partition(".")
     message = error.message
     for chat, here in CHAT_NAMES.items():
-        message = re.sub(rf"\b{chat}\b", here, message)
+        message = re.sub(rf"(?<![\w.`'\"]){chat}(?![\w`'\"])", here, message)
     if field not in CHAT_NAMES:
         return error if message == error.message else ApiError(error.status, message, error.param, error.code)
     return ApiError(error.status, message, CHAT_NAMES[field] + (dot + rest if field != "messages" else ""), error.code)

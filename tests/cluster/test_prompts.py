@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from tokenizers import processors
 
 from cluster.card import ModelCard, tokenizer_backend
-from cluster.errors import ApiError
+from cluster.errors import ApiError, unknown_model
 from cluster.wire.prompts import (
     chat_prompt,
     completion_prompts,
@@ -97,6 +97,27 @@ def test_what_a_client_says_that_a_model_called_is_no_fault_of_the_server(argume
         encode(tokenizer_backend(card), render_chat(card, read_body(parse_json(raw), ChatBody)), False)
     assert refused.value.status == 400
     assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"seed": ' + b"7" * 5000 + b"}", "the body has a number of too many digits"),
+        (b'{"top_p": NaN}', "the body is not JSON: NaN is not a JSON number"),
+        (b'{"a": }', "the body is not JSON: Expecting value: line 1 column 7 (char 6)"),
+    ],
+)
+def test_what_is_no_body_is_told_in_a_line(raw: bytes, said: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_json(raw)
+    assert (refused.value.status, refused.value.message) == (400, said)
+
+
+def test_a_models_name_is_told_again_in_a_line() -> None:
+    told = unknown_model("a\nb" + "c" * 5_000_000, ["tiny"]).message
+    assert told.startswith("The model `a bcc")
+    assert told.endswith("cc…` does not exist; this server has `tiny`.")
+    assert len(told) < 300
 
 
 def thinker() -> ModelCard:

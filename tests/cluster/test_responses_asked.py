@@ -157,6 +157,8 @@ def test_what_cannot_be_honoured_is_refused_by_its_name_here(fields: dict[str, A
 def test_errors_about_the_chat_name_the_fields_here() -> None:
     told = as_here(ApiError(400, "max_completion_tokens must be at least 1", "max_completion_tokens"))
     assert (told.message, told.param) == ("max_output_tokens must be at least 1", "max_output_tokens")
+    for own in ("`required` names 'messages', which is missing", "tool_choice names `messages`", "properties.messages"):
+        assert as_here(ApiError(400, own, "tools")).message == own
     told = as_here(ApiError(400, "too long", "messages", "context_length_exceeded"))
     assert (told.param, told.code) == ("input", "context_length_exceeded")
     told = as_here(ApiError(400, "give either response_format or structured_outputs, not both", "structured_outputs"))

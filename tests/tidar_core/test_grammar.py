@@ -221,12 +221,11 @@ def test_what_is_slow_ahead_ends_guessing_and_not_the_answer(engine: Engine, mon
     state = GrammarState(compiled, [2, 0], engine.info.vocab_size)
     one, x = (engine.tokenizer.encode(text)[0] for text in "1x")
     assert state.guess(one)
-    monkeypatch.setattr(constraint, "SLOWEST_SECONDS", 0.0)
+    monkeypatch.setattr(constraint, "GUESSING_SECONDS", 0.0)
     assert state.mask() is not None
     state.forget(1)
     assert state.error is None
     assert not state.guess(one)
-    monkeypatch.setattr(constraint, "SLOWEST_SECONDS", 10.0)
     behind = state.masks((one, one, x))[2]
     assert only_token(behind) == x
     assert state.advance([one, one, x]) == 3
@@ -237,10 +236,11 @@ def test_what_is_slow_ahead_ends_guessing_and_not_the_answer(engine: Engine, mon
 def test_what_is_too_slow_ends_an_answer_at_the_same_token_with_drafts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, slow: int
 ) -> None:
-    """slow: which of the questions to the matcher takes too long; in both ways they come in the same order."""
+    """slow: which of the questions to the matcher takes far too long; in both ways they come in the same order."""
     compiled = engine._compiling._grammars.compiled(Grammar("regex", "[0-9]{2}x")).result()
     tokens = [engine.tokenizer.encode(text)[0] for text in "11x"]
-    questions = [mark for number in range(7) for mark in (0.0, float(number == slow))]
+    far = 2 * constraint.SLOWEST_SECONDS * constraint.SLOW_TOKENS
+    questions = [mark for number in range(7) for mark in (0.0, far * (number == slow))]
 
     def answered(runs: list[list[int]]) -> tuple[int, str | None]:
         state, clock = GrammarState(compiled, [2, 0], engine.info.vocab_size), iter(questions)
@@ -256,7 +256,22 @@ def test_what_is_too_slow_ends_an_answer_at_the_same_token_with_drafts(
                 break
         return emitted, state.error
 
-    assert answered([tokens]) == answered([[token] for token in tokens])
+    one_by_one = answered([[token] for token in tokens])
+    assert answered([tokens]) == one_by_one
+    assert slow == 6 or one_by_one[1] == constraint.TOO_SLOW, "the seventh is what would come behind the end"
+
+
+def test_what_takes_long_once_ends_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = engine._compiling._grammars.compiled(Grammar("regex", "1*")).result()
+    (one,) = engine.tokenizer.encode("1")
+    state = GrammarState(compiled, [2, 0], engine.info.vocab_size)
+    # A mask and a step a token.
+    clock = iter([mark for question in range(400) for mark in (0.0, 1.0 if question == 41 else 0.001)])
+    monkeypatch.setattr(constraint.time, "thread_time", lambda: next(clock))
+    for token in range(200):
+        state.masks(())
+        assert state.advance([one]) == 1
+        assert (state.error, state.seconds > 0.5) == (None, token == 20)
 
 
 def test_a_grammar_that_was_forgotten_and_asked_for_again_is_not_dropped(engine: Engine) -> None:
@@ -352,6 +367,37 @@ def test_a_grammar_with_too_many_readings_fails_alone(engine: Engine, monkeypatc
     assert (slow.finish.reason, slow.finish.param) == (FinishReason.ERROR, "grammar")
     assert "too many readings" in slow.finish.error
     assert (other.tokens, other.finish) == (expected.tokens, expected.finish)
+
+
+def test_what_was_emitted_elsewhere_is_read_between_the_others_steps(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: it ends nothing, and nobody waits for all of it."""
+    (prompt,) = prompts(1, seed=14)
+    counted = following(Grammar("regex", "[0-9]{200,}"), max_tokens=240)
+    (whole,) = answer_all(engine, [prompt], [counted])
+    monkeypatch.setattr(grammars, "REPLAY_SECONDS", 1e-3)
+    read = GrammarState.replay
+
+    def slow_replay(state: GrammarState, tokens: Any) -> None:
+        assert len(tokens) == 1
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+        read(state, tokens)
+
+    monkeypatch.setattr(GrammarState, "replay", slow_replay)
+    engine.submit(Request("moved", prompt, counted, emitted=whole.tokens[:100]))
+    engine.submit(Request("plain", prompt, sampled_params(60, "full")))
+    said: dict[str, list[int]] = {"moved": [], "plain": []}
+    steps_before = 0
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id] += output.tokens
+        steps_before += not said["moved"]
+    assert steps_before > 90
+    assert len(said["plain"]) == 60
+    assert said["moved"] == whole.tokens[100:]
 
 
 def test_without_the_package_a_request_is_told_so(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

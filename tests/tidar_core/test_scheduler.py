@@ -290,7 +290,7 @@ def test_one_who_goes_leaves_the_others_where_they_are():
     assert [scheduler.holds(name) for name in "abcd"] == [True, False, True, False]
 
 
-def test_pages_that_two_share_come_free_once():
+def test_nobody_gives_way_in_vain_where_pages_that_two_share_come_free_once():
     scheduler = scheduler_of(6)
     ask(scheduler, "stays", 2)
     for name in ("one", "other"):
@@ -298,8 +298,11 @@ def test_pages_that_two_share_come_free_once():
         commit(scheduler, scheduler.plan())
     assert scheduler.pool.owned == 5, "two that both have, and one each"
     ask(scheduler, "urgent", 24)
-    assert names(plan.sequence for plan in scheduler.plan()) == ["stays"]
-    assert (names(scheduler.running), names(scheduler.waiting)[0]) == (["stays"], "urgent")
+    assert names(plan.sequence for plan in scheduler.plan()) == ["stays", "one", "other"]
+    assert names(scheduler.waiting) == ["urgent"]
+    scheduler.remove("stays")
+    assert names(plan.sequence for plan in scheduler.plan()) == ["urgent"]
+    assert sorted(names(scheduler.waiting)) == ["one", "other"]
 
 
 def test_a_prompt_whose_scores_are_told_is_computed_anew():

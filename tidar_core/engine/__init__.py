@@ -8,7 +8,8 @@ model, tokens are picked by the rule of `tidar_core.sampling`, the scheduler com
 (`ending.py`), and `drafting.py` picks the next drafts. On a GPU `graphs.py` replays steps that were captured, and
 `flight.py` launches the next step while one runs (`said_ahead.py` counts for penalties what that one says).
 `grammars.py` compiles what an answer has to follow, off this thread, `constraint.py` follows it, and
-`thought_watch.py` ends thoughts that are long enough. `warmup.py` proves on the loaded model that a row's bits do not
+`thought_watch.py` ends thoughts that are long enough; those whose grammars are slow take turns (`turns.py`).
+`warmup.py` proves on the loaded model that a row's bits do not
 depend on its batch, and measures what rows cost, which `cost_cache.py` remembers.
 
 The geometry of a step is `tidar_core.layout`. K/V at positions below a sequence's cursor come from committed

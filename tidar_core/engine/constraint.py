@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from xgrammar import CompiledGrammar
 
 TOO_SLOW = "the grammar has too many readings to be followed in time: make it simpler"
-SLOWEST_SECONDS = 0.1  # of computing for one token, where a grammar is so ambiguous that it holds all others up
+SLOWEST_SECONDS = 0.1  # of computing a token, where a grammar is so ambiguous that it holds all others up
+SLOW_TOKENS = 16  # over which that is averaged: one that takes long now and then is not slow
+GUESSING_SECONDS = 0.05  # of computing a step behind drafts, which save no more
 ANY_NUMBER = sys.maxsize
 
 
@@ -39,6 +41,10 @@ class Constraint(Protocol):
     def free(self) -> int:
         """So many tokens at least may be any."""
 
+    @property
+    def seconds(self) -> float:
+        """Of the processor, that the last step took here."""
+
     def advance(self, tokens: Items[int]) -> int:
         """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where one of them is
         not allowed, or takes too long: the answer ends with that one."""
@@ -57,11 +63,20 @@ class Constraint(Protocol):
         """Goes back over so many guesses."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What looking at drafts took, which those that hold need not be asked for again. masks: seconds for that in front
+    and for each behind a draft; drafts: those that are allowed, each with the seconds for it."""
+
+    masks: tuple[float, ...] = ()
+    drafts: tuple[tuple[int, float], ...] = ()
+
+
 class GrammarState:
     """The state of a grammar, by xgrammar: a `Constraint`.
 
-    Where looking ahead takes too long nothing is guessed any more: drafts must not end an answer that would be
-    complete without them. What was too slow behind drafts that then held ends it where it would end without.
+    Where looking ahead takes too long nothing is guessed any more. An answer ends where its tokens take too long one
+    by one, each counted as it would be without drafts: these must not end an answer that would be complete without.
     """
 
     def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
@@ -70,10 +85,11 @@ class GrammarState:
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
         self._error: str | None = None
-        self._ahead = 0  # guesses that the matcher stands behind
-        self._slow = False  # whether the last that was asked of the matcher took too long
+        self._guesses = 0  # that the matcher stands behind
         self._guesses_too_slowly = False
-        self._too_slow_at: int | None = None  # of the tokens that `masks` looked at, the last that can be emitted
+        self._ahead = _Ahead()
+        self._each = 0.0  # seconds a token, averaged
+        self._seconds, self._spent, self._guessing = 0.0, 0.0, 0.0
         self._words = -(-vocab_size // 32)
         self._matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
@@ -91,67 +107,94 @@ class GrammarState:
     def free(self) -> int:
         return 0
 
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
     def advance(self, tokens: Items[int]) -> int:
-        for count, token in enumerate(tokens, 1):
-            if self.ended:
-                return count - 1
-            if not self._accept(token):
-                self._error = "the answer does not follow its grammar"
-            elif count == self._too_slow_at:
-                self._error = TOO_SLOW
-            if self._error is not None:
-                return count
-        return len(tokens)
+        ahead, self._ahead = self._ahead, _Ahead()
+        until = self._follow(tokens, ahead)
+        self._seconds, self._spent, self._guessing = self._spent, 0.0, 0.0
+        return until
+
+    def replay(self, tokens: Items[int]) -> None:
+        """As `advance`, for tokens that were emitted elsewhere: what they take here ends nothing."""
+        self.advance(tokens)
+        self._each = 0.0
+        if self._error == TOO_SLOW:
+            self._error = None
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
-        found = [self.mask()]
-        self._too_slow_at = None
-        for count, draft in enumerate(drafts, 1):
-            if not self._step_ahead(draft):
+        mask, seconds = self._timed_mask()
+        found, took, allowed = [mask], [seconds], []
+        for draft in drafts:
+            holds, seconds = self._step_ahead(draft)
+            if not holds:
                 break
-            slow_step = self._slow
-            found.append(self.mask())
-            if self._too_slow_at is None and (slow_step or self._slow):
-                self._too_slow_at = count if slow_step else count + 1  # a slow mask shows with the token it is for
-        self.forget(self._ahead)
+            allowed.append((draft, seconds))
+            mask, seconds = self._timed_mask()
+            found.append(mask)
+            took.append(seconds)
+        self.forget(self._guesses)
+        self._ahead = _Ahead(tuple(took), tuple(allowed))
         return found + [None] * (len(drafts) + 1 - len(found))
 
     def guess(self, token: int) -> bool:
         possible = token >= 0 and token not in self._never and not self.ended and not self._guesses_too_slowly
-        return possible and self._step_ahead(token)
+        return possible and self._step_ahead(token)[0]
 
     def mask(self) -> np.ndarray | None:
-        if self.ended:
-            return None
-        began = time.thread_time()
-        words = torch.empty((1, self._words), dtype=torch.int32)
-        bound = self._matcher.fill_next_token_bitmask(words)
-        self._watch(began)
-        return words.numpy().view(np.uint8)[0] if bound else None
+        return self._timed_mask()[0]
 
     def forget(self, guesses: int) -> None:
         self._matcher.rollback(guesses)
-        self._ahead -= guesses
+        self._guesses -= guesses
 
-    def _step_ahead(self, token: int) -> bool:
-        """Moves on behind a token that is not emitted, if the grammar allows it."""
-        self._ahead += 1
-        allowed = self._accept(token)
-        self._ahead -= not allowed
-        return allowed
+    def _follow(self, tokens: Items[int], ahead: _Ahead) -> int:
+        for place, token in enumerate(tokens):
+            if self.ended:
+                return place
+            allowed, seconds = self._accept(token)
+            if not allowed:
+                self._error = "the answer does not follow its grammar"
+                return place + 1
+            if place < len(ahead.drafts) and ahead.drafts[place][0] == token:
+                seconds = ahead.drafts[place][1]
+            seconds += ahead.masks[place] if place < len(ahead.masks) else 0.0
+            self._each += (seconds - self._each) / SLOW_TOKENS
+            if self._each > SLOWEST_SECONDS:
+                self._error = TOO_SLOW
+                return place + 1
+        return len(tokens)
 
-    def _accept(self, token: int) -> bool:
+    def _timed_mask(self) -> tuple[np.ndarray | None, float]:
+        """The mask, and what it took."""
+        if self.ended:
+            return None, 0.0
+        began = time.thread_time()
+        words = torch.empty((1, self._words), dtype=torch.int32)
+        bound = self._matcher.fill_next_token_bitmask(words)
+        return words.numpy().view(np.uint8)[0] if bound else None, self._since(began)
+
+    def _step_ahead(self, token: int) -> tuple[bool, float]:
+        """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
+        self._guesses += 1
+        allowed, seconds = self._accept(token)
+        self._guesses -= not allowed
+        return allowed, seconds
+
+    def _accept(self, token: int) -> tuple[bool, float]:
         began = time.thread_time()
         allowed = bool(self._matcher.accept_token(token))
-        self._watch(began)
-        return allowed
+        return allowed, self._since(began)
 
-    def _watch(self, began: float) -> None:
-        self._slow = time.thread_time() - began > SLOWEST_SECONDS
-        if self._slow and self._ahead:
-            self._guesses_too_slowly = True
-        elif self._slow:
-            self._error = TOO_SLOW
+    def _since(self, began: float) -> float:
+        seconds = time.thread_time() - began
+        self._spent += seconds
+        if self._guesses:
+            self._guessing += seconds
+            self._guesses_too_slowly |= self._guessing > GUESSING_SECONDS
+        return seconds
 
 
 def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +27,7 @@ AT_ONCE = 2
 KEPT = 256  # grammars, refused ones included
 KEPT_BYTES = 2**28
 PAUSE_SECONDS = 0.005
+REPLAY_SECONDS = 0.02  # a step, for what was emitted elsewhere: all others wait meanwhile
 
 
 class PassingError(RequestError):
@@ -200,6 +203,16 @@ class Guard:
         process.stdin.flush()
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A sequence, the grammar that it waits for, and how far what it emitted elsewhere was read by that."""
+
+    sequence: Sequence
+    compiled: "Future[CompiledGrammar]"
+    state: GrammarState | None = None
+    read: int = 0
+
+
 class GrammarQueue:
     """Sequences that wait for their grammar; all others go past them. For the engine's thread."""
 
@@ -207,7 +220,7 @@ class GrammarQueue:
         self._grammars = grammars
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
-        self._waiting: dict[str, tuple[Sequence, Future[CompiledGrammar]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -216,29 +229,31 @@ class GrammarQueue:
         return request_id in self._waiting
 
     def add(self, sequence: Sequence, grammar: Grammar) -> None:
-        self._waiting[sequence.request.request_id] = (sequence, self._grammars.compiled(grammar))
+        self._waiting[sequence.request.request_id] = _Waiting(sequence, self._grammars.compiled(grammar))
 
     def remove(self, request_id: str) -> bool:
         """Takes a sequence out; a grammar that nobody else waits for need not be compiled."""
         found = self._waiting.pop(request_id, None)
         if found is None:
             return False
-        sequence, future = found
-        grammar = sequence.request.params.grammar
-        if grammar is not None and not any(other is future for _, other in self._waiting.values()):
-            self._grammars.drop(grammar, future)
+        grammar = found.sequence.request.params.grammar
+        if grammar is not None and not any(other.compiled is found.compiled for other in self._waiting.values()):
+            self._grammars.drop(grammar, found.compiled)
         return True
 
     def admit(self, add: Callable[[Sequence], None]) -> list[StepOutput]:
         """Hands on every sequence whose grammar is ready, in the order in which they came; those whose grammar cannot
-        be used, or refuses what they emitted already, end here."""
-        failed = []
-        for request_id, (sequence, future) in list(self._waiting.items()):
-            if not future.done():
+        be used, or refuses what they emitted already, end here. Where much was emitted, the next call goes on."""
+        failed, until = [], time.thread_time() + REPLAY_SECONDS
+        for request_id, waiting in list(self._waiting.items()):
+            if not waiting.compiled.done():
                 continue
-            del self._waiting[request_id]
             try:
-                state = self._constraint(sequence, future.result())
+                state = self._read(waiting, until)
+                if state is None:
+                    continue
+                del self._waiting[request_id]
+                sequence = waiting.sequence
                 if isinstance(sequence.constraint, ThoughtWatch):
                     sequence.constraint.grammar = state
                 else:
@@ -250,18 +265,26 @@ class GrammarQueue:
             except Exception as error:  # native code, or no process could be started
                 finish = Finish(FinishReason.ERROR, error=f"the grammar could not be compiled: {type(error).__name__}")
                 failed.append(StepOutput(request_id, (), finish=finish))
+        for output in failed:
+            self._waiting.pop(output.request_id, None)
         return failed
 
     def pause(self) -> None:
         """Waits a little for the next grammar, where there is nothing else to do."""
         if self._waiting:
-            wait([future for _, future in self._waiting.values()], PAUSE_SECONDS, FIRST_COMPLETED)
+            wait([waiting.compiled for waiting in self._waiting.values()], PAUSE_SECONDS, FIRST_COMPLETED)
 
-    def _constraint(self, sequence: Sequence, compiled: "CompiledGrammar") -> GrammarState:
-        params = sequence.request.params
-        ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
-        constraint = GrammarState(compiled, sorted(ends), self._vocab_size)
-        constraint.advance(sequence.request.emitted)
-        if constraint.error is not None:
-            raise RequestError("what was emitted already does not follow the grammar", "emitted")
-        return constraint
+    def _read(self, waiting: _Waiting, until: float) -> GrammarState | None:
+        """The state behind all that was emitted; None where that takes longer. Raises RequestError."""
+        params, emitted = waiting.sequence.request.params, waiting.sequence.request.emitted
+        if waiting.state is None:
+            ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
+            waiting.state = GrammarState(waiting.compiled.result(), sorted(ends), self._vocab_size)
+        while waiting.read < len(emitted):
+            if time.thread_time() > until:
+                return None
+            waiting.state.replay(emitted[waiting.read : waiting.read + 1])
+            waiting.read += 1
+            if waiting.state.error is not None:
+                raise RequestError("what was emitted already does not follow the grammar", "emitted")
+        return waiting.state

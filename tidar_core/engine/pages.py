@@ -1,8 +1,8 @@
 """The pool of K/V pages: who owns what, and which contents are still there to be used again. Numbers alone."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from tidar_core.prefixes import MARK_BYTES
 
@@ -42,6 +42,11 @@ class PagePool:
     @property
     def cached(self) -> int:
         return len(self._cached)
+
+    def freed_by(self, owners: Iterable[Sequence[int]]) -> int:
+        """Pages that nobody would own any more once these owners gave all of theirs back."""
+        going = Counter(chain.from_iterable(owners))
+        return sum(self._owners.get(page) == count for page, count in going.items())
 
     def take(self, count: int) -> list[int]:
         """`count` pages to write; raises ValueError if fewer are available."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
+from tidar_core.engine.step_cost import StepSize
+from tidar_core.engine.turns import Turns
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
 from tidar_core.prefixes import first_key, is_mark, page_keys
 from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace, page_numbers
@@ -96,7 +98,8 @@ class Scheduler:
     """Continuous batching: requests join and leave between steps, prompts are computed in chunks beside decoding.
 
     When pages run short the least urgent sequence, of several the one that was admitted last, gives its own back and
-    starts over from its tokens. One that waits has its place taken from a less urgent one in the same way.
+    starts over from its tokens. One that waits has its place taken from a less urgent one in the same way. Those with
+    slow grammars take turns (`turns.py`).
     """
 
     def __init__(self, pool: PagePool, policy: DraftPolicy, limits: Limits):
@@ -107,6 +110,7 @@ class Scheduler:
         self.running: dict[Sequence, None] = {}
         """In the order in which they were admitted."""
         self._refused = _Refused(None, 0, None)
+        self._turns = Turns()
 
     def add(self, sequence: Sequence) -> None:
         if sequence.request.params.draft_trust >= 1.0:  # else drafts hold that are wrong: that tells nothing of others
@@ -131,17 +135,27 @@ class Scheduler:
 
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
-        decoding = [sequence for sequence in self.running if len(sequence.tokens) - sequence.computed == 1]
+        idle = self._sitting_out()
+        going = [sequence for sequence in self.running if sequence not in idle]
+        decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
         chosen = _Chosen(self.limits.known_rows, decoding)
         for sequence in sorted(self.running, key=_priority):
             self._admit(chosen, before=_priority(sequence))
-            if sequence not in self.running:
-                continue  # preempted for one before it
+            if sequence not in self.running or sequence in idle:
+                continue  # preempted for one before it, or not its turn
             count = min(len(sequence.tokens) - sequence.computed, chosen.room(sequence))
             if count > 0 and self._reserve(sequence, count, chosen):
                 chosen.put(sequence, count)
         self._admit(chosen)
         return self._shaped(list(chosen.counts.items()))
+
+    def _sitting_out(self) -> frozenset[Sequence]:
+        """Those that run and have no rows in this step, since it is not their turn."""
+        if all(sequence.constraint is None for sequence in self.running):
+            return frozenset()
+        count = len(self.running)
+        plain = self.policy.cost.seconds(StepSize(0, count, sequences=count))
+        return self._turns.sitting_out(self.running, plain, time.monotonic())
 
     def _admit(self, chosen: _Chosen, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
@@ -292,9 +306,11 @@ class Scheduler:
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
         if missing > self._room(sequence):
             return False
+        if missing > self.pool.available:
+            freed = self.pool.freed_by(other.pages for other in self._yielding(sequence))
+            if missing > self.pool.available + freed:
+                return False  # pages that several own come free for none
         while self._full() or missing > self.pool.available:
-            if not self._yielding(sequence):
-                return False  # pages that several own came free for none
             self._preempt(self._least_urgent(), chosen)
         return True
 

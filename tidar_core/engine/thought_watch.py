@@ -57,6 +57,10 @@ class ThoughtWatch:
             return self.grammar.free
         return ANY_NUMBER if place.over else max(0, self._limit.tokens - place.thought)
 
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.grammar is None else self.grammar.seconds
+
     def advance(self, tokens: Items[int]) -> int:
         until = len(tokens) if self.grammar is None else self.grammar.advance(tokens)
         for token in tokens[:until]:
