@@ -39,15 +39,37 @@ TRIALS = (
 )
 TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
-_BOUNDED_CHARACTER = re.compile(r"^(\S+ ::= )\(\(\[\^\\\"\\\\\\r\\n\]\)\)$", re.MULTILINE)
+_BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # of a string of bounded length, as xgrammar 0.2.8 writes it
+_NO_CONTROL_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
 _TEXT_CLASS_OR_GAP = re.compile(
-    rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(?P<gap>whitespace(?:_\d+)?\{{0, {MOST_WHITESPACE}\}})'
+    rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(?P<gap>whitespace(?:_\d+)*\{{0, {MOST_WHITESPACE}\}})'
 )
 # `{1\,2}` stays as it is: without its backslash it would count.
 _ESCAPE = re.compile(
     r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|x(?P<short>[0-9A-Fa-f]{2})|.)", re.DOTALL
 )
 _SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
+# What stands in a JSON string by an escape alone, and surrogates, which are no characters.
+_ESCAPED_IN_JSON = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
+_NOT_ESCAPED = r"\u0000-\u001f\ud800-\udfff\u0022\u005c"
+_JSON_LETTERS = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: r"\\"}
+_LETTER_ESCAPES = {"0": 0x00, "t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
+_SPACES = r" \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # of ECMAScript, but control characters
+_COMPLEMENTS = {
+    ".": rf"[^{_NOT_ESCAPED}\u2028\u2029]",
+    r"\S": rf"[^{_NOT_ESCAPED}{_SPACES}]",
+    r"\W": rf"[^{_NOT_ESCAPED}a-zA-Z0-9_]",
+    r"\D": rf"[^{_NOT_ESCAPED}0-9]",
+}
+_KINDS = frozenset((r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"))
+_SYNTAX = "^$\\.*+?()[]{}|/-"
+_FIRST_SURROGATE = 0xD800
+_BLANK = r"(?: |\\[tnfr])"
+_CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\.|."
+_CHARACTERS = re.compile(_CHARACTER, re.DOTALL)
+_PATTERN_PARTS = re.compile(rf"\[(?P<except>\^?)(?P<inside>(?:\\.|[^\]\\])+)\]|{_CHARACTER}", re.DOTALL)
+_NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
+_NO_SCHEMAS = ("const", "default", "enum", "example", "examples")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
 
@@ -62,7 +84,7 @@ def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "Compi
     if kind == "structural_tag":
         written = Grammar.from_structural_tag(as_alone(json.loads(text)))
     else:
-        schema = '{"type": "object"}' if kind == "json_object" else text
+        schema = '{"type": "object"}' if kind == "json_object" else _schema_in_json(text)
         written = Grammar.from_json_schema(
             schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
         )
@@ -76,7 +98,7 @@ def as_alone(form: Any) -> Any:
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema":
-        return {**form, "max_whitespace_cnt": MOST_WHITESPACE}
+        return {**form, "json_schema": in_json(form.get("json_schema")), "max_whitespace_cnt": MOST_WHITESPACE}
     if form.get("type") == "regex" and isinstance(form.get("pattern"), str):
         return {**form, "pattern": _escaped_as_needed(form["pattern"])}
     return {name: as_alone(value) for name, value in form.items()}
@@ -90,13 +112,140 @@ def _escaped_as_needed(expression: str) -> str:
     )
 
 
+def _schema_in_json(text: str) -> str:
+    return json.dumps(in_json(json.loads(text)), ensure_ascii=False)
+
+
+def in_json(schema: Any) -> Any:
+    """A schema whose patterns match strings as they are written in a JSON text, since xgrammar 0.2.8 puts them there
+    as they are."""
+    if isinstance(schema, list):
+        return [in_json(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {name: _keyword_in_json(name, value) for name, value in schema.items()}
+
+
+def _keyword_in_json(name: str, value: Any) -> Any:
+    if name in _NO_SCHEMAS:
+        return value
+    if name == "pattern" and isinstance(value, str):
+        return pattern_in_json(value)
+    if name in _NAMED_SCHEMAS and isinstance(value, dict):
+        patterns = name == "patternProperties"
+        return {pattern_in_json(key) if patterns else key: in_json(one) for key, one in value.items()}
+    return in_json(value)
+
+
+def pattern_in_json(pattern: str) -> str:
+    r"""A regular expression of a string's JSON text: `"` is \\" there. Where a class has other characters than those
+    that need an escape, xgrammar may leave the escapes out."""
+    return "".join(_part_in_json(part) for part in _PATTERN_PARTS.finditer(pattern))
+
+
+def _part_in_json(part: re.Match[str]) -> str:
+    if part["inside"] is None:
+        return _character_in_json(part[0])
+    members = _members(_CHARACTERS.findall(part["inside"]))
+    if members is None:  # no class: the compiler says so
+        return part[0]
+    if part["except"]:
+        return f"[^{_NOT_ESCAPED}{''.join(_written(one) for one in members)}]"
+    return _class_in_json(members)
+
+
+def _character_in_json(written: str) -> str:
+    """One character of a regular expression that is not within a class."""
+    if written in _COMPLEMENTS:
+        return _COMPLEMENTS[written]
+    if written == r"\s":
+        return _BLANK
+    code = _code(written)
+    if code is None:
+        return written
+    if any(first <= code <= last for first, last in _ESCAPED_IN_JSON):
+        return _escape_in_json(code)
+    return written if len(written) == 1 or written[1] in _SYNTAX else _written((code, code))
+
+
+def _members(inside: list[str]) -> list[str | tuple[int, int]] | None:
+    r"""What a class has: `\d` and its like as they are, all else as ranges; None where it cannot be read."""
+    members: list[str | tuple[int, int]] = []
+    waiting = inside[::-1]
+    while waiting:
+        one = waiting.pop()
+        if one in _KINDS:
+            members.append(one)
+            continue
+        first = last = 0x08 if one == r"\b" else _code(one)
+        if len(waiting) > 1 and waiting[-1] == "-" and waiting[-2] not in _KINDS:
+            waiting.pop()
+            last = _code(waiting.pop())
+        if first is None or last is None or last < first:
+            return None
+        members.append((first, last))
+    return members
+
+
+def _class_in_json(members: list[str | tuple[int, int]]) -> str:
+    """The alternatives that a class is: its characters that stand for themselves in JSON, and each of the others."""
+    plain, others = "", []
+    for member in members:
+        if isinstance(member, str) and member in (r"\d", r"\w"):
+            plain += member
+        elif isinstance(member, str):
+            others.append(_BLANK if member == r"\s" else _COMPLEMENTS[member])
+        else:
+            first, last = member
+            for begin, end in _ESCAPED_IN_JSON:
+                if begin < _FIRST_SURROGATE:
+                    others += [_escape_in_json(code) for code in range(max(first, begin), min(last, end) + 1)]
+                if first <= last and first < begin:
+                    plain += _written((first, min(last, begin - 1)))
+                first = max(first, end + 1)
+            if first <= last:
+                plain += _written((first, last))
+    alternatives = [f"[{plain}]"] * bool(plain) + others
+    return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
+
+
+def _code(written: str) -> int | None:
+    """The character that a part of a regular expression stands for; None where it stands for none."""
+    if len(written) == 1:
+        return ord(written)
+    letter, digits = written[1], written[2:].strip("{}")
+    if digits:
+        return ord(digits.upper()) - 64 if letter == "c" else int(digits, 16)
+    if letter in _LETTER_ESCAPES:
+        return _LETTER_ESCAPES[letter]
+    return None if letter.isalnum() else ord(letter)
+
+
+def _written(member: str | tuple[int, int]) -> str:
+    """As it is written in a class."""
+    if isinstance(member, str):
+        return _SPACES if member == r"\s" else member
+    one, *more = (rf"\u{code:04x}" if code < 0x10000 else rf"\u{{{code:x}}}" for code in sorted({*member}))
+    return "-".join([one, *more])
+
+
+def _escape_in_json(code: int) -> str:
+    letter = _JSON_LETTERS.get(code)
+    return rf"(?:\\{letter})" if letter else rf"(?:\\u{code:04x})"
+
+
 def _mended(written: str) -> str:
     """A schema's grammar as xgrammar 0.2.8 writes it, put right in three places: strings of bounded length take no
     control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
     characters; its \\xdf followed by an e would be read as \\xdfe; and between two parts there is no empty line."""
     written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
-    written = _TEXT_CLASS_OR_GAP.sub(lambda found: "tidar_gap" if found["gap"] else found[0], written) + _GAP
-    return _BOUNDED_CHARACTER.sub(r"\1(([^\\0-\\x1f\"\\\\\\ud800-\\udfff]))", written)
+    return _TEXT_CLASS_OR_GAP.sub(_mended_part, written) + _GAP
+
+
+def _mended_part(found: re.Match[str]) -> str:
+    if found["gap"]:
+        return "tidar_gap"
+    return _NO_CONTROL_CHARACTER if found[0] == _BOUNDED_CHARACTER else found[0]
 
 
 def one_line(said: str) -> str:

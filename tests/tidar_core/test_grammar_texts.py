@@ -1,0 +1,154 @@
+"""Texts that a compiled grammar takes: JSON, and what its schema asks for."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidar_core.grammar import schema_grammar, tag_grammar
+from tidar_core.grammar_guard import compile_grammar
+
+COMPILER = xgrammar.GrammarCompiler(
+    xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]), max_threads=1, cache_enabled=False
+)
+CODES = (*range(0x25), *range(0x2A, 0x31), *range(0x3F, 0x43), *range(0x5A, 0x64), 0x6E, 0x74, 0x7E, 0x7F, 0xE9)
+
+
+def compiled(schema: Any) -> xgrammar.CompiledGrammar:
+    grammar = schema_grammar(schema)
+    return compile_grammar(COMPILER, grammar.kind, grammar.text)
+
+
+def takes(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text.encode("utf-8", "surrogatepass")) and matcher.is_completed())
+
+
+def of_pattern(pattern: str) -> xgrammar.CompiledGrammar:
+    return compiled({"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "value"),
+    [
+        ('^"a"$', '"a"'),
+        (r"^\u0022$", '"'),
+        (r"^\x22\u{22}$", '""'),
+        (r'^"\\$', '"\\'),
+        (r"^a\\b$", "a\\b"),
+        ("^a\nb$", "a\nb"),
+        (r"^a\nb\t\x01\cJ$", "a\nb\t\x01\n"),
+        (r"^C:\\\d+\\[a-z]$", "C:\\12\\x"),
+        (r'^["]{2,3}[\\]$', '""\\'),
+        (r'^["\\]+$', '"\\"'),
+        (r"^[\n]$", "\n"),
+        ("^[\n]$", "\n"),
+        (r"^[\x00-\x1f]$", "\x0b"),
+        (r'^[a-z]+="[^"]*"$', 'key="a b"'),
+        (r'^[^a]\S."\s\W\D$', 'xyz"\n!x'),
+        (r'^(a|b\\)[\s\S]"$', 'b\\x"'),
+        (r'^[a-]"[^-x]"[^\s-]"$', '-"y"z"'),
+        (r"^\x2cb\ \#[\@b]$", ",b #@"),
+        (r"^[^\x00-\x7f][😀-😏]$", "é😊"),
+        ("^a]$", "a]"),
+    ],
+)
+def test_characters_of_a_pattern_are_escaped_as_json_has_them(pattern: str, value: str) -> None:
+    assert re.search(pattern.replace(r"\u{22}", '"').replace(r"\cJ", "\n"), value), "which the test takes for granted"
+    grammar = of_pattern(pattern)
+    assert takes(grammar, json.dumps(value, ensure_ascii=False))
+    if '"' in value or "\n" in value:
+        assert not takes(grammar, f'"{value}"')
+
+
+ATOMS = st.sampled_from(
+    [
+        '"', r"\"", r"\\", r"\n", "\n", r"\x22", r"\u005c", r"\x1f", "a", "n", "/", r"\/", "é", ".", r"\s", r"\d",
+        r"\W", r"\D", '["x]', '[^"]', r"[\\n]", r"[^\\]", r"[\x00-\x24]", r"[\s\S]", r"[^\s]", r"[ -~]",
+        r"[\n\t]", r"[^\n]", r"[a-]", r"[\]^-]", r"[^-]", r"[\w\\]", r"[\D]", r"[!-\]]", '(a|")', r"(?:\\|b)", r"\S",
+        r"[^\Sa]",
+    ]
+)  # fmt: skip
+REPEATS = st.sampled_from(["", "", "", "?", "+", "{2}"])
+PATTERNS = st.lists(st.tuples(ATOMS, REPEATS).map("".join), min_size=1, max_size=3).map("".join)
+
+
+def some_texts(grammar: xgrammar.CompiledGrammar, choose: Any) -> str | None:
+    """A text that the grammar takes, character by character as `choose` has it; None where it is not at its end."""
+    pieces = [chr(code) for code in CODES] + ["🙂", "\ud800", "\u2003"]
+    matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True)
+    text = ""
+    for _ in range(40):
+        if matcher.is_terminated():
+            return text
+        possible = []
+        for piece in pieces:
+            if matcher.fork().accept_string(piece.encode("utf-8", "surrogatepass")):
+                possible.append(piece)
+        if not possible:
+            return None
+        piece = choose(possible)
+        matcher.accept_string(piece.encode("utf-8", "surrogatepass"))
+        text += piece
+    return None
+
+
+@given(pattern=PATTERNS, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_pattern_takes_is_json_that_matches_it(pattern: str, data: st.DataObject) -> None:
+    grammar = of_pattern(f"^{pattern}$")
+    text = some_texts(grammar, lambda possible: data.draw(st.sampled_from(possible)))
+    if text is not None:
+        value = json.loads(text)
+        value.encode("utf-8")
+        assert re.fullmatch(pattern, value, re.ASCII), (text, value)
+
+
+@pytest.mark.parametrize("key", ['"', "\\", "a\nb"])
+def test_keys_of_pattern_properties_are_escaped(key: str) -> None:
+    escaped = re.escape(key)
+    grammar = compiled({"type": "object", "patternProperties": {f"^{escaped}$": {"type": "integer"}}})
+    assert takes(grammar, json.dumps({key: 3}))
+    assert not takes(grammar, f'{{"{key}": 3}}')
+
+
+def test_what_is_no_pattern_is_left_as_it_is() -> None:
+    value = {"pattern": 'a"', "patternProperties": {'"': 1}}
+    assert takes(compiled({"const": value}), json.dumps(value, separators=(",", ":")))
+    schema = {"type": "object", "properties": {"pattern": {"const": '"'}, "enum": {"type": "string", "pattern": '^"$'}}}
+    assert takes(compiled(schema), json.dumps({"pattern": '"', "enum": '"'}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "before", "behind"),
+    [
+        ({"type": "string", "maxLength": 1}, '"', '"'),
+        ({"type": "string", "minLength": 1, "maxLength": 1}, '"', '"'),
+        ({"type": "array", "items": {"type": ["string", "null"], "maxLength": 1}}, '["', '"]'),
+        ({"type": "object", "propertyNames": {"maxLength": 1}}, '{"', '":1}'),
+    ],
+)
+def test_one_character_alone_is_no_control_character_and_no_surrogate(schema: Any, before: str, behind: str) -> None:
+    grammar = compiled(schema)
+    assert all(takes(grammar, before + character + behind) for character in "aé🙂\x7f")
+    assert not any(takes(grammar, before + character + behind) for character in '\x00\t\n\x1f"\\\ud800\udfff')
+
+
+@pytest.mark.parametrize("schemas", [1, 3])
+def test_no_schema_of_several_has_empty_lines(schemas: int) -> None:
+    """Each of them has rules of its own for what stands between two parts."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
+    content = {"type": "json_schema", "json_schema": schema}
+    tags = [{"type": "tag", "begin": f"<{number}>", "content": content, "end": "."} for number in range(schemas)]
+    grammar = tag_grammar({"type": "or", "elements": [content, *tags]})
+    taken = compile_grammar(COMPILER, grammar.kind, grammar.text)
+    for number in range(schemas):
+        for gap, fine in ((" ", True), ("\n", True), ("\r\n  ", True), ("\n\n", False), ("\r", False), ("  ", False)):
+            for places in (0, 1, 2, 3, 4, 5, 6):
+                parts = ["{", '"a"', ":", "[", "1", ",1", "]", "}"]
+                text = f"<{number}>{''.join(parts[: places + 1])}{gap}{''.join(parts[places + 1 :])}."
+                assert takes(taken, text) is fine, text
