@@ -14,7 +14,7 @@ from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
-from tidar_core.grammar import Grammar, GrammarError, tag_grammar
+from tidar_core.grammar import MAX_SCHEMA_DEPTH, Grammar, GrammarError, schema_grammar, tag_grammar
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
@@ -168,9 +168,41 @@ def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> di
     }
 
 
+def is_of_objects(schema: Any, whole: Any, references: int = 0) -> bool:
+    """Whether all that follows a schema are JSON objects, without which a call cannot be told. whole: what its
+    references lead into; references: through how many it came already."""
+    if not isinstance(schema, dict) or references > MAX_SCHEMA_DEPTH:
+        return False
+    if "$ref" in schema:
+        return is_of_objects(_found(str(schema["$ref"]), whole), whole, references + 1)
+    for name in ("anyOf", "oneOf", "allOf", "enum"):
+        if name in schema:
+            listed = schema[name] if isinstance(schema[name], list) else []
+            if name == "enum":
+                return all(isinstance(value, dict) for value in listed)
+            return bool(listed) and all(is_of_objects(one, whole, references + 1) for one in listed)
+    if "const" in schema:
+        return isinstance(schema["const"], dict)
+    if "type" not in schema:
+        return any(name in schema for name in ("properties", "additionalProperties", "patternProperties"))
+    return schema["type"] in ("object", ["object"])
+
+
+def _found(reference: str, whole: Any) -> Any:
+    """What a reference within a schema leads to; None where that is nothing."""
+    if not reference.startswith("#"):
+        return None
+    for name in reference.split("/")[1:]:
+        whole = whole.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(whole, dict) else None
+    return whole
+
+
 def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, Any]:
     """A structural tag of one call; loose: with any arguments."""
     schema = {"type": "object"} if loose else function.schema_
+    schema_grammar(schema)  # what cannot be enforced is told first
+    if not is_of_objects(schema, schema):
+        raise GrammarError(f"the `parameters` of {function.name} must be the schema of an object, with that `type`")
     content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": form.head(function.name), "content": content, "end": form.tail}
 

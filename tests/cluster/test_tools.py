@@ -155,6 +155,45 @@ def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be() -> None
             boxed(tokenizer, **{"tools": tools, **fields})
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "string", "enum": ["x"]},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"type": "object"}, {"type": "integer"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#/$defs/b", "$defs": {"a": {"type": "object"}}},
+        {"description": "anything"},
+        {"const": 3},
+    ],
+)
+def test_parameters_that_are_no_object_are_refused_where_calls_are_held_to_them(parameters: dict[str, Any]) -> None:
+    """The call could not be told from the answer."""
+    tools, tokenizer = [tool("a", parameters)], tool_tokenizer()
+    assert boxed(tokenizer, tools=tools) is not None
+    for fields in ({"tool_choice": "required"}, {"tools": [tool("a", parameters, strict=True)]}):
+        with pytest.raises(ApiError, match="`parameters` of a must be the schema of an object") as caught:
+            boxed(tokenizer, **{"tools": tools, **fields})
+        assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        None,
+        {},
+        {"properties": {"a": {"type": "integer"}}},
+        {"anyOf": [{"type": "object", "properties": {}}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": ["object"]}}},
+        {"enum": [{"a": 1}]},
+    ],
+)
+def test_parameters_of_objects_are_taken_however_they_are_written(parameters: dict[str, Any] | None) -> None:
+    box = boxed(tool_tokenizer(), tools=[tool("a", parameters)], tool_choice="required")
+    assert box is not None
+    assert box.grammar is not None
+
+
 def test_an_asked_format_that_cannot_be_kept_is_no_fault_of_the_tools() -> None:
     with pytest.raises(ApiError, match="response_format: `not` cannot be enforced") as caught:
         boxed(tool_tokenizer(), response_format=json_schema({"not": {}}))
