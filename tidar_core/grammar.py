@@ -8,9 +8,15 @@ knows no negation, no conditions, no conjunctions, and reads nothing beside a re
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations
+from math import ceil, floor, isfinite
 from typing import Any, Literal
+
+from tidar_core.grammar_guard import STRING_FORMATS
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
@@ -104,6 +110,8 @@ def _check_depth(value: Any) -> None:
     raise GrammarError(TOO_DEEP)
 
 
+MAX_PATTERNS = 64  # of an object, each of which is held against the others
+RANGE_DECIMALS = 6  # of a number that has a range, as xgrammar 0.2.8 writes it
 # What says nothing about an instance by itself.
 _ANNOTATIONS = frozenset(
     {
@@ -160,8 +168,8 @@ def _check_level(schema: dict[str, Any]) -> None:
             raise GrammarError(f"`{name}` cannot be enforced: leave it out of the schema")
     if schema.get("uniqueItems"):
         raise GrammarError("`uniqueItems` cannot be enforced: leave it out of the schema")
-    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
-        raise GrammarError("`pattern` beside minLength or maxLength cannot be enforced: say the length in the pattern")
+    if schema.get("type") == []:
+        raise GrammarError("`type` must name at least one type")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise GrammarError("`allOf` of more than one schema cannot be enforced: write them as one")
     for name in ("$ref", "anyOf", "oneOf", "allOf"):
@@ -169,13 +177,114 @@ def _check_level(schema: dict[str, Any]) -> None:
         # `type` with `anyOf` is common and harmless only where each branch says it again
         if name in schema and beside:
             raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: move it into the schemas there")
+        if schema.get(name) == []:
+            raise GrammarError(f"`{name}` must be a list of at least one schema")
     _check_values(schema)
+    _check_string(schema)
+    _check_range(schema)
+    _check_names(schema)
+
+
+def _check_string(schema: dict[str, Any]) -> None:
+    if not isinstance(schema.get("pattern", ""), str):
+        raise GrammarError("`pattern` must be a string")
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        raise GrammarError("`pattern` beside minLength or maxLength cannot be enforced: say the length in the pattern")
+    if "pattern" in schema and schema.get("format") in STRING_FORMATS:
+        raise GrammarError("`pattern` beside `format` cannot be enforced: leave one of them out of the schema")
+
+
+def _check_range(schema: dict[str, Any]) -> None:
+    for name in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
+        value = schema.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise GrammarError(f"`{name}` must be a non-negative integer")
+    types = schema.get("type", "number")
+    if types != "number" and not (isinstance(types, list) and "number" in types):
+        return
+    finite = {
+        name: Fraction(str(schema[name])) * 10**RANGE_DECIMALS
+        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+        if isinstance(schema.get(name), int) or (isinstance(schema.get(name), float) and isfinite(schema[name]))
+    }
+    least = [ceil(finite["minimum"])] if "minimum" in finite else []
+    least += [floor(finite["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in finite else []
+    most = [floor(finite["maximum"])] if "maximum" in finite else []
+    most += [ceil(finite["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in finite else []
+    if least and most and max(least) > min(most):
+        first, last = (next(name for name in finite if end in name) for end in ("inimum", "aximum"))
+        raise GrammarError(f"no number of {RANGE_DECIMALS} decimals is between `{first}` and `{last}`: none has more")
+
+
+def _check_names(schema: dict[str, Any]) -> None:
+    """What names an object may have: each keyword is read by itself, and what was named already may come again."""
     required, properties = schema.get("required", []), schema.get("properties", {})
     if not isinstance(required, list) or not isinstance(properties, dict):
         raise GrammarError("`required` must be a list of names, `properties` an object of schemas")
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise GrammarError(f"`required` names {str(name)[:60]!r}, which `properties` does not have")
+    for other in ("properties", "patternProperties"):
+        if "propertyNames" in schema and schema.get(other):
+            raise GrammarError(f"`propertyNames` beside `{other}` cannot be enforced: leave it out of the schema")
+    patterns = schema.get("patternProperties", {})
+    if isinstance(patterns, dict):
+        if patterns and properties and schema.get("additionalProperties", schema.get("unevaluatedProperties", False)):
+            raise GrammarError("`additionalProperties` beside properties and patternProperties cannot be enforced")
+        _check_patterns(list(patterns), properties)
+    free = bool(patterns) or "propertyNames" in schema or schema.get("additionalProperties", False) is not False
+    free |= schema.get("unevaluatedProperties", False) is not False
+    if free and schema.get("minProperties", 0) > len(set(required)) + 1:
+        raise GrammarError("`minProperties` cannot be enforced where a name may come again: list `properties` instead")
+
+
+def _check_patterns(patterns: list[str], properties: dict[str, Any]) -> None:
+    if len(patterns) > MAX_PATTERNS:
+        raise GrammarError(f"`patternProperties` may have at most {MAX_PATTERNS} patterns")
+    beginnings = [_beginning(pattern) for pattern in patterns]
+    for pattern, beginning in zip(patterns, beginnings, strict=True):
+        for name in properties:
+            if len(name) >= len(beginning) and all(map(_may_be, name, beginning)):
+                raise GrammarError(
+                    f"`patternProperties` cannot be enforced where {pattern[:60]!r} may match the property "
+                    f"{name[:60]!r}: begin the pattern with ^ and what no property begins with"
+                )
+    for one, other in combinations(beginnings, 2):
+        if all(map(_may_be, one, other)):
+            raise GrammarError(
+                "`patternProperties` cannot be enforced where a name may match two of its patterns: begin each with "
+                "^ and another character"
+            )
+
+
+_BEGINNING = re.compile(
+    r"([^\\^$.|?*+()\[\]{}]|\\[^a-zA-Z0-9]|\\[dDsSwW]|\[(?:\\.|[^\]\\])+\])(?![?*{])(\+?)", re.DOTALL
+)
+
+
+def _beginning(pattern: str) -> list[str]:
+    """The characters and classes of characters that each name a pattern matches certainly begins with."""
+    beginning: list[str] = []
+    place = 1
+    while pattern.startswith("^") and "|" not in pattern and (found := _BEGINNING.match(pattern, place)):
+        beginning.append(found[1][-1] if re.fullmatch(r"\\[^a-zA-Z0-9]", found[1]) else found[1])
+        if found[2]:
+            break
+        place = found.end()
+    return beginning
+
+
+def _may_be(one: str, other: str) -> bool:
+    """Whether two parts of beginnings may stand for the same character."""
+    if len(one) > 1 and len(other) > 1:
+        return True
+    if len(one) == len(other):
+        return one == other
+    character, kind = sorted((one, other), key=len)
+    try:
+        return any(re.match(kind, character, flag) for flag in (re.ASCII, re.UNICODE))
+    except re.error:
+        return True
 
 
 def _check_values(schema: dict[str, Any]) -> None:
@@ -187,10 +296,23 @@ def _check_values(schema: dict[str, Any]) -> None:
         if beside:
             raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: leave it out of the schema")
         values = schema[name] if name == "enum" else [schema[name]]
-        if not isinstance(values, list):
-            raise GrammarError("`enum` must be a list of values")
+        if not isinstance(values, list) or not values:
+            raise GrammarError("`enum` must be a list of at least one value")
+        if any(not _is_kept(value) for value in values):
+            raise GrammarError(f"`{name}` has a number beyond 64 bits, which would be changed: say it in another way")
         if "type" in schema and not all(_has_type(value, schema["type"]) for value in values):
             raise GrammarError(f"`{name}` has a value that is not of the schema's type")
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether the compiler writes all numbers in a value as they are."""
+    if isinstance(value, list | dict):
+        return all(_is_kept(one) for one in (value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int | float) or (isfinite(value) if isinstance(value, float) else _is_64_bit(value))
+
+
+def _is_64_bit(value: int) -> bool:
+    return -(2**63) <= value < 2**63
 
 
 def _has_type(value: Any, types: Any) -> bool:

@@ -68,8 +68,28 @@ _BLANK = r"(?: |\\[tnfr])"
 _CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\.|."
 _CHARACTERS = re.compile(_CHARACTER, re.DOTALL)
 _PATTERN_PARTS = re.compile(rf"\[(?P<except>\^?)(?P<inside>(?:\\.|[^\]\\])+)\]|{_CHARACTER}", re.DOTALL)
+STRING_FORMATS = (
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
+    "time", "uri", "uri-reference", "uri-template", "uuid",
+)  # fmt: skip
+_SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+_NAMES_TYPE = ("additionalProperties", "items", "prefixItems", "properties")  # by themselves
+_KINDS_OF = {
+    **dict.fromkeys(("maxLength", "minLength", "pattern"), "string"),
+    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), "number"),
+    **dict.fromkeys(("items", "maxItems", "minItems", "prefixItems"), "array"),
+    **dict.fromkeys(
+        ("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "propertyNames"),
+        "object",
+    ),
+}
 _NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
 _NO_SCHEMAS = ("const", "default", "enum", "example", "examples")
+_OTHER_NAMES = re.compile(r"^\S+_addl_key(?:_\d+)* ::= .*$", re.MULTILINE)
+_ESCAPED_IN_NAME = re.compile(
+    r' \| \("\\(?:"|[^"]+)" \S+_addl_key(?:_\d+)*\)| \| \("\\\\" basic_escape basic_string_sub\)'
+)
+_BYTE_IN_NAME = re.compile(r"\\u00[89a-f][0-9a-f]")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
 
@@ -123,7 +143,24 @@ def in_json(schema: Any) -> Any:
         return [in_json(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    return {name: _keyword_in_json(name, value) for name, value in schema.items()}
+    mended = {name: _keyword_in_json(name, value) for name, value in schema.items()}
+    if not any(name in schema for name in _SAYS_TYPE) and any(_is_dropped(name, schema) for name in schema):
+        mended["type"] = sorted({kind for name in schema if (kind := _kind_of(name, schema))})
+    return mended
+
+
+def _is_dropped(name: str, schema: dict[str, Any]) -> bool:
+    """Whether xgrammar 0.2.8 takes no notice of a keyword that has no `type` beside it."""
+    return name not in _NAMES_TYPE and _kind_of(name, schema) is not None
+
+
+def _kind_of(name: str, schema: dict[str, Any]) -> str | None:
+    """The type of the values that a keyword says something about."""
+    if name == "format":
+        return "string" if schema[name] in STRING_FORMATS else None
+    if name == "multipleOf":  # which is enforced for these alone
+        return "integer" if isinstance(schema[name], int) else "number"
+    return _KINDS_OF.get(name)
 
 
 def _keyword_in_json(name: str, value: Any) -> Any:
@@ -235,11 +272,20 @@ def _escape_in_json(code: int) -> str:
 
 
 def _mended(written: str) -> str:
-    """A schema's grammar as xgrammar 0.2.8 writes it, put right in three places: strings of bounded length take no
+    """A schema's grammar as xgrammar 0.2.8 writes it, put right in four places: strings of bounded length take no
     control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
-    characters; its \\xdf followed by an e would be read as \\xdfe; and between two parts there is no empty line."""
+    characters; its \\xdf followed by an e would be read as \\xdfe; an additional property is none of the others'; and
+    between two parts there is no empty line."""
     written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
+    written = _OTHER_NAMES.sub(_other_names, written)
     return _TEXT_CLASS_OR_GAP.sub(_mended_part, written) + _GAP
+
+
+def _other_names(found: re.Match[str]) -> str:
+    """The names of additional properties, but those that go on as the name of a property does that is not of plain
+    ASCII: xgrammar 0.2.8 takes its bytes for characters, and escapes for none of its own."""
+    plain = _ESCAPED_IN_NAME.sub("", found[0])
+    return _BYTE_IN_NAME.sub(r"\\u0080-\\U0010ffff", plain)
 
 
 def _mended_part(found: re.Match[str]) -> str:

@@ -152,3 +152,43 @@ def test_no_schema_of_several_has_empty_lines(schemas: int) -> None:
                 parts = ["{", '"a"', ":", "[", "1", ",1", "]", "}"]
                 text = f"<{number}>{''.join(parts[: places + 1])}{gap}{''.join(parts[places + 1 :])}."
                 assert takes(taken, text) is fine, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "not_taken"),
+    [
+        ({"minimum": 3, "maximum": 4}, ["3", "3.5"], ["5", '"a"', "null"]),
+        ({"multipleOf": 5}, ["0", "15"], ["3", '"a"']),
+        ({"pattern": "^a$"}, ['"a"'], ['"b"', "1"]),
+        ({"format": "date"}, ['"2024-02-03"'], ['"a"', "1"]),
+        ({"maxLength": 1}, ['"a"'], ['"ab"', "1"]),
+        ({"type": "array", "items": {"minimum": 3}}, ["[3]"], ["[2]", '["a"]']),
+        ({"anyOf": [{"minimum": 3}, {"type": "null"}]}, ["3", "null"], ["2", '"a"']),
+        ({"minItems": 2, "items": {"type": "integer"}}, ["[1,2]"], ["[1]", "1"]),
+        ({"propertyNames": {"pattern": "^a$"}}, ['{"a":1}'], ['{"b":1}', "1"]),
+        ({"minimum": 3, "pattern": "^a$"}, ["3", '"a"'], ["2", '"b"', "null"]),
+        ({"format": "int32"}, ["3", '"a"'], []),
+    ],
+)
+def test_what_names_no_type_is_held_to_the_types_it_speaks_of(
+    schema: Any, taken: list[str], not_taken: list[str]
+) -> None:
+    grammar = compiled(schema)
+    assert all(takes(grammar, text) for text in taken)
+    assert not any(takes(grammar, text) for text in not_taken)
+
+
+NAMES = ["ab", "abc", 'q"', "r\n", "s\\", "t\x01", "ä", "日", "🙂🙂", "", "]", "-", "u'"]
+
+
+def test_an_additional_property_is_none_of_the_others() -> None:
+    schema = {"properties": {name: {"type": "string"} for name in NAMES}, "additionalProperties": {"type": "integer"}}
+    grammar = compiled(schema)
+    for name in NAMES:
+        escaped, plain = json.dumps(name), json.dumps(name, ensure_ascii=False)
+        assert takes(grammar, f'{{{plain}: "a"}}')
+        by_number = f'"{"".join(chr(92) + f"u{ord(one) % 65536:04x}" for one in name)}"'
+        for key in (escaped, plain, by_number, f'"{name}"', f'"{name}x"', f'"x{name}"'):
+            if takes(grammar, f"{{{key}: 3}}"):
+                assert json.loads(key) not in NAMES
+    assert all(takes(grammar, f"{{{key}: 3}}") for key in ('"abcd"', '"x"', '"a"', '"x\\n"', '"]x"'))
