@@ -63,7 +63,6 @@ _COMPLEMENTS = {
 }
 _KINDS = frozenset((r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"))
 _SYNTAX = "^$\\.*+?()[]{}|/-"
-_FIRST_SURROGATE = 0xD800
 _BLANK = r"(?: |\\[tnfr])"
 _CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\.|."
 _CHARACTERS = re.compile(_CHARACTER, re.DOTALL)
@@ -72,8 +71,13 @@ STRING_FORMATS = (
     "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
     "time", "uri", "uri-reference", "uri-template", "uuid",
 )  # fmt: skip
+# Which xgrammar 0.2.8 gives control characters and quotes.
+_POINTERS = {
+    "json-pointer": r"^(/([^/~]|~[01])*)*$",
+    "relative-json-pointer": r"^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
+}
 _SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_NAMES_TYPE = ("additionalProperties", "items", "prefixItems", "properties")  # by themselves
+_NAMES_TYPE = {"additionalProperties", "items", "prefixItems", "properties"}  # by themselves
 _KINDS_OF = {
     **dict.fromkeys(("maxLength", "minLength", "pattern"), "string"),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), "number"),
@@ -138,28 +142,26 @@ def _schema_in_json(text: str) -> str:
 
 def in_json(schema: Any) -> Any:
     """A schema whose patterns match strings as they are written in a JSON text, since xgrammar 0.2.8 puts them there
-    as they are."""
+    as they are, and that names the type of what it speaks of, without which most keywords are dropped."""
     if isinstance(schema, list):
         return [in_json(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     mended = {name: _keyword_in_json(name, value) for name, value in schema.items()}
-    if not any(name in schema for name in _SAYS_TYPE) and any(_is_dropped(name, schema) for name in schema):
-        mended["type"] = sorted({kind for name in schema if (kind := _kind_of(name, schema))})
+    kinds = {name: kind for name in schema if (kind := _kind_of(name, schema[name]))}
+    if kinds.keys() - _NAMES_TYPE and not any(name in schema for name in _SAYS_TYPE):
+        mended["type"] = sorted({*kinds.values()})
+    if schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
+        mended["pattern"] = pattern_in_json(_POINTERS[mended.pop("format")])
     return mended
 
 
-def _is_dropped(name: str, schema: dict[str, Any]) -> bool:
-    """Whether xgrammar 0.2.8 takes no notice of a keyword that has no `type` beside it."""
-    return name not in _NAMES_TYPE and _kind_of(name, schema) is not None
-
-
-def _kind_of(name: str, schema: dict[str, Any]) -> str | None:
+def _kind_of(name: str, value: Any) -> str | None:
     """The type of the values that a keyword says something about."""
     if name == "format":
-        return "string" if schema[name] in STRING_FORMATS else None
+        return "string" if value in STRING_FORMATS else None
     if name == "multipleOf":  # which is enforced for these alone
-        return "integer" if isinstance(schema[name], int) else "number"
+        return "integer" if isinstance(value, int) else "number"
     return _KINDS_OF.get(name)
 
 
@@ -226,6 +228,8 @@ def _members(inside: list[str]) -> list[str | tuple[int, int]] | None:
 
 def _class_in_json(members: list[str | tuple[int, int]]) -> str:
     """The alternatives that a class is: its characters that stand for themselves in JSON, and each of the others."""
+    if any({kind, kind.upper()} <= {*members} for kind in (r"\d", r"\s", r"\w")):
+        return f"[^{_NOT_ESCAPED}]"
     plain, others = "", []
     for member in members:
         if isinstance(member, str) and member in (r"\d", r"\w"):
@@ -235,7 +239,7 @@ def _class_in_json(members: list[str | tuple[int, int]]) -> str:
         else:
             first, last = member
             for begin, end in _ESCAPED_IN_JSON:
-                if begin < _FIRST_SURROGATE:
+                if end < 0x80:  # surrogates stand for nothing
                     others += [_escape_in_json(code) for code in range(max(first, begin), min(last, end) + 1)]
                 if first <= last and first < begin:
                     plain += _written((first, min(last, begin - 1)))
@@ -243,13 +247,15 @@ def _class_in_json(members: list[str | tuple[int, int]]) -> str:
             if first <= last:
                 plain += _written((first, last))
     alternatives = [f"[{plain}]"] * bool(plain) + others
+    if not alternatives:
+        raise ValueError("a pattern has a class of surrogates alone, which are no characters")
     return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
 
 
 def _code(written: str) -> int | None:
     """The character that a part of a regular expression stands for; None where it stands for none."""
     if len(written) == 1:
-        return ord(written)
+        return None if written == "\\" else ord(written)  # an escape that ends with the expression
     letter, digits = written[1], written[2:].strip("{}")
     if digits:
         return ord(digits.upper()) - 64 if letter == "c" else int(digits, 16)

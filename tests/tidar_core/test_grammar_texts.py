@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidar_core.grammar import schema_grammar, tag_grammar
-from tidar_core.grammar_guard import compile_grammar
+from tidar_core.grammar_guard import STRING_FORMATS, compile_grammar
 
 COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]), max_threads=1, cache_enabled=False
@@ -106,6 +106,31 @@ def test_whatever_a_pattern_takes_is_json_that_matches_it(pattern: str, data: st
         value = json.loads(text)
         value.encode("utf-8")
         assert re.fullmatch(pattern, value, re.ASCII), (text, value)
+
+
+def test_a_class_that_no_character_is_in_cannot_be_used() -> None:
+    with pytest.raises(ValueError, match="surrogates alone"):
+        of_pattern(r"^[\ud800-\udbff]$")
+    assert takes(of_pattern(r"^\ud83d\ude42$"), r'"\ud83d\ude42"')
+
+
+@pytest.mark.parametrize("form", STRING_FORMATS)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_whatever_a_format_takes_is_json(form: str, data: st.DataObject) -> None:
+    grammar = compiled({"type": "string", "format": form})
+    text = some_texts(grammar, lambda possible: data.draw(st.sampled_from(possible)))
+    assert text is None or isinstance(json.loads(text), str)
+
+
+def test_pointers_are_taken() -> None:
+    grammar = compiled({"type": "array", "items": {"format": "json-pointer"}})
+    assert takes(grammar, '["", "/a b/~0~1", "/größe//"]')
+    assert not any(takes(grammar, f'["{text}"]') for text in ("a", "/~2", "/\t", '/"', "/\\"))
+    relative = compiled({"type": "string", "format": "relative-json-pointer"})
+    assert takes(relative, '"12/a"')
+    assert takes(relative, '"0#"')
+    assert not takes(relative, '"01"')
 
 
 @pytest.mark.parametrize("key", ['"', "\\", "a\nb"])
