@@ -202,11 +202,13 @@ def _check_range(schema: dict[str, Any]) -> None:
     types = schema.get("type", "number")
     if types != "number" and not (isinstance(types, list) and "number" in types):
         return
-    finite = {
-        name: Fraction(str(schema[name])) * 10**RANGE_DECIMALS
-        for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-        if isinstance(schema.get(name), int) or (isinstance(schema.get(name), float) and isfinite(schema[name]))
-    }
+    finite = {}
+    for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        value = schema.get(name)
+        if isinstance(value, float) and isfinite(value):
+            finite[name] = Fraction(str(value)) * 10**RANGE_DECIMALS
+        elif isinstance(value, int) and not isinstance(value, bool):
+            finite[name] = Fraction(value) * 10**RANGE_DECIMALS
     least = [ceil(finite["minimum"])] if "minimum" in finite else []
     least += [floor(finite["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in finite else []
     most = [floor(finite["maximum"])] if "maximum" in finite else []

@@ -74,6 +74,7 @@ def test_schemas_that_could_not_be_kept_are_refused(schema: Any, said: str) -> N
         {"const": {"pattern": 3, "anyOf": [], "maxLength": -1}},
         {"const": [2**63 - 1, -(2**63), 1e300, True]},
         {"type": "number", "minimum": 1e-9},
+        {"type": "number", "minimum": 3, "exclusiveMinimum": True, "maximum": 10**400},
         {"type": "number", "minimum": 0.000001, "maximum": 0.0000015},
         {"type": "integer", "minimum": -(2**62), "exclusiveMaximum": 10**18},
         {"properties": {"abc": {}}, "patternProperties": {"^x-": {}, r"^\d+$": {}, "^S_": {}}},
