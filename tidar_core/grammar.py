@@ -16,8 +16,6 @@ from itertools import combinations
 from math import ceil, floor, isfinite
 from typing import Any, Literal
 
-from tidar_core.grammar_guard import STRING_FORMATS
-
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -190,8 +188,6 @@ def _check_string(schema: dict[str, Any]) -> None:
         raise GrammarError("`pattern` must be a string")
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         raise GrammarError("`pattern` beside minLength or maxLength cannot be enforced: say the length in the pattern")
-    if "pattern" in schema and schema.get("format") in STRING_FORMATS:
-        raise GrammarError("`pattern` beside `format` cannot be enforced: leave one of them out of the schema")
 
 
 def _check_range(schema: dict[str, Any]) -> None:
@@ -215,7 +211,9 @@ def _check_range(schema: dict[str, Any]) -> None:
     most += [ceil(finite["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in finite else []
     if least and most and max(least) > min(most):
         first, last = (next(name for name in finite if end in name) for end in ("inimum", "aximum"))
-        raise GrammarError(f"no number of {RANGE_DECIMALS} decimals is between `{first}` and `{last}`: none has more")
+        raise GrammarError(
+            f"no number of {RANGE_DECIMALS} decimals lies between `{first}` and `{last}`: widen the range"
+        )
 
 
 def _check_names(schema: dict[str, Any]) -> None:

@@ -151,7 +151,9 @@ def in_json(schema: Any) -> Any:
     kinds = {name: kind for name in schema if (kind := _kind_of(name, schema[name]))}
     if kinds.keys() - _NAMES_TYPE and not any(name in schema for name in _SAYS_TYPE):
         mended["type"] = sorted({*kinds.values()})
-    if schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
+    if "pattern" in schema and schema.get("format") in STRING_FORMATS:
+        del mended["format"]  # xgrammar would take it in place of the pattern; beside one it is a remark (2020-12)
+    elif schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
         mended["pattern"] = pattern_in_json(_POINTERS[mended.pop("format")])
     return mended
 

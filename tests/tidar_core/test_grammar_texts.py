@@ -141,6 +141,12 @@ def test_keys_of_pattern_properties_are_escaped(key: str) -> None:
     assert not takes(grammar, f'{{"{key}": 3}}')
 
 
+def test_a_pattern_counts_and_not_a_format_beside_it() -> None:
+    dates = compiled({"type": "string", "format": "date", "pattern": "^2026-.*$"})
+    assert takes(dates, '"2026-11-30"')
+    assert not takes(dates, '"1999-11-30"')
+
+
 def test_what_is_no_pattern_is_left_as_it_is() -> None:
     value = {"pattern": 'a"', "patternProperties": {'"': 1}}
     assert takes(compiled({"const": value}), json.dumps(value, separators=(",", ":")))

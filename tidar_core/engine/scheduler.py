@@ -3,11 +3,11 @@
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from tidar_core.engine.chosen import Chosen
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
@@ -57,31 +57,6 @@ class Limits:
     max_positions: int
     page_size: int
     eos_ids: frozenset[int]
-
-
-class _Chosen:
-    """Who runs in the step that is planned, with how many known tokens, `rows` of them in all, `most` at most. Each of
-    `decoding` that has not come yet has one row kept for it: a long prompt of greater urgency does not silence it."""
-
-    def __init__(self, most: int, decoding: Iterable[Sequence]) -> None:
-        self.counts: dict[Sequence, int] = {}
-        self.rows = 0
-        self._most = most
-        self._kept = dict.fromkeys(decoding)
-
-    def room(self, sequence: Sequence) -> int:
-        """Rows that a sequence may have now: where there are any, one at least."""
-        left = self._most - self.rows
-        return max(left - len(self._kept) + (sequence in self._kept), min(1, left))
-
-    def put(self, sequence: Sequence, count: int) -> None:
-        self.counts[sequence] = count
-        self.rows += count
-        self._kept.pop(sequence, None)
-
-    def drop(self, sequence: Sequence) -> None:
-        self.rows -= self.counts.pop(sequence, 0)
-        self._kept.pop(sequence, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +113,7 @@ class Scheduler:
         idle = self._sitting_out()
         going = [sequence for sequence in self.running if sequence not in idle]
         decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
-        chosen = _Chosen(self.limits.known_rows, decoding)
+        chosen = Chosen(self.limits.known_rows, decoding)
         for sequence in sorted(self.running, key=_priority):
             self._admit(chosen, before=_priority(sequence))
             if sequence not in self.running or sequence in idle:
@@ -157,7 +132,7 @@ class Scheduler:
         plain = self.policy.cost.seconds(StepSize(0, count, sequences=count))
         return self._turns.sitting_out(self.running, plain, time.monotonic())
 
-    def _admit(self, chosen: _Chosen, before: int | None = None) -> None:
+    def _admit(self, chosen: Chosen, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
         while self.waiting and (before is None or _priority(self.waiting[0]) < before):
             sequence = self.waiting[0]
@@ -273,7 +248,7 @@ class Scheduler:
         end = min(sequence.computed + count + len(sequence.drafts), self.limits.max_positions)
         return -(-end // self.limits.page_size) - len(sequence.pages)
 
-    def _reserve(self, sequence: Sequence, count: int, chosen: _Chosen) -> bool:
+    def _reserve(self, sequence: Sequence, count: int, chosen: Chosen) -> bool:
         """Pages for `count` known tokens; preempts the least urgent. False if that was the sequence itself."""
         missing = self._pages_missing(sequence, count)
         if missing <= 0:
@@ -286,7 +261,7 @@ class Scheduler:
         sequence.pages.extend(self.pool.take(missing))
         return True
 
-    def _preempt(self, sequence: Sequence, chosen: _Chosen) -> None:
+    def _preempt(self, sequence: Sequence, chosen: Chosen) -> None:
         chosen.drop(sequence)
         del self.running[sequence]
         self._release(sequence)
@@ -300,7 +275,7 @@ class Scheduler:
         """Of those that run; of several the one that was admitted last."""
         return max(reversed(self.running), key=_priority)
 
-    def _make_way(self, sequence: Sequence, chosen: _Chosen) -> bool:
+    def _make_way(self, sequence: Sequence, chosen: Chosen) -> bool:
         """Whether there is room for all of a waiting sequence, after less urgent ones were preempted where that is what
         it takes and is enough."""
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
