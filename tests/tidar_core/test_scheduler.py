@@ -299,8 +299,9 @@ def test_nobody_gives_way_in_vain_where_pages_that_two_share_come_free_once():
     assert scheduler.pool.owned == 5, "two that both have, and one each"
     ask(scheduler, "urgent", 24)
     assert names(plan.sequence for plan in scheduler.plan()) == ["stays", "one", "other"]
-    assert names(scheduler.waiting) == ["urgent"]
+    assert (names(scheduler.waiting), scheduler._may_admit()) == (["urgent"], False)
     scheduler.remove("stays")
+    assert scheduler._may_admit()
     assert names(plan.sequence for plan in scheduler.plan()) == ["urgent"]
     assert sorted(names(scheduler.waiting)) == ["one", "other"]
 

@@ -16,6 +16,8 @@ class Running:
 
     seconds: float
     steps: int = 0
+    tokens: tuple[int, ...] = (1, 2)
+    computed: int = 1
 
     @property
     def constraint(self) -> Any:
@@ -24,7 +26,7 @@ class Running:
 
 def went(turns: Turns, running: list[Any], step: float, now: float) -> tuple[list[Any], float]:
     """Who has rows in a step, and when it is over."""
-    out = turns.sitting_out(running, step, now)
+    out = turns.sitting_out(running, lambda count: step, now)
     goes = [one for one in running if one not in out]
     for one in goes:
         one.steps += 1
@@ -50,7 +52,7 @@ def test_each_comes_to_its_turn_and_none_holds_the_others_up_for_long(seconds: l
 
 def test_all_that_is_quick_goes_in_every_step() -> None:
     turns, quick = Turns(), [Running(SLOW_SECONDS) for _ in range(20)]
-    assert turns.sitting_out(quick, 0.001, 0.0) == frozenset()
+    assert turns.sitting_out(quick, lambda count: 0.001, 0.0) == frozenset()
 
 
 def test_beside_others_a_slow_one_has_half_of_the_time_at_most() -> None:
@@ -70,3 +72,28 @@ def test_alone_slow_ones_do_not_wait_for_nobody() -> None:
         goes, now = went(turns, slow, 0.01, now)
         assert len(goes) == 1
     assert [one.steps for one in slow] == [10, 10, 10]
+
+
+def test_what_took_long_once_is_waited_for_once() -> None:
+    turns, plain, now = Turns(), Running(0.0), 0.0
+    spike, other = Running(5.0), Running(0.02)
+    goes, now = went(turns, [plain, spike, other], 0.01, now)
+    assert goes == [plain, spike]
+    spike.seconds = 0.001  # it took that, and not what was feared
+    assert went(turns, [plain, spike, other], 0.01, now)[0] == [plain, spike]
+    assert went(turns, [plain, spike, other], 0.01, now + 0.002)[0] == [plain, spike, other]
+
+
+def test_what_it_said_before_is_computed_in_every_step() -> None:
+    turns, plain, now = Turns(), Running(0.0), 0.0
+    again = Running(0.3, computed=0)
+    for _ in range(9):
+        goes, now = went(turns, [plain, again], 0.01, now)
+        assert goes == [plain, again]
+
+
+def test_nobody_is_kept_who_is_gone() -> None:
+    turns, gone = Turns(), [Running(0.1) for _ in range(3)]
+    for running in (gone, [], []):
+        turns.sitting_out(running, lambda count: 0.01, 0.0)
+    assert (turns._line, turns._went) == ([], [])

@@ -92,8 +92,8 @@ def check_layers(config: ModelConfig, dtype: torch.dtype, device: torch.device, 
 
 def _product(case: _Case, projection: str) -> _Product:
     outs, ins = projections(case.config)[projection]
-    low_rank = LowRank(case.random(case.sizes.rank, ins), case.random(outs, case.sizes.rank))
-    return _Product(case.random(outs, ins), case.random(1, outs)[0], low_rank)
+    weight, bias = case.random(outs, ins), case.random(1, outs)[0]
+    return _Product(weight, bias, LowRank(case.random(case.sizes.rank, ins), case.random(outs, case.sizes.rank)))
 
 
 def _one(normed: Normed, row: int) -> Normed:

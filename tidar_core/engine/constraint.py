@@ -43,7 +43,11 @@ class Constraint(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Of the processor, that the last step took here."""
+        """Of the processor, that were taken here for the last step and for the guesses that it began with."""
+
+    @property
+    def guesses(self) -> bool:
+        """Whether anything is guessed behind what was emitted."""
 
     def advance(self, tokens: Items[int]) -> int:
         """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where one of them is
@@ -75,8 +79,9 @@ class _Ahead:
 class GrammarState:
     """The state of a grammar, by xgrammar: a `Constraint`.
 
-    Where looking ahead takes too long nothing is guessed any more. An answer ends where its tokens take too long one
-    by one, each counted as it would be without drafts: these must not end an answer that would be complete without.
+    Where looking ahead takes too long once, nothing is guessed any more in the answer. It ends where its tokens take
+    too long one by one, each counted as it would be without drafts: these must not end an answer that would be complete
+    without.
     """
 
     def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
@@ -85,7 +90,7 @@ class GrammarState:
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
         self._error: str | None = None
-        self._guesses = 0  # that the matcher stands behind
+        self._guessed = 0  # tokens that the matcher stands behind
         self._guesses_too_slowly = False
         self._ahead = _Ahead()
         self._each = 0.0  # seconds a token, averaged
@@ -111,15 +116,19 @@ class GrammarState:
     def seconds(self) -> float:
         return self._seconds
 
+    @property
+    def guesses(self) -> bool:
+        return not self._guesses_too_slowly
+
     def advance(self, tokens: Items[int]) -> int:
         ahead, self._ahead = self._ahead, _Ahead()
         until = self._follow(tokens, ahead)
         self._seconds, self._spent, self._guessing = self._spent, 0.0, 0.0
         return until
 
-    def replay(self, tokens: Items[int]) -> None:
-        """As `advance`, for tokens that were emitted elsewhere: what they take here ends nothing."""
-        self.advance(tokens)
+    def replay(self, token: int) -> None:
+        """As `advance`, for a token that was emitted elsewhere: what it takes here ends nothing."""
+        self.advance((token,))
         self._each = 0.0
         if self._error == TOO_SLOW:
             self._error = None
@@ -135,12 +144,12 @@ class GrammarState:
             mask, seconds = self._timed_mask()
             found.append(mask)
             took.append(seconds)
-        self.forget(self._guesses)
+        self.forget(self._guessed)
         self._ahead = _Ahead(tuple(took), tuple(allowed))
         return found + [None] * (len(drafts) + 1 - len(found))
 
     def guess(self, token: int) -> bool:
-        possible = token >= 0 and token not in self._never and not self.ended and not self._guesses_too_slowly
+        possible = token >= 0 and token not in self._never and not self.ended and self.guesses
         return possible and self._step_ahead(token)[0]
 
     def mask(self) -> np.ndarray | None:
@@ -148,7 +157,7 @@ class GrammarState:
 
     def forget(self, guesses: int) -> None:
         self._matcher.rollback(guesses)
-        self._guesses -= guesses
+        self._guessed -= guesses
 
     def _follow(self, tokens: Items[int], ahead: _Ahead) -> int:
         for place, token in enumerate(tokens):
@@ -162,7 +171,7 @@ class GrammarState:
                 seconds = ahead.drafts[place][1]
             seconds += ahead.masks[place] if place < len(ahead.masks) else 0.0
             self._each += (seconds - self._each) / SLOW_TOKENS
-            if self._each > SLOWEST_SECONDS:
+            if self._each > SLOWEST_SECONDS and not self.ended:
                 self._error = TOO_SLOW
                 return place + 1
         return len(tokens)
@@ -178,9 +187,9 @@ class GrammarState:
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
         """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
-        self._guesses += 1
+        self._guessed += 1
         allowed, seconds = self._accept(token)
-        self._guesses -= not allowed
+        self._guessed -= not allowed
         return allowed, seconds
 
     def _accept(self, token: int) -> tuple[bool, float]:
@@ -191,7 +200,7 @@ class GrammarState:
     def _since(self, began: float) -> float:
         seconds = time.thread_time() - began
         self._spent += seconds
-        if self._guesses:
+        if self._guessed:
             self._guessing += seconds
             self._guesses_too_slowly |= self._guessing > GUESSING_SECONDS
         return seconds
@@ -235,7 +244,7 @@ def guess_within(
     going = [
         _Guesser(constraint, guesses, start, tokens)
         for (constraint, guesses), start, tokens in zip(followed, starts, kept, strict=False)
-        if constraint is not None
+        if constraint is not None and constraint.guesses
     ]
     guessers = going
     for slot in range(max((len(guesser.guesses) for guesser in going), default=0)):

@@ -283,7 +283,7 @@ class GrammarQueue:
         while waiting.read < len(emitted):
             if time.thread_time() > until:
                 return None
-            waiting.state.replay(emitted[waiting.read : waiting.read + 1])
+            waiting.state.replay(emitted[waiting.read])
             waiting.read += 1
             if waiting.state.error is not None:
                 raise RequestError("what was emitted already does not follow the grammar", "emitted")

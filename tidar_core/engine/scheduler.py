@@ -110,7 +110,7 @@ class Scheduler:
 
     def plan(self) -> list[SequencePlan]:
         """The rows of the next step, those of urgent sequences first. Reserves their pages; may preempt and admit."""
-        idle = self._sitting_out()
+        idle = self._turns.sitting_out(self.running, self._plain_seconds, time.monotonic())
         going = [sequence for sequence in self.running if sequence not in idle]
         decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
         chosen = Chosen(self.limits.known_rows, decoding)
@@ -122,15 +122,11 @@ class Scheduler:
             if count > 0 and self._reserve(sequence, count, chosen):
                 chosen.put(sequence, count)
         self._admit(chosen)
-        return self._shaped(list(chosen.counts.items()))
+        return self._shaped(list(chosen.counts.items()), len(idle & self.running.keys()))
 
-    def _sitting_out(self) -> frozenset[Sequence]:
-        """Those that run and have no rows in this step, since it is not their turn."""
-        if all(sequence.constraint is None for sequence in self.running):
-            return frozenset()
-        count = len(self.running)
-        plain = self.policy.cost.seconds(StepSize(0, count, sequences=count))
-        return self._turns.sitting_out(self.running, plain, time.monotonic())
+    def _plain_seconds(self, count: int) -> float:
+        """What a step takes in which so many have a token each."""
+        return self.policy.cost.seconds(StepSize(0, count, sequences=count))
 
     def _admit(self, chosen: Chosen, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
@@ -206,11 +202,12 @@ class Scheduler:
                 break
             sequence.drafts.append(token)
 
-    def _shaped(self, chosen: list[tuple[Sequence, int]]) -> list[SequencePlan]:
-        """Plans with the policy's shapes, for those whose chunk reaches their last token."""
+    def _shaped(self, chosen: list[tuple[Sequence, int]], idle: int) -> list[SequencePlan]:
+        """Plans with the policy's shapes, for those whose chunk reaches their last token. idle: how many sit out."""
         emitting = [(s, count) for s, count in chosen if s.computed + count == len(s.tokens)]
         prompt_rows = sum(count for _, count in chosen) - len(emitting)
-        coming = len(self.running) - len(emitting) + min(len(self.waiting), self.limits.max_running - len(self.running))
+        waiting = min(len(self.waiting), self.limits.max_running - len(self.running))
+        coming = len(self.running) - idle - len(emitting) + waiting
         wanted = iter(self.policy.choose([self._view(s, len(s.drafts)) for s, _ in emitting], prompt_rows, coming))
         plans = []
         for sequence, count in chosen:
@@ -233,9 +230,10 @@ class Scheduler:
         )
 
     def _view(self, sequence: Sequence, drafts_in_hand: int) -> SequenceView:
-        params = sequence.request.params
+        params, constraint = sequence.request.params, sequence.constraint
+        guesses = constraint is None or constraint.guesses or params.draft_trust < 1.0
         return SequenceView(
-            params.drafting,
+            params.drafting if guesses else "off",
             drafts_in_hand,
             params.block or self.policy.block_length,
             len(sequence.tokens),
@@ -281,17 +279,13 @@ class Scheduler:
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
         if missing > self._room(sequence):
             return False
-        if missing > self.pool.available:
-            freed = self.pool.freed_by(other.pages for other in self._yielding(sequence))
-            if missing > self.pool.available + freed:
-                return False  # pages that several own come free for none
         while self._full() or missing > self.pool.available:
             self._preempt(self._least_urgent(), chosen)
         return True
 
     def _room(self, sequence: Sequence) -> int:
-        """Pages that a waiting sequence may have, those of less urgent ones included."""
-        return self.pool.available + sum(len(other.pages) for other in self._yielding(sequence))
+        """Pages that a waiting sequence may have, those that come free where all less urgent ones give way included."""
+        return self.pool.available + self.pool.freed_by(other.pages for other in self._yielding(sequence))
 
     def _may_admit(self) -> bool:
         """Whether somebody who waits may come in with the next step."""

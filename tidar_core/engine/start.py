@@ -38,7 +38,7 @@ from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import AdapterWeights, ModelWeights, pack_adapter, pack_model
+from tidar_core.model.weights import pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
@@ -81,7 +81,9 @@ def load_engine(
     ops, kv_dtype = _in_8_bits(config, ops, dtype, report)
 
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
-    weights, drafter = _packed(weights, adapter, ops, source)
+    with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
+        weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
+        drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
@@ -182,15 +184,6 @@ def _in_8_bits(
         return ops, FLOAT8
     report(f"float8 K/V saves no memory here: it is rounded and kept in {kept_as}")
     return replace(ops, bind_layers=None, rotate_and_store=rounding_pages(ops.rotate_and_store)), dtype
-
-
-def _packed(
-    weights: ModelWeights, adapter: Adapter | None, ops: Ops, source: ModelSource
-) -> tuple[ModelWeights, AdapterWeights | None]:
-    """Weights and drafter as the operations read them; takes those that it is given."""
-    with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
-        base = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
-        return base, pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
 
 
 def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -61,6 +61,10 @@ class ThoughtWatch:
     def seconds(self) -> float:
         return 0.0 if self.grammar is None else self.grammar.seconds
 
+    @property
+    def guesses(self) -> bool:
+        return self.grammar is None or self.grammar.guesses
+
     def advance(self, tokens: Items[int]) -> int:
         until = len(tokens) if self.grammar is None else self.grammar.advance(tokens)
         for token in tokens[:until]:
