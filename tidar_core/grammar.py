@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import combinations
 from math import ceil, floor, isfinite
 from typing import Any, Literal
@@ -109,9 +110,15 @@ def _check_depth(value: Any) -> None:
 
 
 MAX_PATTERNS = 64  # of an object, each of which is held against the others
+MOST_COMPARED = 32  # characters of what names may begin with
+RANGE = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+BEYOND_ASCII = "\u0100"
+# Else what is reached is none of the schemas that are checked.
+_KEYWORD = r"/(?:items|additionalProperties|propertyNames|(?:anyOf|oneOf|allOf|prefixItems)/\d+)"
+_LEADS_HERE = re.compile(rf"#(?:{_KEYWORD}|/(?:\$defs|definitions|properties)/[^/]+)*/?")
 RANGE_DECIMALS = 6  # of a number that has a range, as xgrammar 0.2.8 writes it
 # What says nothing about an instance by itself.
-_ANNOTATIONS = frozenset(
+ANNOTATIONS = frozenset(
     {
         "$anchor", "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description",
         "discriminator", "example", "examples", "id", "nullable", "readOnly", "title", "writeOnly",
@@ -166,12 +173,16 @@ def _check_level(schema: dict[str, Any]) -> None:
             raise GrammarError(f"`{name}` cannot be enforced: leave it out of the schema")
     if schema.get("uniqueItems"):
         raise GrammarError("`uniqueItems` cannot be enforced: leave it out of the schema")
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not _LEADS_HERE.fullmatch(reference):
+        told = str(reference)[:60]
+        raise GrammarError(f"`$ref` {told} cannot be followed: put the schema under `$defs` and lead there")
     if schema.get("type") == []:
         raise GrammarError("`type` must name at least one type")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise GrammarError("`allOf` of more than one schema cannot be enforced: write them as one")
     for name in ("$ref", "anyOf", "oneOf", "allOf"):
-        beside = sorted(schema.keys() - _ANNOTATIONS - {name})
+        beside = sorted(schema.keys() - ANNOTATIONS - {name})
         # `type` with `anyOf` is common and harmless only where each branch says it again
         if name in schema and beside:
             raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: move it into the schemas there")
@@ -195,11 +206,14 @@ def _check_range(schema: dict[str, Any]) -> None:
         value = schema.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise GrammarError(f"`{name}` must be a non-negative integer")
-    types = schema.get("type", "number")
-    if types != "number" and not (isinstance(types, list) and "number" in types):
+    for name in RANGE:
+        value = schema.get(name)
+        if isinstance(value, int) and not _is_64_bit(value):
+            raise GrammarError(f"`{name}` is beyond 64 bits, which cannot be enforced: leave it out of the schema")
+    if "number" not in _types_of(schema):
         return
     finite = {}
-    for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+    for name in RANGE:
         value = schema.get(name)
         if isinstance(value, float) and isfinite(value):
             finite[name] = Fraction(str(value)) * 10**RANGE_DECIMALS
@@ -224,18 +238,28 @@ def _check_names(schema: dict[str, Any]) -> None:
     for name in required:
         if not isinstance(name, str) or name not in properties:
             raise GrammarError(f"`required` names {str(name)[:60]!r}, which `properties` does not have")
+    if "object" not in _types_of(schema):
+        return
     for other in ("properties", "patternProperties"):
-        if "propertyNames" in schema and schema.get(other):
+        if schema.get("propertyNames", True) not in (True, {}, {"type": "string"}) and schema.get(other):
             raise GrammarError(f"`propertyNames` beside `{other}` cannot be enforced: leave it out of the schema")
     patterns = schema.get("patternProperties", {})
     if isinstance(patterns, dict):
-        if patterns and properties and schema.get("additionalProperties", schema.get("unevaluatedProperties", False)):
+        others = schema.get("additionalProperties", schema.get("unevaluatedProperties", False))
+        anything = all(one in (True, {}) for one in patterns.values())
+        if patterns and properties and others is not False and not anything:
             raise GrammarError("`additionalProperties` beside properties and patternProperties cannot be enforced")
         _check_patterns(list(patterns), properties)
     free = bool(patterns) or "propertyNames" in schema or schema.get("additionalProperties", False) is not False
     free |= schema.get("unevaluatedProperties", False) is not False
     if free and schema.get("minProperties", 0) > len(set(required)) + 1:
         raise GrammarError("`minProperties` cannot be enforced where a name may come again: list `properties` instead")
+
+
+def _types_of(schema: dict[str, Any]) -> list[Any]:
+    """The types that a schema names; where it names none, all."""
+    types = schema.get("type", [*_TYPES])
+    return types if isinstance(types, list) else [types]
 
 
 def _check_patterns(patterns: list[str], properties: dict[str, Any]) -> None:
@@ -258,7 +282,9 @@ def _check_patterns(patterns: list[str], properties: dict[str, Any]) -> None:
 
 
 _BEGINNING = re.compile(
-    r"([^\\^$.|?*+()\[\]{}]|\\[^a-zA-Z0-9]|\\[dDsSwW]|\[(?:\\.|[^\]\\])+\])(?![?*{])(\+?)", re.DOTALL
+    r"([^\\^$.|?*+()\[\]{}]|\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[^a-zA-Z0-9]|\\[dDsSwW]|\[(?:\\.|[^\]\\\[])+\])"
+    r"(?![?*]|\{0*[,}])(\+|\{[^}]*\})?",
+    re.DOTALL,
 )
 
 
@@ -267,24 +293,30 @@ def _beginning(pattern: str) -> list[str]:
     beginning: list[str] = []
     place = 1
     while pattern.startswith("^") and "|" not in pattern and (found := _BEGINNING.match(pattern, place)):
-        beginning.append(found[1][-1] if re.fullmatch(r"\\[^a-zA-Z0-9]", found[1]) else found[1])
-        if found[2]:
+        beginning.append(found[1])
+        if found[2] or len(beginning) == MOST_COMPARED:
             break
         place = found.end()
     return beginning
 
 
+@lru_cache(maxsize=4096)
+def _characters(part: str) -> frozenset[str]:
+    """What a part of a beginning may stand for, ASCII one by one and all else by one of them."""
+    if len(part) == 1:
+        return frozenset(part if part.isascii() else BEYOND_ASCII)
+    try:
+        written = re.compile(part, re.ASCII)
+    except re.error:
+        return frozenset((*map(chr, range(0x80)), BEYOND_ASCII))
+    found = {character for character in map(chr, range(0x80)) if written.fullmatch(character)}
+    beyond = not part.isascii() or "\\u" in part or "\\x" in part or part[:2] == "[^" or re.search(r"\\[DSW]", part)
+    return frozenset(found | ({BEYOND_ASCII} if beyond else set()))
+
+
 def _may_be(one: str, other: str) -> bool:
     """Whether two parts of beginnings may stand for the same character."""
-    if len(one) > 1 and len(other) > 1:
-        return True
-    if len(one) == len(other):
-        return one == other
-    character, kind = sorted((one, other), key=len)
-    try:
-        return any(re.match(kind, character, flag) for flag in (re.ASCII, re.UNICODE))
-    except re.error:
-        return True
+    return not _characters(one).isdisjoint(_characters(other))
 
 
 def _check_values(schema: dict[str, Any]) -> None:
@@ -292,7 +324,7 @@ def _check_values(schema: dict[str, Any]) -> None:
     for name in ("enum", "const"):
         if name not in schema:
             continue
-        beside = sorted(schema.keys() - _ANNOTATIONS - {name, "type"})
+        beside = sorted(schema.keys() - ANNOTATIONS - {name, "type"})
         if beside:
             raise GrammarError(f"`{beside[0]}` beside `{name}` cannot be enforced: leave it out of the schema")
         values = schema[name] if name == "enum" else [schema[name]]

@@ -76,6 +76,16 @@ _POINTERS = {
     "json-pointer": r"^(/([^/~]|~[01])*)*$",
     "relative-json-pointer": r"^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
 }
+# What zod writes for an email and a duration, and the same without looking ahead, which the compiler cannot.
+_WITHOUT_LOOKING_AHEAD = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        r"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)(T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|"
+        r"\d+([.,]\d+)?S))?|T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S))$"
+    ),
+}
 _SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _NAMES_TYPE = {"additionalProperties", "items", "prefixItems", "properties"}  # by themselves
 _KINDS_OF = {
@@ -150,7 +160,8 @@ def in_json(schema: Any) -> Any:
     mended = {name: _keyword_in_json(name, value) for name, value in schema.items()}
     kinds = {name: kind for name in schema if (kind := _kind_of(name, schema[name]))}
     if kinds.keys() - _NAMES_TYPE and not any(name in schema for name in _SAYS_TYPE):
-        mended["type"] = sorted({*kinds.values()})
+        whole = kinds.get("multipleOf") == "integer"  # of such numbers alone
+        mended["type"] = sorted({*kinds.values()} - ({"number"} if whole else set()))
     if "pattern" in schema and schema.get("format") in STRING_FORMATS:
         del mended["format"]  # xgrammar would take it in place of the pattern; beside one it is a remark (2020-12)
     elif schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
@@ -181,7 +192,20 @@ def _keyword_in_json(name: str, value: Any) -> Any:
 def pattern_in_json(pattern: str) -> str:
     r"""A regular expression of a string's JSON text: `"` is \\" there. Where a class has other characters than those
     that need an escape, xgrammar may leave the escapes out."""
+    pattern = _WITHOUT_LOOKING_AHEAD.get(pattern, pattern)
+    if _has_open_class(pattern):
+        return pattern  # the compiler says so
     return "".join(_part_in_json(part) for part in _PATTERN_PARTS.finditer(pattern))
+
+
+def _has_open_class(pattern: str) -> bool:
+    is_open, characters = False, iter(pattern)
+    for character in characters:
+        if character == "\\":
+            next(characters, None)
+        else:
+            is_open = character != "]" if is_open else character == "["
+    return is_open
 
 
 def _part_in_json(part: re.Match[str]) -> str:

@@ -14,7 +14,7 @@ from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
-from tidar_core.grammar import MAX_SCHEMA_DEPTH, Grammar, GrammarError, schema_grammar, tag_grammar
+from tidar_core.grammar import ANNOTATIONS, Grammar, GrammarError, schema_grammar, tag_grammar
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
@@ -23,6 +23,9 @@ MAX_TOOLS = 128  # as OpenAI
 # By which a chat template fails: it says so, or cannot do with what it was given.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+NOTHING_SAID: tuple[tuple[str, Any], ...] = (("required", []), ("minProperties", 0))
 
 
 class Function(BaseModel):
@@ -37,8 +40,10 @@ class Function(BaseModel):
 
     @property
     def schema_(self) -> dict[str, Any]:
-        """The schema of the arguments: one that allows none where the request gave none."""
-        return self.parameters or {"type": "object", "properties": {}}
+        """The schema of the arguments: one that allows none where the request gave none, or remarks alone."""
+        given = self.parameters or {}
+        says = any(name not in ANNOTATIONS and (name, value) not in NOTHING_SAID for name, value in given.items())
+        return given if says else {"type": "object", "properties": {}}
 
 
 class Tool(BaseModel):
@@ -168,23 +173,33 @@ def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> di
     }
 
 
-def is_of_objects(schema: Any, whole: Any, references: int = 0) -> bool:
+def is_of_objects(schema: Any, whole: Any, seen: set[str] | None = None) -> bool:
     """Whether all that follows a schema are JSON objects, without which a call cannot be told. whole: what its
-    references lead into; references: through how many it came already."""
-    if not isinstance(schema, dict) or references > MAX_SCHEMA_DEPTH:
+    references lead into; seen: those that were followed already, each of which is asked once."""
+    seen = set() if seen is None else seen
+    if not isinstance(schema, dict):
         return False
     if "$ref" in schema:
-        return is_of_objects(_found(str(schema["$ref"]), whole), whole, references + 1)
+        chain = list[str]()
+        while isinstance(schema, dict) and "$ref" in schema:
+            chain.append(str(schema["$ref"]))
+            if chain[-1] in chain[:-1]:
+                return False  # they lead in a circle, and nowhere
+            schema = _found(chain[-1], whole)
+        if chain[-1] in seen:
+            return True
+        seen.update(chain)
+        return is_of_objects(schema, whole, seen)
     for name in ("anyOf", "oneOf", "allOf", "enum"):
         if name in schema:
             listed = schema[name] if isinstance(schema[name], list) else []
             if name == "enum":
                 return all(isinstance(value, dict) for value in listed)
-            return bool(listed) and all(is_of_objects(one, whole, references + 1) for one in listed)
+            return bool(listed) and all(is_of_objects(one, whole, seen) for one in listed)
     if "const" in schema:
         return isinstance(schema["const"], dict)
     if "type" not in schema:
-        return any(name in schema for name in ("properties", "additionalProperties", "patternProperties"))
+        return not {"properties", "additionalProperties", "patternProperties", "propertyNames"}.isdisjoint(schema)
     return schema["type"] in ("object", ["object"])
 
 

@@ -155,6 +155,14 @@ def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be() -> None
             boxed(tokenizer, **{"tools": tools, **fields})
 
 
+# Each of which leads twice to the next.
+DOUBLING = {
+    "$ref": "#/$defs/0",
+    "$defs": {str(place): {"anyOf": [{"$ref": f"#/$defs/{place + 1}"}] * 2} for place in range(30)}
+    | {"30": {"type": "object", "properties": {}}},
+}
+
+
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -164,7 +172,7 @@ def test_a_schema_that_cannot_be_kept_is_refused_only_where_it_must_be() -> None
         {"anyOf": [{"type": "object"}, {"type": "integer"}]},
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
         {"$ref": "#/$defs/b", "$defs": {"a": {"type": "object"}}},
-        {"description": "anything"},
+        {"minimum": 3},
         {"const": 3},
     ],
 )
@@ -183,6 +191,10 @@ def test_parameters_that_are_no_object_are_refused_where_calls_are_held_to_them(
     [
         None,
         {},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema", "required": [], "minProperties": 0},
+        {"propertyNames": {"maxLength": 3}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "object"}, {"$ref": "#/$defs/a"}]}}},
+        DOUBLING,
         {"properties": {"a": {"type": "integer"}}},
         {"anyOf": [{"type": "object", "properties": {}}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": ["object"]}}},
         {"enum": [{"a": 1}]},

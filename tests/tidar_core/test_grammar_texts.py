@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidar_core.grammar import schema_grammar, tag_grammar
-from tidar_core.grammar_guard import STRING_FORMATS, compile_grammar
+from tidar_core.grammar_guard import STRING_FORMATS, compile_grammar, pattern_in_json
 
 COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]), max_threads=1, cache_enabled=False
@@ -145,6 +146,34 @@ def test_a_pattern_counts_and_not_a_format_beside_it() -> None:
     dates = compiled({"type": "string", "format": "date", "pattern": "^2026-.*$"})
     assert takes(dates, '"2026-11-30"')
     assert not takes(dates, '"1999-11-30"')
+
+
+ZOD = {
+    "email": (
+        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        "a.b+'@c-d.ef",
+    ),
+    "duration": (
+        r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+        "PYMWDTHS12.,",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ZOD)
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_what_zod_looks_ahead_for_is_kept(form: str, data: st.DataObject) -> None:
+    pattern, letters = ZOD[form]
+    text = data.draw(st.one_of(st.text(letters, max_size=9), st.from_regex(pattern, fullmatch=True, alphabet=letters)))
+    grammar = compiled({"type": "string", "format": form, "pattern": pattern})
+    assert takes(grammar, json.dumps(text)) == bool(re.fullmatch(pattern, text, re.ASCII))
+
+
+def test_a_class_without_an_end_is_no_work() -> None:
+    began = time.process_time()
+    assert pattern_in_json("[" * 60_000) == "[" * 60_000
+    assert time.process_time() - began < 1.0
 
 
 def test_what_is_no_pattern_is_left_as_it_is() -> None:
