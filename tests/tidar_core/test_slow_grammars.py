@@ -13,6 +13,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
 from tidar_core.engine import Engine, constraint, grammars, turns
 from tidar_core.engine.constraint import GrammarState, only_token
+from tidar_core.engine.scheduler import Scheduler
 from tidar_core.engine.turns import Turns
 from tidar_core.grammar import Grammar
 from tidar_core.request import FinishReason, Request
@@ -141,6 +142,7 @@ def test_who_sits_out_says_what_it_would_have_said(
 
     monkeypatch.setattr(turns, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(turns, "TOGETHER_SECONDS", 0.0)
+    monkeypatch.setattr(Scheduler, "_plain_seconds", lambda scheduler, count: 0.0)
     sitting_out, idle = Turns.sitting_out, list[frozenset[Any]]()
     monkeypatch.setattr(Turns, "sitting_out", lambda *given: idle.append(sitting_out(*given)) or idle[-1])
     for name in asked:
