@@ -174,8 +174,9 @@ def calls(form: ToolFormat, functions: Sequence[Function], parallel: bool) -> di
 
 
 def is_of_objects(schema: Any, whole: Any, seen: set[str] | None = None) -> bool:
-    """Whether all that follows a schema are JSON objects, without which a call cannot be told. whole: what its
-    references lead into; seen: those that were followed already, each of which is asked once."""
+    """Whether all that follows a schema, one that `check_schema` lets pass, are JSON objects, without which a call
+    cannot be told. whole: what its references lead into; seen: those that were followed already, each of which is asked
+    once."""
     seen = set() if seen is None else seen
     if not isinstance(schema, dict):
         return False
@@ -190,14 +191,11 @@ def is_of_objects(schema: Any, whole: Any, seen: set[str] | None = None) -> bool
             return True
         seen.update(chain)
         return is_of_objects(schema, whole, seen)
-    for name in ("anyOf", "oneOf", "allOf", "enum"):
+    for name in ("anyOf", "oneOf", "allOf"):
         if name in schema:
-            listed = schema[name] if isinstance(schema[name], list) else []
-            if name == "enum":
-                return all(isinstance(value, dict) for value in listed)
-            return bool(listed) and all(is_of_objects(one, whole, seen) for one in listed)
-    if "const" in schema:
-        return isinstance(schema["const"], dict)
+            return all(is_of_objects(one, whole, seen) for one in schema[name])
+    if "enum" in schema or "const" in schema:
+        return all(isinstance(value, dict) for value in schema.get("enum", [schema.get("const")]))
     if "type" not in schema:
         return not {"properties", "additionalProperties", "patternProperties", "propertyNames"}.isdisjoint(schema)
     return schema["type"] in ("object", ["object"])

@@ -89,7 +89,8 @@ def convert_command(
         float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3, and 1e-5 in full mode.")
     ] = 0.0,
     rows: Annotated[
-        int, typer.Option(min=0, help="Mask rows a step, in whole documents; in full mode tokens. 0: by device.")
+        int,
+        typer.Option(min=0, help="Mask rows a step, in whole documents. 0: by device; in full mode tokens, 0: 4096."),
     ] = 0,
     rows_at_once: Annotated[
         int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")

@@ -228,7 +228,8 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the data directory {directory} cannot be made ({error.strerror}): choose another --data"
+            f"the data directory {directory} cannot be made ({error.strerror}): choose another --out, or --data where "
+            "that was given"
         ) from None
     path, notes = directory / HEADER_FILE, list[str]()
     if path.exists():
@@ -268,7 +269,7 @@ def read_header(directory: Path) -> DataHeader:
         ) from None
     except (OSError, UnicodeDecodeError, ValidationError):
         raise ConfigError(
-            f"{path} is not a readable header of token shards: choose another --data, or delete that folder"
+            f"{path} is not a readable header of token shards: delete that folder, or choose another"
         ) from None
 
 

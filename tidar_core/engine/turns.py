@@ -45,5 +45,6 @@ class Turns:
 
 def _seconds(sequence: Sequence) -> float:
     """What its grammar takes of a step; nothing while it computes what it said before."""
-    asked = sequence.constraint is not None and len(sequence.tokens) - sequence.computed == 1
-    return sequence.constraint.seconds if asked and sequence.constraint is not None else 0.0
+    if sequence.constraint is None or len(sequence.tokens) - sequence.computed != 1:
+        return 0.0
+    return sequence.constraint.seconds
