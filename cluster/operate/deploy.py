@@ -72,7 +72,7 @@ Known = TypeVar("Known")
 
 def say_now(line: str) -> None:
     with suppress(OSError):  # the terminal may be closed already, and there is an end to be made
-        print(line, flush=True)
+        print(f"{line}\n", end="", flush=True)  # in one piece: an interrupt may come between two, another thread's too
 
 
 def up(options: UpOptions, say: Say = say_now) -> None:

@@ -1,6 +1,7 @@
 """`tidar up` and `tidar status` as commands: what they refuse in one line, and how they end."""
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -300,6 +301,22 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> N
         assert server.log.read_text().splitlines()[-1] == "stopped"
     finally:
         kill_all(server.processes())
+
+
+def test_a_line_is_said_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[bytes] = []
+
+    class Unbuffered(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, piece: Any) -> int:
+            pieces.append(bytes(piece))
+            return len(piece)
+
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Unbuffered(), write_through=True))  # as PYTHONUNBUFFERED has it
+    deploy.say_now("starting Ray")
+    assert [piece for piece in pieces if piece] == [b"starting Ray\n"]
 
 
 def test_an_interrupt_that_is_put_off() -> None:
