@@ -1,14 +1,17 @@
-"""Fixtures that more than one of this room's modules share. A module may have one of the same name of its own."""
+"""Fixtures that more than one of this room's modules share. A module may have one of the same name of its own.
+
+What makes checkpoints is imported where it is asked for: it takes longer than most modules' tests."""
 
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.tidar_core.trained import BRIEF, SIMPLE, SMALL, TinyBase, own_words_of, run_command, tiny_base
-from tests.tiny import tiny_checkpoint
-from tidar_core.convert.shards import Corpus
+if TYPE_CHECKING:
+    from tests.tidar_core.trained import TinyBase
+    from tidar_core.convert.shards import Corpus
 
 
 @pytest.fixture
@@ -18,18 +21,25 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyBase:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> "TinyBase":
+    from tests.tidar_core.trained import SIMPLE, tiny_base
+
     return tiny_base(tmp_path_factory.mktemp("tiny"), **SIMPLE)
 
 
 @pytest.fixture(scope="module")
-def corpus(tiny: TinyBase) -> Corpus:
+def corpus(tiny: "TinyBase") -> "Corpus":
+    from tests.tidar_core.trained import own_words_of
+
     return own_words_of(tiny, 160)
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model that converts, and the data that a run of the command has gathered from it."""
+    from tests.tidar_core.trained import BRIEF, SMALL, run_command
+    from tests.tiny import tiny_checkpoint
+
     directory = tmp_path_factory.mktemp("words")
     model, data = tiny_checkpoint(directory / "model", **BRIEF), directory / "data"
     status, output = run_command(model, "--out", directory / "out", "--data", data, "--steps", 1, *SMALL)
