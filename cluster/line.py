@@ -68,7 +68,7 @@ class IngressCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class ReplicaCounts:
     """A replica's series for Prometheus, and what it was told by each ingress that it heard lately."""
 
     series: list[Metric]
@@ -103,7 +103,7 @@ Event = StepOutput | Refusal | Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class EventBatch:
     """What a mailbox brings at once: the events since the last look (none in a heartbeat), and the replica's name."""
 
     replica: str

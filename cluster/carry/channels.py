@@ -21,7 +21,7 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from cluster.line import Accepted, Batch, Event, Failure
+from cluster.line import Accepted, Event, EventBatch, Failure
 
 log = logging.getLogger("ray.serve")
 TICK_SECONDS = 0.1
@@ -30,7 +30,7 @@ TICK_SECONDS = 0.1
 class Call(Protocol):
     """One call of a replica, from outside."""
 
-    def __aiter__(self) -> AsyncIterator[Accepted | Batch]: ...
+    def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]: ...
     def cancel(self) -> None: ...
 
 

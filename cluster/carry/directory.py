@@ -14,7 +14,17 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard, tokenizer_backend
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
-from cluster.line import PROMPT_MARKS, Accepted, Address, Alive, Batch, Counts, EngineKind, IngressCounts, Way
+from cluster.line import (
+    PROMPT_MARKS,
+    Accepted,
+    Address,
+    Alive,
+    EngineKind,
+    EventBatch,
+    IngressCounts,
+    ReplicaCounts,
+    Way,
+)
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
 
@@ -165,15 +175,15 @@ class Directory:
 
     def generate(
         self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
-    ) -> DeploymentResponseGenerator[Accepted | Batch]:
+    ) -> DeploymentResponseGenerator[Accepted | EventBatch]:
         """Send a request to a replica (`EngineReplica.generate`)."""
         return listen(self.engine, "generate", request, Address(self._name, mailbox), kind, way=way)
 
-    def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | Batch]:
+    def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | EventBatch]:
         """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
         return listen(self.engine, "listen", Address(self._name, mailbox), way=Way(only=replica))
 
-    async def metrics(self) -> list[Counts]:
+    async def metrics(self) -> list[ReplicaCounts]:
         """What each replica tells; one that does not answer is left out. Raises ApiError (503) if none does, unless the
         model only sleeps."""
         told = await self._told()
@@ -184,9 +194,9 @@ class Directory:
             raise not_ready()
         return told
 
-    async def _told(self) -> list[Counts]:
+    async def _told(self) -> list[ReplicaCounts]:
         answers = await self._all_tell()
-        told = [answer for answer in answers if isinstance(answer, Counts)]
+        told = [answer for answer in answers if isinstance(answer, ReplicaCounts)]
         if not told and self.replicas:
             log.warning("no replica tells its metrics, though %s answered: %r", ", ".join(self.replicas), answers)
         return told

@@ -21,7 +21,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import Outcomes, outcome_of
-from cluster.ingress.plans import Plan, chat_plan, completion_plan, responses_plan
+from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
 from cluster.ingress.streams import Pace, pieces_of
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.tracing import flush, trace_requests, tracer_provider
@@ -103,8 +103,8 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
             raise as_here(error) from error
 
     async def planned(
-        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], Plan]
-    ) -> tuple[Served, ModelCard, Plan]:
+        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
+    ) -> tuple[Served, ModelCard, RequestPlan]:
         raw = await read_raw(request, options.max_body_bytes)
         served, value = await models.wanted(raw)
         outcome_of(request).model = served.name
@@ -112,7 +112,7 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
         # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
         return served, card, await asyncio.to_thread(plan, value, card, backend)
 
-    async def answer(request: Request, served: Served, card: ModelCard, plan: Plan) -> Response:
+    async def answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan) -> Response:
         body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
         chat = isinstance(body, ChatBody)
         head = new_head(card.name, chat) if repeated is None else new_response_head(card.name)

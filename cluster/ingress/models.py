@@ -14,7 +14,7 @@ from cluster.carry.directory import Directory
 from cluster.carry.handover import Carrier, Patience
 from cluster.errors import ApiError, not_ready, unknown_model
 from cluster.ingress.streams import Admission
-from cluster.line import Counts
+from cluster.line import ReplicaCounts
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.wire.prompts import parse_json
@@ -96,9 +96,9 @@ class Models:
         name = value.get("model")
         return self.named(name if isinstance(name, str) else None), value
 
-    async def metrics(self) -> list[Counts]:
+    async def metrics(self) -> list[ReplicaCounts]:
         """What each replica tells. Raises ApiError (503) where a model should run and no replica of any answers."""
-        told: list[Counts] = []
+        told: list[ReplicaCounts] = []
         answers = await asyncio.gather(
             *(served.directory.metrics() for served in self._served.values()), return_exceptions=True
         )

@@ -26,7 +26,7 @@ Prompts = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
     and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
     thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two."""
@@ -45,21 +45,21 @@ class Plan:
         return "tools" if self.tools is not None else self.body.grammar_field
 
 
-def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> Plan:
+def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
     """Of `POST /v1/completions`. Raises ApiError, as all of these do."""
     body = read_body(value, CompletionBody)
     check(body)
     prompts = completion_prompts(body, card, backend)
     params = params_of(body, prompts, card, backend, body.grammar)
-    return Plan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
+    return RequestPlan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
 
 
-def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
     """Of `POST /v1/chat/completions`. reasoning: thoughts are told apart."""
     return plan_of_chat(read_body(value, ChatBody), card, backend, reasoning)
 
 
-def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
     """Of `POST /v1/responses`."""
     body = read_body(value, ResponsesBody)
     chat = body.as_chat()
@@ -70,7 +70,7 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
     return replace(plan, repeated=body.repeated(sampling_of(chat, card)))
 
 
-def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> Plan:
+def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
     check(body)
     parallel = body.parallel_tool_calls is not False
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
@@ -87,7 +87,7 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
     params = params_of(body, [prompt], card, backend, grammar, limit)
-    return Plan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
+    return RequestPlan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
 
 
 def params_of(

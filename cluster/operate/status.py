@@ -25,7 +25,7 @@ Series = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Snapshot:
     """What all replicas counted at a moment (seconds of one clock), and what each serves. missing: the names for
     which none answers, and whether each may sleep."""
 
@@ -92,7 +92,7 @@ def model_table(base: str, key: str | None) -> Table:
     return head
 
 
-def look(base: str, key: str | None) -> Look:
+def look(base: str, key: str | None) -> Snapshot:
     """What the metrics page says now. Raises ConfigError."""
     page = fetch(f"{base}/metrics", key).text
     return read_page(page, time.monotonic())
@@ -133,7 +133,7 @@ def message_of(response: httpx.Response) -> str:
         return response.reason_phrase
 
 
-def read_page(page: str, moment: float) -> Look:
+def read_page(page: str, moment: float) -> Snapshot:
     """The samples of a metrics page by replica and name, series of one name summed over their other labels."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     models: dict[str, str] = {}
@@ -146,10 +146,10 @@ def read_page(page: str, moment: float) -> Look:
             elif sample.name == "tidar:model_sleeps":
                 sleeps[sample.labels["model_name"]] = bool(sample.value)
     there = set(models.values())
-    return Look(moment, found, models, {name: may for name, may in sleeps.items() if name not in there})
+    return Snapshot(moment, found, models, {name: may for name, may in sleeps.items() if name not in there})
 
 
-def replica_table(now: Look, before: Look | None = None) -> Table:
+def replica_table(now: Snapshot, before: Snapshot | None = None) -> Table:
     """Load, speed and acceptance: a row a replica, and one for all; where there are several models, each replica's own
     stands behind its name, and above them all those models that have none. What is counted is that between two looks
     where anything happened there, else all since the replica started."""
@@ -174,7 +174,7 @@ def replica_table(now: Look, before: Look | None = None) -> Table:
     return table
 
 
-def cells(names: list[str], now: Look, before: Look | None) -> list[str]:
+def cells(names: list[str], now: Snapshot, before: Snapshot | None) -> list[str]:
     """A row of the table, for all these replicas together."""
     old = before.replicas if before is not None else {}
 

@@ -19,7 +19,7 @@ log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PrefixQuestion:
     """A question about the engine's cached prefixes, and where the answer goes."""
 
     limit: int
@@ -44,7 +44,7 @@ class EngineThread:
         self._step_began: float | None = None
         self._load = load
         self._deliver = deliver
-        self._commands: queue.SimpleQueue[Request | Look | str | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Request | PrefixQuestion | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -60,9 +60,9 @@ class EngineThread:
 
     def prefix_marks(self, limit: int) -> Future[bytes]:
         """What of prompts is cached (`Engine.prefix_marks`), told between two steps."""
-        look = Look(limit, Future())
-        self._commands.put(look)
-        return look.marks
+        question = PrefixQuestion(limit, Future())
+        self._commands.put(question)
+        return question.marks
 
     def step_seconds(self) -> float:
         """How long the step that runs has been running; 0 between steps."""
@@ -104,7 +104,7 @@ class EngineThread:
                 return False
             if isinstance(command, str):
                 engine.abort(command)
-            elif isinstance(command, Look):
+            elif isinstance(command, PrefixQuestion):
                 if command.marks.set_running_or_notify_cancel():  # else nobody waits any more
                     command.marks.set_result(engine.prefix_marks(command.limit))
             else:

@@ -20,13 +20,13 @@ from cluster.line import (
     Accepted,
     Address,
     Alive,
-    Batch,
-    Counts,
     EngineKind,
     Event,
+    EventBatch,
     Failure,
     IngressCounts,
     Refusal,
+    ReplicaCounts,
     Way,
 )
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
@@ -207,7 +207,7 @@ class EngineReplica:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
 
-    async def listen(self, address: Address, way: Way = ANYWHERE) -> AsyncGenerator[Batch, None]:
+    async def listen(self, address: Address, way: Way = ANYWHERE) -> AsyncGenerator[EventBatch, None]:
         """Everything that happens to the requests that were sent under an address, an item a step; ends once there have
         been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
 
@@ -228,7 +228,7 @@ class EngineReplica:
                 events = await box.take()
                 if not events and self._thread.step_seconds() > STEP_SECONDS:
                     events = (Failure("the engine hangs"),)
-                yield Batch(self._replica, events)
+                yield EventBatch(self._replica, events)
         finally:
             box.close()
             if self._mailboxes.get(address) is box:
@@ -247,11 +247,11 @@ class EngineReplica:
         self.check_health()
         return Alive(self._replica, self._card.max_model_len)
 
-    async def metrics(self, way: Way = ANYWHERE) -> Counts:
+    async def metrics(self, way: Way = ANYWHERE) -> ReplicaCounts:
         """All Prometheus series of this replica, and those of the ingresses that it hears."""
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left
-        return Counts(self._metrics.collect(stats), tuple(self._ingress_counts.values()))
+        return ReplicaCounts(self._metrics.collect(stats), tuple(self._ingress_counts.values()))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What Serve tells the routers of this replica (`cluster.carry.affinity`)."""

@@ -16,7 +16,7 @@ from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.crew import Crew
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.options import ConvertOptions
-from tidar_core.convert.own_words import Gathered, Goal
+from tidar_core.convert.own_words import GatherProgress, Goal
 from tidar_core.convert.run import train_gathered
 from tidar_core.convert.trainer import StepReport
 
@@ -80,7 +80,7 @@ class Relay:
     def loading(self, done: int, total: int) -> None:
         self._tell(methodcaller("loading", done, total))
 
-    def gathered(self, gathered: Gathered, goal: Goal) -> None:
+    def gathered(self, gathered: GatherProgress, goal: Goal) -> None:
         self._tell(methodcaller("gathered", gathered, goal))
 
     def trained(self, report: StepReport, used: float, fraction: float | None) -> None:

@@ -95,7 +95,7 @@ def prompt_ids(head: Head, answer: Answer, choice: int) -> tuple[int, ...]:
 
 
 @dataclass(slots=True)
-class Gathered:
+class WholeChoice:
     """All pieces of a choice that is not streamed."""
 
     text: str = ""
@@ -138,7 +138,7 @@ def finish_reason(finish: Finish, choice: Choice) -> str:
 
 def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
     """The body of an answer that is not streamed."""
-    gathered = [Gathered() for _ in answer.choices]
+    gathered = [WholeChoice() for _ in answer.choices]
     for piece in pieces:
         gathered[piece.choice].add(piece)
     made: list[Json] = []

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from cluster.carry.channels import Call
 from cluster.carry.handover import Carrier, News, Patience
 from cluster.carry.routing import fitting
-from cluster.line import Accepted, Batch, EngineKind, Event, Way
+from cluster.line import Accepted, EngineKind, Event, EventBatch, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.scripted import KIND, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
@@ -65,7 +65,7 @@ class Asked:
 
     def cancel(self) -> None: ...
 
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+    async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
         engine = self.engine
         if engine is None:
             raise LookupError("no replica fits the call")
@@ -115,7 +115,7 @@ class Fetched:
 
     def cancel(self) -> None: ...
 
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+    async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
         box = self.engine.box(self.mailbox)
         while True:
             events: list[Event] = []
@@ -123,7 +123,7 @@ class Fetched:
                 async with asyncio.timeout(0.1):
                     events.append(await box.get())
             await self.engine.awake.wait()
-            yield Batch(self.engine.name, tuple(events))
+            yield EventBatch(self.engine.name, tuple(events))
 
 
 @dataclass

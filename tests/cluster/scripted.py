@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.carry.handover import Carrier, Patience
-from cluster.line import Accepted, Batch, EngineKind, Event, Failure, IngressCounts, Refusal, Way
+from cluster.line import Accepted, EngineKind, Event, EventBatch, Failure, IngressCounts, Refusal, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
@@ -61,12 +61,12 @@ class Scripted:
     request: Request
     kind: EngineKind | None
     cancelled: bool = False
-    said: asyncio.Queue[Batch | BaseException | None] = field(default_factory=asyncio.Queue)
+    said: asyncio.Queue[EventBatch | BaseException | None] = field(default_factory=asyncio.Queue)
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+    async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
         if self.act.end == "never accepts":
             await asyncio.sleep(60)
         if self.act.end == "fits nobody":
@@ -118,7 +118,7 @@ class Scripted:
                 raise gone
 
     def say(self, *events: Event) -> None:
-        self.said.put_nowait(Batch(self.name, events))
+        self.said.put_nowait(EventBatch(self.name, events))
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Listening:
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+    async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
         while True:
             said = await self.replica.said.get()
             if said is None:

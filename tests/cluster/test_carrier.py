@@ -19,7 +19,7 @@ from cluster.carry.channels import Reception
 from cluster.carry.handover import Carrier, Patience
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
-from cluster.line import Accepted, Batch, EngineKind, Refusal, Way
+from cluster.line import Accepted, EngineKind, EventBatch, Refusal, Way
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
@@ -49,7 +49,7 @@ def test_whatever_befalls_replicas_the_stream_is_the_same(acts: list[Act], quiet
 
 def test_end_and_failure_that_are_read_together_are_an_end() -> None:
     class Both(Scripted):
-        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
             yield Accepted("r0", KIND)
             self.say(StepOutput(self.request.request_id, tuple(undisturbed()), finish=Finish(FinishReason.LENGTH)))
             self.said.put_nowait(ActorUnavailableError("gone", b"0" * 16))
@@ -92,7 +92,7 @@ def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
 )
 def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception) -> None:
     class Cut(Scripted):
-        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
             yield Accepted(self.name, KIND)
             self.said.put_nowait(error)
             raise error
@@ -104,7 +104,7 @@ def test_an_error_that_is_no_loss_is_told() -> None:
     class Broken(Cast):
         def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
             class Wrong(Scripted):
-                async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+                async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
                     raise RuntimeError("not of gRPC")
                     yield
 
@@ -314,7 +314,7 @@ class Full(Cast):
 
     def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
         class Refused(Scripted):
-            async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+            async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
                 raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
                 yield
 
@@ -343,7 +343,7 @@ def test_a_call_that_ends_without_an_end_of_its_answer_is_not_waited_for() -> No
     """Though its replica lives, as its heartbeats show."""
 
     class Over(Scripted):
-        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
             yield Accepted(self.name, KIND)
             for beat in range(50):
                 asyncio.get_running_loop().call_later(beat * 0.02, self.say)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.carry.channels import Channels, Lost, Reception, Turn
-from cluster.line import Accepted, Batch, Event, Failure
+from cluster.line import Accepted, Event, EventBatch, Failure
 from tidar_core.request import StepOutput
 
 ENDS = None
@@ -27,11 +27,11 @@ class Line:
     def cancel(self) -> None:
         self.cancelled = True
 
-    async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+    async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
         while (said := await self.said.get()) is not ENDS:
             if isinstance(said, Exception):
                 raise said
-            yield Batch(self.replica, (said,))
+            yield EventBatch(self.replica, (said,))
 
 
 @dataclass

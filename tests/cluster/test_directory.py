@@ -14,7 +14,7 @@ from cluster.carry.directory import Directory, Wake
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.ingress.models import Models
-from cluster.line import ANYWHERE, Alive, Counts, IngressCounts, Way
+from cluster.line import ANYWHERE, Alive, IngressCounts, ReplicaCounts, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from tests.cluster.scripted import NOTHING_COUNTED
@@ -23,7 +23,7 @@ from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request, SamplingParams
 
-TOLD = Counts([], (NOTHING_COUNTED,))
+TOLD = ReplicaCounts([], (NOTHING_COUNTED,))
 
 
 class Handle:

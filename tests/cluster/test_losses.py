@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.carry.handover import Carrier, Patience
 from cluster.errors import ApiError
-from cluster.line import Accepted, Batch, EngineKind, Way
+from cluster.line import Accepted, EngineKind, EventBatch, Way
 from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Listening, Scripted, carry, undisturbed
 from tests.cluster.test_carrier import goes_on_behind
@@ -23,7 +23,7 @@ def test_a_replica_that_is_not_the_one_that_was_meant_is_no_failure(cause: Excep
     error = RayTaskError("generate", "a traceback", cause)
 
     class Cut(Scripted):
-        async def __aiter__(self) -> AsyncIterator[Accepted | Batch]:
+        async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
             raise error
             yield
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
-from cluster.operate.status import Look, read_page, replica_table
+from cluster.operate.status import Snapshot, read_page, replica_table
 from tests.cluster.test_acceptance import step
 from tidar_core.engine import EngineStats
 from tidar_core.request import FinishReason
@@ -95,13 +95,13 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
     first = counts(vllm__generation_tokens=100, tidar__decode_tokens=90, tidar__decode_steps=90)
     second = counts(vllm__generation_tokens=150, tidar__decode_tokens=140, tidar__decode_steps=110)
     fresh = counts(vllm__generation_tokens=8, tidar__decode_tokens=6, tidar__decode_steps=4)
-    table = replica_table(Look(12.0, {"a": second, "b": fresh}), Look(10.0, {"a": first}))
+    table = replica_table(Snapshot(12.0, {"a": second, "b": fresh}), Snapshot(10.0, {"a": first}))
     speeds, per_step = (list(table.columns[place].cells) for place in (5, 6))
     assert speeds == ["25.0", "-", "-"], "one look at b is too few"
     assert per_step == ["2.50", "1.50", "2.33"]
-    idle = replica_table(Look(13.0, {"a": second}), Look(12.0, {"a": second}))
+    idle = replica_table(Snapshot(13.0, {"a": second}), Snapshot(12.0, {"a": second}))
     assert [list(column.cells) for column in idle.columns][5:7] == [["0.0"], [f"{140 / 110:.2f}"]]
-    mixed = replica_table(Look(1.0, {"a": first, "b": fresh}, {"a": "tiny", "b": "tiny/plain"}))
+    mixed = replica_table(Snapshot(1.0, {"a": first, "b": fresh}, {"a": "tiny", "b": "tiny/plain"}))
     assert list(mixed.columns[0].cells) == ["a tiny", "b tiny/plain", "all"]
     assert mixed.title is None
 

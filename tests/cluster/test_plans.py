@@ -11,7 +11,7 @@ from cluster.carry.directory import Directory
 from cluster.errors import ApiError, bad_request
 from cluster.ingress import plans
 from cluster.ingress.api import build_api
-from cluster.ingress.plans import Plan, chat_plan, completion_plan, responses_plan
+from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
 from cluster.options import ServeOptions
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import decode
@@ -23,7 +23,7 @@ CARD = card_for(tiny_tokenizer())
 BACKEND = tokenizer_backend(CARD)
 
 
-def completion(**fields: Any) -> Plan:
+def completion(**fields: Any) -> RequestPlan:
     return completion_plan(fields, CARD, BACKEND)
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from ray import serve
 
-from cluster.line import Accepted, Address, Batch, IngressCounts
+from cluster.line import Accepted, Address, EventBatch, IngressCounts
 from cluster.replica import replica as room
 from cluster.replica.replica import EngineReplica
 from tests.tiny import tiny_checkpoint
@@ -186,7 +186,7 @@ def test_what_an_ingress_counted_is_passed_on_until_it_is_gone(started: Start, m
     asyncio.run(run())
 
 
-async def exhaust(batches: AsyncIterator[Batch]) -> None:
+async def exhaust(batches: AsyncIterator[EventBatch]) -> None:
     async for _ in batches:
         pass
 

@@ -11,7 +11,12 @@ from tidar_core.config import ConfigError
 
 
 def test_what_a_server_answers_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [status.Look(0.0, {}), status.Look(0.5, {}), ConfigError("answers 502: [/red] [bold]"), KeyboardInterrupt()]
+    looks = [
+        status.Snapshot(0.0, {}),
+        status.Snapshot(0.5, {}),
+        ConfigError("answers 502: [/red] [bold]"),
+        KeyboardInterrupt(),
+    ]
     monkeypatch.setattr(status, "look", Mock(side_effect=looks))
     monkeypatch.setattr(status, "model_table", Mock(return_value=""))
     monkeypatch.setattr(status.time, "sleep", Mock())

@@ -10,7 +10,7 @@ from tests.tidar_core.engines import prompts, tiny_engine
 from tidar_core.bench import acceptance as measured
 from tidar_core.bench import prompts as sets
 from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
-from tidar_core.bench.drive import Answer
+from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import ConfigError
 from tidar_core.engine import draft_policy
 from tidar_core.request import Finish, FinishReason, SamplingParams, StepTrace
@@ -73,7 +73,9 @@ def test_drafts_behind_the_end_of_an_answer_are_no_failures(tmp_path, monkeypatc
     def step(number, accepted, anchor):
         return StepTrace(number, 0.1 * number, (5, 6, 7), accepted, anchor, 4, (), None, 4, 0, 0)
 
-    answer = Answer(list(range(7)), [step(1, 3, 9), step(2, 1, 9), step(3, 2, None)], Finish(FinishReason.STOP, 6))
+    answer = EngineAnswer(
+        list(range(7)), [step(1, 3, 9), step(2, 1, 9), step(3, 2, None)], Finish(FinishReason.STOP, 6)
+    )
     monkeypatch.setattr(measured, "answer_all", lambda *_: [answer])
     result = measure_acceptance(None, [(1,)], SamplingParams(max_tokens=8))
     assert result.acceptance_by_position == (1.0, 2 / 3, 1 / 2)

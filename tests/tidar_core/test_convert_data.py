@@ -11,14 +11,14 @@ from tokenizers.processors import TemplateProcessing
 from tests.tidar_core.documents import HEADER
 from tests.tiny import thinking_tokenizer, tiny_tokenizer
 from tidar_core.config import ConfigError
-from tidar_core.convert.conversations import Conversation, Plan, loop_start, plan_job, prompt_job
+from tidar_core.convert.conversations import Conversation, DocumentPlan, loop_start, plan_job, prompt_job
 from tidar_core.convert.given import read_prompts
 from tidar_core.convert.own_words import AddedText, add_text
 from tidar_core.convert.shards import content_key, open_store
 from tidar_core.convert.sources import Completion
 from tidar_core.convert.template import answer_prompt, encode, has_special, open_user_turn, text_start
 
-SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
+SHORT = DocumentPlan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_special_tokens_are_known_without_a_list_of_them(tokenizer, monkeypatch)
 def test_a_job_is_fixed_by_number_and_seed():
     jobs = [plan_job(SHORT, number) for number in range(300)]
     assert jobs == [plan_job(SHORT, number) for number in range(300)]
-    assert jobs[:20] != [plan_job(Plan(1, chat=True), number) for number in range(20)]
+    assert jobs[:20] != [plan_job(DocumentPlan(1, chat=True), number) for number in range(20)]
     assert len({job.seed for job in jobs}) == 300
     kinds = Counter(job.kind for job in jobs)
     assert kinds["chat"] > 200
@@ -89,14 +89,14 @@ def test_a_job_is_fixed_by_number_and_seed():
 
 
 def test_longer_answers_have_longer_documents_as_far_as_there_are_positions():
-    plan = Plan(0, chat=True, answer_tokens=900)
+    plan = DocumentPlan(0, chat=True, answer_tokens=900)
     assert (plan.within(4096).longest, plan.within(4096).answer_tokens) == (1800, 900)
     assert (plan.within(1000).longest, plan.within(1000).answer_tokens) == (1000, 500)
-    assert Plan(0, chat=True).within(4096) == Plan(0, chat=True)
+    assert DocumentPlan(0, chat=True).within(4096) == DocumentPlan(0, chat=True)
 
 
 def test_a_model_without_a_template_gets_no_chat_jobs():
-    jobs = [plan_job(Plan(0, chat=False), number) for number in range(100)]
+    jobs = [plan_job(DocumentPlan(0, chat=False), number) for number in range(100)]
     assert {job.kind for job in jobs} == {"code", "text"}
 
 

@@ -11,7 +11,7 @@ from tests.tidar_core.documents import HEADER, document
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
-from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Plan
+from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
 from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
 from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered
 from tidar_core.convert.shards import KINDS, open_store
@@ -19,7 +19,7 @@ from tidar_core.convert.sources import Completion, EngineSource, TransformersSou
 from tidar_core.engine import load_engine
 from tidar_core.request import SamplingParams
 
-SHORT = Plan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
+SHORT = DocumentPlan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
 
 
 @pytest.fixture(scope="module")

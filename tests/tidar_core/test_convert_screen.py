@@ -12,7 +12,7 @@ from tidar_core.convert import screen
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.held_out import HeldOutResult
-from tidar_core.convert.own_words import Gathered, Goal
+from tidar_core.convert.own_words import GatherProgress, Goal
 from tidar_core.convert.screen import Rate, TerminalScreen, time_left
 from tidar_core.convert.speed import measure_peak, work_per_row
 from tidar_core.convert.trainer import StepReport
@@ -46,10 +46,14 @@ def test_what_shrinks_has_no_rate_below_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("gathered", "goal", "said"),
     [
-        (Gathered(9, 800, 0, 100.0, 0, 0.0), Goal(own_tokens=700), "unknown"),
-        (Gathered(9, 800, 0, 100.0, 3, 0.0), Goal(own_tokens=700), "3 given prompts to answer, time left unknown"),
-        (Gathered(9, 800, 0, 100.0, 0, 130.0), Goal(seconds=130.0), "a second, about 30 s left"),
-        (Gathered(9, 800, 0, 130.0, 3, 190.0), Goal(seconds=130.0), "3 given prompts to answer, about 60 s left"),
+        (GatherProgress(9, 800, 0, 100.0, 0, 0.0), Goal(own_tokens=700), "unknown"),
+        (
+            GatherProgress(9, 800, 0, 100.0, 3, 0.0),
+            Goal(own_tokens=700),
+            "3 given prompts to answer, time left unknown",
+        ),
+        (GatherProgress(9, 800, 0, 100.0, 0, 130.0), Goal(seconds=130.0), "a second, about 30 s left"),
+        (GatherProgress(9, 800, 0, 130.0, 3, 190.0), Goal(seconds=130.0), "3 given prompts to answer, about 60 s left"),
     ],
 )
 def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, said):
@@ -72,7 +76,7 @@ def test_all_stages_are_shown(terminal):
     out = io.StringIO()
     with TerminalScreen(Console(file=out, force_terminal=terminal, width=200)) as shown:
         shown.loading(1, 2)
-        shown.gathered(Gathered(12, 3456, 44, 60.0), Goal(own_tokens=7000))
+        shown.gathered(GatherProgress(12, 3456, 44, 60.0), Goal(own_tokens=7000))
         shown.trained(StepReport(Progress(step=7, rows=1000), 1.5, 0.1, 512, 300, 1.0), 0.25, 0.5)
         shown.measured(HeldOutResult(9, 1.75, {"chat": 1.75}, 0.8, (0.5, 0.25)), Progress(step=7), True)
     text = out.getvalue()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidar_core.engine.draft_policy import (
     FULL_ROWS,
-    Choice,
+    DraftChoice,
     DraftPolicy,
     Load,
     SequenceView,
@@ -51,12 +51,12 @@ def test_a_cost_describes_itself_in_milliseconds():
 
 
 def test_free_rows_buy_full_drafting_and_dear_rows_none():
-    assert best_choice(FLAT, [HOLDS], 4, Load(1)) == Choice(Shape(3, (1, 2, 3, 4), 4), 1)
-    assert best_choice(STEEP, [(0.3, 0.2, 0.1)] * 16, 4, Load(16)) == Choice()
+    assert best_choice(FLAT, [HOLDS], 4, Load(1)) == DraftChoice(Shape(3, (1, 2, 3, 4), 4), 1)
+    assert best_choice(STEEP, [(0.3, 0.2, 0.1)] * 16, 4, Load(16)) == DraftChoice()
 
 
 def test_drafts_that_never_hold_are_not_verified():
-    assert best_choice(STEEP, [(0.0, 0.0, 0.0)] * 4, 4, Load(4)) == Choice()
+    assert best_choice(STEEP, [(0.0, 0.0, 0.0)] * 4, 4, Load(4)) == DraftChoice()
 
 
 def test_a_prompts_end_proposes_only_where_the_batch_to_come_drafts():

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tests.tidar_core.ways import decode_ways
 from tests.tiny import tiny_checkpoint
-from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.bench.exact import compare_ways, sampled_params
 from tidar_core.config import Architecture, EngineConfig
 from tidar_core.engine import load_engine
@@ -352,7 +352,7 @@ def test_drafts_that_are_trusted_have_a_say(engine, temperature):
     """The paper's two ends, and what lies between."""
     chosen = prompts(6, seed=21)
 
-    def said(trust: float) -> list[Answer]:
+    def said(trust: float) -> list[EngineAnswer]:
         params = SamplingParams(40, temperature, seed=5, ignore_eos=True, drafts="full", draft_trust=trust, logprobs=0)
         return answer_all(engine, chosen, [params] * len(chosen), cache_salt=str(trust))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.bench.drive import Answer
+from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, flight, load_engine, said_ahead
 from tidar_core.grammar import Grammar
@@ -32,10 +32,10 @@ def prompts(count: int) -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(3, 512) for _ in range(draw.choice((1, 9, 33)))) for _ in range(count)]
 
 
-def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tuple[list[Answer], int]:
+def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tuple[list[EngineAnswer], int]:
     """Answers to a prompt each, and behind how many steps the next was under way; while the request `alone` runs there
     must be none."""
-    found = {str(index): Answer() for index in range(len(params))}
+    found = {str(index): EngineAnswer() for index in range(len(params))}
     for (name, prompt), chosen in zip(zip(found, prompts(len(params)), strict=True), params, strict=True):
         engine.submit(Request(name, prompt, chosen))
     ahead = 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.tidar_core.engines import tiny_engine
 from tests.tidar_core.schemas import random_schema
 from tests.tidar_core.ways import decode_ways
-from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.bench.exact import compare_ways, sampled_params
 from tidar_core.engine import Engine, grammars
 from tidar_core.engine.constraint import GrammarState, allows_beside, only_token
@@ -58,7 +58,7 @@ def following(grammar: Grammar, **fields: Any) -> SamplingParams:
     return SamplingParams(grammar=grammar, **(chosen | fields))
 
 
-def text_of(engine: Engine, answer: Answer) -> str:
+def text_of(engine: Engine, answer: EngineAnswer) -> str:
     return str(engine.tokenizer.decode(answer.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.decode import measure_decode
-from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.engine import Engine, drafting
 from tidar_core.engine.batch import Batch, BatchSize
 from tidar_core.engine.drafting import pick_drafts
@@ -107,7 +107,7 @@ class Spoiling:
         return replay, result
 
 
-def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams]) -> list[Answer]:
+def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams]) -> list[EngineAnswer]:
     """Answers to prompts of all lengths. Without the CPU's one call for a proposal, a graph drafts it."""
     plain = engine._runner
     draw = random.Random(3)

@@ -17,7 +17,7 @@ from tests.tidar_core.second_views import BLOCK, FORM, MASK, second_view_checkpo
 from tests.tidar_core.test_flight import answers
 from tests.tidar_core.test_graphs import Spoiling, decoded
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.run import convert
@@ -45,7 +45,7 @@ def engine_of(path: Path, **settings: object) -> Engine:
 
 
 def drafts_are_as_defined(
-    path: Path, form: BlockForm, prompt: tuple[int, ...], answer: Answer, never: int | None = None
+    path: Path, form: BlockForm, prompt: tuple[int, ...], answer: EngineAnswer, never: int | None = None
 ) -> int:
     """Each step's drafts are what the block behind the text before says, its last token left out: that was not known
     when the block was laid. How many were looked at. Slots have projections of their own where the checkpoint has; the

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 
-from tidar_core.bench.drive import Answer, answer_all, tokens_per_step
+from tidar_core.bench.drive import EngineAnswer, answer_all, tokens_per_step
 from tidar_core.engine import Engine
 from tidar_core.request import DraftMode, SamplingParams
 
@@ -33,7 +33,7 @@ class DecodeResult:
 class _Turns:
     """What a mode said in a round, in how many seconds, with how many captures."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[EngineAnswer] = field(default_factory=list)
     seconds: float = 0.0
     captured: int = 0
 

@@ -8,7 +8,7 @@ from tidar_core.request import Finish, Request, SamplingParams, StepTrace
 
 
 @dataclass(slots=True)
-class Answer:
+class EngineAnswer:
     """tokens: what was emitted. steps: the trace of each step that emitted. finish: how it ended."""
 
     tokens: list[int] = field(default_factory=list)
@@ -23,10 +23,10 @@ class Answer:
 
 def answer_all(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams], cache_salt: str = ""
-) -> list[Answer]:
+) -> list[EngineAnswer]:
     """The answers to all prompts, decoded as one batch as far as the engine's limits allow. With a salt none of them
     finds a prefix of another's, were it the same prompt; without one they do."""
-    answers = {str(index): Answer() for index in range(len(prompts))}
+    answers = {str(index): EngineAnswer() for index in range(len(prompts))}
     for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
         salt = f"{cache_salt} {index}" if cache_salt else ""
         engine.submit(Request(str(index), prompt, chosen, cache_salt=salt))
@@ -40,7 +40,7 @@ def answer_all(
     return list(answers.values())
 
 
-def tokens_per_step(answers: Iterable[Answer]) -> float:
+def tokens_per_step(answers: Iterable[EngineAnswer]) -> float:
     """Emitted tokens / decode steps over all answers, the token of each prefill left out."""
     done = [answer for answer in answers if answer.decode_steps]
     steps = sum(answer.decode_steps for answer in done)

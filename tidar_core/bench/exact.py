@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tidar_core.bench.drive import Answer, answer_all
+from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.engine import Engine
 from tidar_core.model.dense import dense_model
 from tidar_core.model.sources import ModelSource, find_model
@@ -37,13 +37,13 @@ def each_way(
     params: Callable[[DraftMode], SamplingParams],
     batch: int,
     modes: Sequence[DraftMode] = MODES,
-) -> Iterator[tuple[str, list[Answer]]]:
+) -> Iterator[tuple[str, list[EngineAnswer]]]:
     """The answers with drafts as in each mode, alone and in batches of `batch`, or of all where there are fewer.
     Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
     """
     for mode in modes if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):
-            answers: list[Answer] = []
+            answers: list[EngineAnswer] = []
             for first in range(0, len(prompts), size):
                 some = prompts[first : first + size]
                 answers += answer_all(engine, some, [params(mode)] * len(some), f"{mode} {size}")

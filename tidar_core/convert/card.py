@@ -37,7 +37,7 @@ GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it th
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class DocumentCounts:
     """Documents by kind, and the tokens of them that there are to learn from."""
 
     documents: dict[Kind, int]
@@ -54,8 +54,8 @@ class Made:
 
     base: BaseIdentity
     model: str
-    trained: Counts
-    held_out: Counts
+    trained: DocumentCounts
+    held_out: DocumentCounts
     config: TrainConfig
     device: str
     start: str
@@ -67,13 +67,15 @@ def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfi
     return Made(base, model, learnt, held, config, device, start)
 
 
-def counts_of(corpus: Corpus) -> tuple[Counts, Counts]:
+def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
     """What there is to train on, and what is held out."""
     own = np.diff(np.cumsum(corpus.own, dtype=np.int64)[corpus.ends - 1], prepend=0)
 
-    def counted(indices: np.ndarray) -> Counts:
+    def counted(indices: np.ndarray) -> DocumentCounts:
         kinds = corpus.kinds[indices]
-        return Counts({kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum()))
+        return DocumentCounts(
+            {kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum())
+        )
 
     learnt, held = corpus.split()
     return counted(learnt), counted(held)

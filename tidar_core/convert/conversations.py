@@ -28,7 +28,7 @@ LONGEST_LOOP, LOOP_REPEATS = 48, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DocumentPlan:
     """What the documents are to be. chat: the model has a chat template. question_tokens, answer_tokens: at most so
     many each; longest: positions a document may have."""
 
@@ -38,7 +38,7 @@ class Plan:
     answer_tokens: int = 320
     longest: int = 1024
 
-    def within(self, positions: int) -> "Plan":
+    def within(self, positions: int) -> "DocumentPlan":
         """The same for a model of so many positions: half of a document is for an answer, a quarter for a question."""
         longest = min(max(self.longest, 2 * self.answer_tokens), positions)
         return replace(
@@ -63,7 +63,7 @@ class Job:
     thinks: bool = True
 
 
-def plan_job(plan: Plan, number: int) -> Job:
+def plan_job(plan: DocumentPlan, number: int) -> Job:
     """The job of this number: always the same one."""
     draw = random.Random(f"{plan.seed}/{number}")
     kind: Kind = draw.choices(("chat", "code", "text"), (0.8, 0.1, 0.1))[0]
@@ -81,7 +81,7 @@ def plan_job(plan: Plan, number: int) -> Job:
     return Job(number, kind, opening, temperature, turns, draw.getrandbits(48), thinks=number % 2 == 0)
 
 
-def prompt_job(plan: Plan, prompt: str) -> Job:
+def prompt_job(plan: DocumentPlan, prompt: str) -> Job:
     """The job of answering a question of the user's."""
     seed = random.Random(f"{plan.seed}/{prompt}").getrandbits(48)
     return Job(-1, "prompt", prompt, 0.0, 1, seed, thinks=seed % 2 == 0)
@@ -102,7 +102,7 @@ class Conversation:
     all else follows."""
 
     job: Job
-    plan: Plan
+    plan: DocumentPlan
     tokenizer: PreTrainedTokenizerFast
     seen: set[int]
     turns: list[Turn] = field(default_factory=list)

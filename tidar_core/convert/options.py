@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from tidar_core.config import Device, DTypeName
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
-from tidar_core.convert.own_words import Gathered, Goal
+from tidar_core.convert.own_words import GatherProgress, Goal
 from tidar_core.convert.trainer import StepReport, TrainConfig
 from tidar_core.model.adapter_config import Projection
 
@@ -61,7 +61,7 @@ class Screen(Protocol):
 
     def loading(self, done: int, total: int) -> None: ...
 
-    def gathered(self, gathered: Gathered, goal: Goal) -> None: ...
+    def gathered(self, gathered: GatherProgress, goal: Goal) -> None: ...
 
     def trained(self, report: StepReport, used: float, fraction: float | None) -> None: ...
 

@@ -10,7 +10,15 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.conversations import LEAST_OWN_TOKENS, Conversation, Job, Plan, Wish, plan_job, prompt_job
+from tidar_core.convert.conversations import (
+    LEAST_OWN_TOKENS,
+    Conversation,
+    DocumentPlan,
+    Job,
+    Wish,
+    plan_job,
+    prompt_job,
+)
 from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
@@ -33,7 +41,7 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class GatherProgress:
     """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
     way. asked: the user's prompts that are still to be answered. until: where `seconds` ends at the latest, 0 where
     that has no limit. refused: prompts of this run that have no answer to learn from. useless: the model says nothing
@@ -104,12 +112,12 @@ class _Run:
 def gather_own_words(
     source: TextSource,
     tokenizer: PreTrainedTokenizerFast,
-    plan: Plan,
+    plan: DocumentPlan,
     store: ShardStore,
     goal: Goal,
     prompts: Sequence[str] = (),
-    progress: Callable[[Gathered], None] = lambda gathered: None,
-) -> Gathered:
+    progress: Callable[[GatherProgress], None] = lambda gathered: None,
+) -> GatherProgress:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
     Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk within
@@ -157,7 +165,7 @@ def gather_own_words(
         growing = max(0, source.emitted - first_emitted - landed)
         asking = len(asked) + sum(conversation.job.kind == "prompt" for conversation in open_ones.values())
         until = goal.seconds and goal.seconds + (stored.seconds if asking else 0.0)
-        progress(Gathered(run.documents, run.own_tokens, growing, run.seconds, asking, until))
+        progress(GatherProgress(run.documents, run.own_tokens, growing, run.seconds, asking, until))
         if not has_time(until):
             cut_what_is_long_enough()
             break
@@ -184,7 +192,7 @@ def gather_own_words(
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:
         flush()
-    return Gathered(run.documents, run.own_tokens, 0, run.seconds, refused=run.refused, useless=run.in_vain)
+    return GatherProgress(run.documents, run.own_tokens, 0, run.seconds, refused=run.refused, useless=run.in_vain)
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:

@@ -22,7 +22,7 @@ from tidar_core.convert.card import (
     write_folder,
 )
 from tidar_core.convert.checkpoint import Progress, has_checkpoint
-from tidar_core.convert.conversations import Plan
+from tidar_core.convert.conversations import DocumentPlan
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
@@ -213,7 +213,9 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
         return stored.corpus, 0.0 if text_alone else stored.seconds
     store.check_seed(options.train.seed)
     _add_text(options, base, store, screen)
-    plan = Plan(options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens)
+    plan = DocumentPlan(
+        options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens
+    )
     plan = plan.within(base.config.max_positions)
     generator, fingerprint = _source(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
@@ -252,7 +254,7 @@ def _has_all(goal: Goal, store: ShardStore) -> bool:
     return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 
-def _source(options: ConvertOptions, base: _Base, plan: Plan, screen: Screen) -> tuple[TextSource, str]:
+def _source(options: ConvertOptions, base: _Base, plan: DocumentPlan, screen: Screen) -> tuple[TextSource, str]:
     """What generates the text, and the fingerprint of its weights."""
     capacity = CAPACITY.get(base.device.type, 64)
     if options.generator == "engine":

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from tidar_core.convert.checkpoint import Progress as TrainProgress
 from tidar_core.convert.held_out import HeldOutResult
-from tidar_core.convert.own_words import Gathered, Goal
+from tidar_core.convert.own_words import GatherProgress, Goal
 from tidar_core.convert.trainer import StepReport
 
 MEMORY = 120.0  # seconds that a rate is taken over
@@ -71,7 +71,7 @@ class TerminalScreen:
     def loading(self, done: int, total: int) -> None:
         self._show("reading weights", done / max(1, total), f"{done / max(1, total):.0%}", quiet=True)
 
-    def gathered(self, gathered: Gathered, goal: Goal) -> None:
+    def gathered(self, gathered: GatherProgress, goal: Goal) -> None:
         tokens = gathered.own_tokens + gathered.growing
         self._begin("gathering its own words")
         self._rate.see(tokens)

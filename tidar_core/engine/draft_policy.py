@@ -76,7 +76,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftChoice:
     """`shape` for `drafting` sequences, plain decoding for the others. rate: the batch's tokens per second. renewal:
     tokens that drafts in hand are worth to a sequence, since it need not spend a step on new ones."""
 
@@ -90,7 +90,7 @@ class Choice:
 class KeptChoice:
     """A choice, the step that it was made for, and how much dearer than plain steps those with mask rows then were."""
 
-    choice: Choice
+    choice: DraftChoice
     step: int
     dearer: float
 
@@ -206,7 +206,7 @@ class DraftPolicy:
         return shapes
 
     def _worth_beside(
-        self, other_rows: int, views: Sequence[SequenceView], shapes: Sequence[Shape], choice: Choice, context: int
+        self, other_rows: int, views: Sequence[SequenceView], shapes: Sequence[Shape], choice: DraftChoice, context: int
     ) -> bool:
         """Whether these shapes bring more than the time that they add to a step beside `other_rows`."""
         gain = 0.0
@@ -228,7 +228,7 @@ class DraftPolicy:
     def _holds(self, view: SequenceView) -> tuple[float, ...]:
         return (view.acceptance or self._all).holds()
 
-    def _best(self, views: Sequence[SequenceView], load: Load) -> Choice:
+    def _best(self, views: Sequence[SequenceView], load: Load) -> DraftChoice:
         limit = min(max(view.block_limit for view in views), self.block_length)
         key, dearer = (limit, load), self.cost.drafting / self.cost.plain
         kept = self._choices.get(key)
@@ -268,20 +268,20 @@ def _promise(holds: Sequence[float]) -> float:
     return sum(accumulate(holds, mul))
 
 
-def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: int, load: Load) -> Choice:
+def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: int, load: Load) -> DraftChoice:
     """The most tokens per second: how many of the sequences draft, and in which shape.
 
     ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
     """
     alone = StepSize(load.other_rows, load.sequences, sequences=load.sequences, context=load.context)
-    best, best_rate = Choice(), load.sequences / cost.seconds(alone)
+    best, best_rate = DraftChoice(), load.sequences / cost.seconds(alone)
     drafting = load.sequences
     while drafting:
         holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
         shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
         if rate > best_rate:
             renewal = max(0.0, (rate * renewing - load.sequences) / drafting)
-            best, best_rate = Choice(shape, drafting, rate, renewal), rate
+            best, best_rate = DraftChoice(shape, drafting, rate, renewal), rate
         drafting //= 2
     return best
 
