@@ -129,6 +129,7 @@ def test_a_save_that_fails_leaves_the_old_adapter(
     with pytest.raises(OSError, match="no space"):
         save_adapter(Adapter(before.config, worse, "drafter"), path)
     monkeypatch.undo()
+    assert sorted(file.name for file in path.iterdir()) == ["adapter.json", "adapter.safetensors"]
     assert torch.equal(load(path, base).weights.slot_embeddings, before.weights.slot_embeddings)
 
 

@@ -262,7 +262,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, mon
         assert [f"reading {path}" in output for path in (tmp_path / "text", tmp_path / "prompts")] == [True] * 2
         read.clear()
         assert ("generating with transformers" in output) == generating
-        assert ("1 of --prompts taught nothing: too long, or" in output) == generating
+        assert "1 of --prompts left out: too long for documents of" in output
 
 
 @pytest.mark.parametrize("generator", ["engine", "transformers"])
@@ -281,6 +281,7 @@ def test_a_model_of_few_positions_says_what_fits(tmp_path, generator):
         (("--rank", 500), "rank 500 does not fit"),
         (("--projections", "qkv,up"), "choose some of qkv, o, gate_up, down"),
         (("--layers", "1-"), "--layers 1-: write all, or numbers from 0 on, as in 0,20-29"),
+        (("--layers", "0-99999999999"), "--layers 0-99999999999: no model has so many layers"),
         (("--layers", "0-2"), "has no layer 1: choose from 0 to 0"),
         (("--start", "default"), "no drafter is shipped for"),
         (("--start", "/nowhere"), "no adapter at /nowhere"),
@@ -299,6 +300,15 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, arguments, message):
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--seed", 2**64), ("--slot-head", 10**9), ("--minutes", "inf"), ("--minutes", "nan")]
+)
+def test_numbers_that_nothing_could_be_done_with_are_refused_before_anything_is_read(tmp_path, arguments):
+    status, output = run_command(tmp_path / "none", *arguments)
+    assert status == 2
+    assert arguments[0] in output
 
 
 def test_a_text_that_is_none_at_its_end_is_told_before_any_of_it_is_stored(tmp_path):

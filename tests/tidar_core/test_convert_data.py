@@ -6,7 +6,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from tests.tidar_core.documents import HEADER
 from tests.tiny import thinking_tokenizer, tiny_tokenizer
@@ -16,7 +18,15 @@ from tidar_core.convert.given import read_prompts
 from tidar_core.convert.own_words import AddedText, add_text
 from tidar_core.convert.shards import content_key, open_store
 from tidar_core.convert.sources import Completion
-from tidar_core.convert.template import answer_prompt, encode, has_special, open_user_turn, text_start
+from tidar_core.convert.template import (
+    answer_prompt,
+    can_chat,
+    encode,
+    has_special,
+    open_user_turn,
+    text_lead,
+    text_start,
+)
 
 SHORT = DocumentPlan(seed=0, chat=True, question_tokens=24, answer_tokens=32, longest=512)
 
@@ -57,9 +67,34 @@ def test_where_there_is_no_usable_template_there_is_no_open_turn(template):
     assert open_user_turn(tokenizer, []) is None
 
 
+@pytest.mark.parametrize("refuses", ["add_generation_prompt", "'word' in messages[0]['content']"])
+def test_a_template_may_refuse_to_ask_for_an_answer(refuses):
+    """All of them, or one of them: whoever asks for that has a conversation less."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        f"{{% if {refuses} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{tokenizer.chat_template}"
+    )
+    assert open_user_turn(tokenizer, []) is not None
+    assert can_chat(tokenizer) == ("word" in refuses)
+    conversation = Conversation(prompt_job(SHORT, "What is a word?"), SHORT, tokenizer, set())
+    assert conversation.start() is None
+    assert conversation.document() is None
+
+
 def test_a_text_begins_with_at_least_one_token(tokenizer):
     assert len(text_start(tokenizer, "")) == 1
     assert text_start(tokenizer, "def ") == encode(tokenizer, "def ")
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_tokenizer_without_the_letter_that_texts_are_tried_with(begins):
+    bare = Tokenizer(models.BPE({"<s>": 0, "日": 1, "本": 2}, []))
+    if begins:
+        bare.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<s>")
+    assert encode(tokenizer, "A日本") == (1, 2)
+    assert text_lead(tokenizer) == ((0,) if begins else ())
+    assert text_start(tokenizer, "A")
 
 
 def test_special_tokens_are_known_without_a_list_of_them(tokenizer, monkeypatch):

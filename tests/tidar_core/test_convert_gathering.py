@@ -13,7 +13,7 @@ from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
 from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
-from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered
+from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered, with_room
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.engine import load_engine
@@ -246,6 +246,12 @@ def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, m
     assert unanswered(engine.tokenizer, [*prompts, "Why?"], stored) == ["Why?"]
 
 
+def test_prompts_that_leave_no_room_for_an_answer_are_asked_where_there_is_some(engine):
+    prompts = ["What is the answer? " * 200, "What is the answer?"]
+    assert with_room(engine.tokenizer, SHORT, prompts) == prompts[1:]
+    assert with_room(engine.tokenizer, replace(SHORT, longest=4096), prompts) == prompts
+
+
 def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):
     (tmp_path / "text").write_text("".join(f"The quick brown fox jumps over {i} lazy dogs.\n" for i in range(200)))
     store = open_store(tmp_path / "data", HEADER)
@@ -355,6 +361,22 @@ def test_a_model_that_only_answers_is_not_asked_for_its_own_words_without_end(en
     )
     assert gathered.useless
     assert gathered.documents == len(store.read().corpus) == 1
+
+
+def test_a_model_that_says_nothing_of_use_learns_from_text_that_it_is_given(engine, tmp_path, monkeypatch):
+    class Silent(EngineSource):
+        def step(self):
+            return [Completion(c.key, (2,), True) for c in super().step()]
+
+    monkeypatch.setattr(own_words, "HOPELESS", 8)
+    store, goal = open_store(tmp_path / "data", HEADER), Goal(own_tokens=10_000)
+    with pytest.raises(ConfigError, match="use --text FILE"):
+        gather_own_words(Silent(engine, 8), engine.tokenizer, SHORT, store, goal, (), kill_after(400))
+    (tmp_path / "text").write_text("The quick brown fox jumps over lazy dogs.\n" * 20)
+    add_text(engine.tokenizer, tmp_path / "text", store, 128, 512)
+    gathered = gather_own_words(Silent(engine, 8), engine.tokenizer, SHORT, store, goal, (), kill_after(400))
+    assert gathered.useless
+    assert gathered.documents == len(store.read().corpus) > 0
 
 
 @pytest.mark.parametrize("harm", [{}, {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 9}])

@@ -18,6 +18,10 @@ if TYPE_CHECKING:  # it would import torch, and with it make every command slow 
     from tidar_core.model.adapter_config import Projection
 
 
+MOST_MINUTES = 366.0 * 24 * 60
+WIDEST_SLOT_HEAD = 16384  # four times as wide as an 8B model
+LARGEST_SEED = 2**63 - 1  # that torch takes
+MOST_DIGITS = 5  # of a layer's number
 LEARNING_RATES = {"adapter": 1.5e-3, "full": 1e-5}
 OF_DRAFTERS = (
     "start", "rank", "projections", "layers", "block_sizes", "slot_head", "anchors", "kl_share", "slot_weights",
@@ -33,7 +37,9 @@ def convert_command(
     out: Annotated[Path, typer.Option(help="The folder that the adapter goes to; the work lies beside it.")] = Path(
         "drafter"
     ),
-    minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything, earlier runs included.")] = 60.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=MOST_MINUTES, help="Time for everything, earlier runs included.")
+    ] = 60.0,
     own_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of its own words to gather; 0: what fits into 45 % of the time.")
     ] = 0,
@@ -51,7 +57,10 @@ def convert_command(
     data: Annotated[Path | None, typer.Option(help="Where the token shards are; later runs may use them too.")] = None,
     start: Annotated[
         str,
-        typer.Option(help="Go on from an adapter (its rank and slot head stay): its directory, or 'default'."),
+        typer.Option(
+            help="Go on from an adapter: its directory, or 'default'. Its rank and slot head stay; one "
+            "without such a head gets one of --slot-head."
+        ),
     ] = "none",
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
     projections: Annotated[
@@ -68,7 +77,10 @@ def convert_command(
         typer.Option(help="Slots of the blocks it learns from: all, any number from 2 on, or more and more."),
     ] = "whole",
     slot_head: Annotated[
-        int, typer.Option(min=0, help="Width of the head that corrects a slot by the token before it; 0: none.")
+        int,
+        typer.Option(
+            min=0, max=WIDEST_SLOT_HEAD, help="Width of the head that corrects a slot by the token before it; 0: none."
+        ),
     ] = 256,
     within_block: Annotated[
         WithinBlock, typer.Option(help="Whether slots see each other both ways or only the earlier ones.")
@@ -98,7 +110,9 @@ def convert_command(
     generator: Annotated[
         Literal["engine", "transformers"], typer.Option(help="What generates the text; the engine is faster.")
     ] = "engine",
-    seed: Annotated[int, typer.Option(min=0, help="Fixes the questions, the anchors and the start.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Fixes the questions, the anchors and the start.")
+    ] = 0,
     dtype: Annotated[DTypeName, typer.Option(help="The base's weights and arithmetic.")] = "bfloat16",
     device: Annotated[Device, typer.Option(help="Where it runs; auto takes a GPU where there is one.")] = "auto",
     threads: Threads = 0,
@@ -190,7 +204,10 @@ def _layers(named: str) -> tuple[int, ...] | None:
     if named.strip() == "all":
         return None
     spans = [re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part) for part in named.split(",")]
-    found = {layer for span in spans if span for layer in range(int(span[1]), int(span[2] or span[1]) + 1)}
+    ends = [(span[1], span[2] or span[1]) for span in spans if span]
+    if any(len(end.lstrip("0")) > MOST_DIGITS for pair in ends for end in pair):
+        raise ConfigError(f"--layers {named[:80]}: no model has so many layers")
+    found = {layer for first, last in ends for layer in range(int(first), int(last) + 1)}
     if not all(spans) or not found:
         raise ConfigError(f"--layers {named}: write all, or numbers from 0 on, as in 0,20-29")
     return tuple(sorted(found))

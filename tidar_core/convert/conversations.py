@@ -195,7 +195,7 @@ class Conversation:
             prompt = answer_prompt(self.tokenizer, self.turns, self.job.thinks)
         else:
             prompt = text_start(self.tokenizer, question)
-        if not self._extends(prompt):
+        if prompt is None or not self._extends(prompt):
             return None
         self._give(prompt)
         return self._wish_answer()

@@ -73,7 +73,6 @@ class _Run:
     refused: int = 0
     useless: int = 0
     useful: int = 0
-    answered: int = 0
 
     @property
     def seconds(self) -> float:
@@ -86,7 +85,6 @@ class _Run:
             self.refused += given
             self.useless += not given
         else:
-            self.answered += given
             self.useful += not given
             self.documents += 1
             self.own_tokens += document.own_tokens
@@ -188,7 +186,7 @@ def gather_own_words(
         _, said = take_up(conversation, left.pop(kept.job))
         conversation.cut(said)
         run.finish(conversation)
-    if run.in_vain and not run.answered:
+    if run.in_vain and not run.documents:
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
     if run.fresh_done or open_ones:
         flush()
@@ -219,6 +217,11 @@ def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], store
         for prompt in dict.fromkeys(prompts)
         if (key := question_key(tokenizer, prompt)) not in answered and prompt_number(key) not in stored.done
     ]
+
+
+def with_room(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts: Sequence[str]) -> list[str]:
+    """Those of the prompts behind which an answer fits into a document, and that the chat template takes."""
+    return [prompt for prompt in prompts if Conversation(prompt_job(plan, prompt), plan, tokenizer, set()).start()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,13 +39,14 @@ from tidar_core.convert.own_words import (
     add_text,
     gather_own_words,
     unanswered,
+    with_room,
 )
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, digest_of, open_store, read_header
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.start import begin, check_start
-from tidar_core.convert.template import open_user_turn
+from tidar_core.convert.template import can_chat
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
@@ -195,6 +196,8 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
     source, tokenizer = base.source, base.tokenizer
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     prompts = read_prompts(options.prompts) if options.prompts else []
+    plan = DocumentPlan(options.train.seed, can_chat(tokenizer), answer_tokens=options.answer_tokens)
+    plan = plan.within(base.config.max_positions)
     header = DataHeader(
         model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
     )
@@ -205,6 +208,11 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
     if prompts:
         screen.line(f"reading {options.prompts}")
         prompts = unanswered(tokenizer, prompts, store.read())
+        asked = with_room(tokenizer, plan, prompts)
+        if left_out := len(prompts) - len(asked):
+            more = " (of more with a larger --answer-tokens)" if plan.longest < base.config.max_positions else ""
+            screen.line(f"{left_out:,} of --prompts left out: too long for documents of {plan.longest:,} tokens{more}")
+        prompts = asked
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
@@ -213,10 +221,6 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
         return stored.corpus, 0.0 if text_alone else stored.seconds
     store.check_seed(options.train.seed)
     _add_text(options, base, store, screen)
-    plan = DocumentPlan(
-        options.train.seed, open_user_turn(tokenizer, []) is not None, answer_tokens=options.answer_tokens
-    )
-    plan = plan.within(base.config.max_positions)
     generator, fingerprint = _source(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(source.name, base.config, tokenizer, fingerprint))
@@ -226,9 +230,9 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
     )
     if gathered.refused:
-        screen.line(f"{gathered.refused:,} of --prompts taught nothing: too long, or answered in a word or two")
+        screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
     if gathered.useless:
-        screen.line("the model's own words are of no use: it learns from its answers to --prompts alone")
+        screen.line("the model's own words are of no use: it learns from what it was given alone")
     return store.read().corpus, gathered.seconds
 
 

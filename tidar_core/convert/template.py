@@ -51,10 +51,20 @@ def open_user_turn(
     return OpenTurn(encode(tokenizer, before + opening), frozenset(stop_ids), stop)
 
 
-def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks: bool = True) -> tuple[int, ...]:
-    """The conversation `turns`, which ends with a user's, up to where the model's answer begins. thinks: whether a
-    model that does so may think before it."""
-    return encode(tokenizer, _render(tokenizer, turns, True, thinks))
+def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks: bool = True) -> tuple[int, ...] | None:
+    """The conversation `turns`, which ends with a user's, up to where the model's answer begins; None where the
+    template refuses it. thinks: whether a model that does so may think before it."""
+    try:
+        return encode(tokenizer, _render(tokenizer, turns, True, thinks))
+    except Exception:  # in any way it likes, as above
+        return None
+
+
+def can_chat(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Whether the model has a template by which it is asked and answers."""
+    if open_user_turn(tokenizer, []) is None:
+        return False
+    return answer_prompt(tokenizer, [{"role": "user", "content": _SENTINEL}]) is not None
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
@@ -63,17 +73,20 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
 
 
 def text_start(tokenizer: PreTrainedTokenizerFast, opening: str) -> tuple[int, ...]:
-    """Token ids of a text begun without a template: at least one, beginning-of-sequence where the model has it."""
+    """Token ids of a text begun without a template: at least one, beginning-of-sequence where the model has it, and any
+    where it has no token for what a text may begin with."""
     tokens = tuple(tokenizer(opening)["input_ids"])
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = (tokenizer.bos_token_id,)
-    return tokens or encode(tokenizer, "A")
+    return tokens or encode(tokenizer, "A") or (0,)
 
 
 def text_lead(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """The token ids before the words of every text begun without a template: none, or beginning-of-sequence."""
-    started, words = text_start(tokenizer, "A"), encode(tokenizer, "A")
-    return started[: started.index(words[0])]
+    started, words = tuple(tokenizer("A")["input_ids"]), encode(tokenizer, "A")
+    if words and words[0] in started:
+        return started[: started.index(words[0])]
+    return started[:1] if started[:1] == (tokenizer.bos_token_id,) else ()
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...], skip_special: bool = False) -> str:

@@ -169,11 +169,16 @@ def save_adapter(adapter: Adapter, directory: Path) -> None:
     weights_part, config_part = weights.with_suffix(".part"), config.with_suffix(".json.part")
     held = dict(named_tensors(adapter.weights))
     tensors = {name: held[name].detach().cpu().contiguous() for name, _ in _expected_tensors(adapter.config)}
-    weights_part.write_bytes(save(tensors, metadata={"format": "pt"}))
-    config_part.write_text(adapter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    for part in (weights_part, config_part):
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
+    try:
+        weights_part.write_bytes(save(tensors, metadata={"format": "pt"}))
+        config_part.write_text(adapter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        for part in (weights_part, config_part):
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+    except OSError:  # a full disk needs the room
+        for part in (weights_part, config_part):
+            part.unlink(missing_ok=True)
+        raise
     os.replace(weights_part, weights)
     os.replace(config_part, config)
 
