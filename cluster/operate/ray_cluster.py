@@ -8,14 +8,15 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import psutil
 import ray
 from ray._common.utils import get_ray_address_file
 from ray._private import auto_init_hook, node, parameter, worker
@@ -42,8 +43,9 @@ AGAIN_SECONDS = 5.0  # within which Ray's saying a thing again is no news
 LEAST_SPACE = 512 * 1024  # bytes that Ray writes before it serves anything
 # Without one of these nothing is answered any more, and what is asked of Ray waits for a minute, at the end of which
 # Ray ends this process on the spot.
-HEAD = "gcs_server"
-CORE = (HEAD, "raylet")
+HEAD, RAYLET = "gcs_server", "raylet"
+CORE = (HEAD, RAYLET)
+LEAVING_SECONDS = 2.0  # that a node's processes have to end by themselves once its raylet has
 
 CLAIM = "tidar-up"  # in the store of Ray's head: who serves on the cluster
 
@@ -128,7 +130,9 @@ def ray_cluster(
             # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any
             # look starts a Ray that has ended anew: a second cluster, for its last moments.
             auto_init_hook.enable_auto_connect = False
+            parts = parts_of_node()
             ray.shutdown()
+            end_left(parts)
 
 
 @contextmanager
@@ -187,6 +191,35 @@ def ended_parts() -> list[str]:
         return []
     ended = [kind for kind, _ in ours.dead_processes() if kind in CORE]
     return ended or ([HEAD] if refuses(ours.gcs_address) else [])
+
+
+def parts_of_node() -> list[psutil.Process]:
+    """The workers and agents of a Ray of our own, which its raylet started; of one that was joined none is known."""
+    ours: Any = ray._private.worker._global_node
+    found: list[psutil.Process] = []
+    for raylet in [] if ours is None else ours.all_processes.get(RAYLET, []):
+        with suppress(psutil.Error):
+            found += psutil.Process(raylet.process.pid).children()
+    return found
+
+
+def end_left(parts: Sequence[psutil.Process]) -> None:
+    """Kill what does not end by itself. Ray gives its raylet a second to end all of these and then kills it, as on a
+    busy machine: workers notice that at once, an agent after a minute."""
+    deadline = time.monotonic() + LEAVING_SECONDS
+    while (left := [part for part in parts if runs(part)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for part in left:
+        with suppress(psutil.Error):
+            part.kill()
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it has not ended; one that nobody asked how it ended has."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def refuses(address: str) -> bool:

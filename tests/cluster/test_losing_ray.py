@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,7 +19,7 @@ from ray._private import worker
 from cluster.operate import deploy, ray_cluster
 from cluster.operate.interrupts import Interrupts
 from cluster.options import ServeOptions, UpOptions
-from tests.servers import Server, end_all, kill_all, start, tiny_model, wait_for_text, words_of
+from tests.servers import Server, end_all, kill_all, launch, start, tiny_model, wait_for_text, words_of
 from tidar_core.config import ConfigError
 
 ENDED_SECONDS = 45  # Ray alone would wait for 60, and then end the process where it stands
@@ -34,6 +36,33 @@ def started(tmp_path: Path) -> Iterator[Server]:
     finally:
         kill_all([psutil.Process(server.process.pid)] if server.process.poll() is None else [])
         end_all(server.mark)
+
+
+LATE_RAYLET = """
+import ray
+from cluster.operate.interrupts import Interrupts
+from cluster.operate.ray_cluster import ray_cluster
+with Interrupts() as interrupts, ray_cluster(None, print, interrupts):
+    raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
+    raylet.terminate = raylet.kill  # as Ray does a second later
+"""
+
+
+def test_a_raylet_that_is_killed_at_the_end_leaves_none_of_its_parts(tmp_path: Path) -> None:
+    """One of its agents, in most of the cases, would stay for a minute."""
+    ended = launch(tmp_path, 0, [sys.executable, "-c", LATE_RAYLET])
+    try:
+        assert ended.process.wait(ENDED_SECONDS) == 0, ended.log.read_text()
+        assert ended.processes() == []
+    finally:
+        end_all(ended.mark)
+
+
+def test_what_does_not_end_with_ray_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "LEAVING_SECONDS", 0.2)
+    stays, ends = (subprocess.Popen(["sleep", seconds]) for seconds in ("60", "0"))
+    ray_cluster.end_left([psutil.Process(stays.pid), psutil.Process(ends.pid)])
+    assert (stays.wait(10), ends.wait(10)) == (-signal.SIGKILL, 0)
 
 
 def left_of(server: Server) -> list[list[str]]:
