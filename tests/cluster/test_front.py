@@ -17,6 +17,8 @@ from tests import plain_http
 from tests.cluster.fronts import INGRESSES, NAME, PLACES, REPLICAS, both
 from tests.servers import Server, words_of
 
+TOLD_SECONDS = 20  # for each replica to have heard of what each ingress counted
+
 
 def test_options_reach_the_replicas(front: Server) -> None:
     both(front)  # an ingress may have been killed by the test before
@@ -56,7 +58,9 @@ def test_whichever_ingress_is_asked_its_page_counts_what_all_answered(front: Ser
     before = counted()
     for _ in range(20):
         assert plain_http.post(f"{front.url}/v1/completions", json={"prompt": 7.5}).status_code == 400
-    time.sleep(3)  # each tells what it counted every second
+    deadline = time.monotonic() + TOLD_SECONDS
+    while sum(counted().values()) < sum(before.values()) + 20 and time.monotonic() < deadline:
+        time.sleep(0.1)  # each tells what it counted every second
     pages = [counted() for _ in range(10)]
     gained = [[count - before.get(ingress, 0.0) for ingress, count in page.items()] for page in pages]
     assert all(sum(gains) == 20 for gains in gained), (before, pages)

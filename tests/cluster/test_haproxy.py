@@ -326,10 +326,11 @@ def test_the_engine_ends_what_a_dead_ingress_asked_for_and_nothing_else(front: S
         client.start()
     wait_for_running(front, STREAMS, 20)
     both(front)[0].kill()
-    time.sleep(1.0)  # for the clients to see it
-    left = [client for client in clients if client.is_alive()]
-    assert 0 < len(left) < STREAMS
-    wait_for_running(front, len(left), NOTICED_SECONDS)
+    left, deadline = clients, time.monotonic() + 1.0 + NOTICED_SECONDS  # for the clients to see it, and the engine
+    while not 0 < len(left) < STREAMS or front.metric("vllm:num_requests_running") != len(left):
+        assert time.monotonic() < deadline, f"{len(left)} clients wait, and not as many requests run"
+        time.sleep(0.1)
+        left = [client for client in clients if client.is_alive()]
     for client in clients:
         client.join()
     assert [client.tokens for client in left] == [TOKENS] * len(left)

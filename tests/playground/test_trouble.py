@@ -273,7 +273,7 @@ def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: Recorded
 
 
 def test_a_question_that_comes_back_under_another_tab_can_be_read(opened: Visit, recorded: RecordedServer) -> None:
-    recorded.play(Recording(["", event({"error": {"message": "The replica died."}})], 0.5))
+    recorded.play(Recording(["", event({"error": {"message": "The replica died."}})], 3))
     page = opened.page
     ask(page, "Go")
     page.click("#tab-race")

@@ -27,7 +27,7 @@ def test_an_answer_is_asked_for_again_in_its_place(opened: Visit, recorded: Reco
     assert texts(page.locator(".asked")) == ["One?", "Two\nlines?", "Three?"], "nothing came, nothing is lost"
     expect(anew(page, "Again, question 1")).to_be_focused()
     page.locator("label:has(> [name=t-drafts][value=off])").click()
-    recorded.play(Recording([event({"choices": []}), ""], 60), recording(plain_steps(TOKENS), pause=0.1))
+    recorded.play(Recording([event({"choices": []}), ""], 60), recording(plain_steps(TOKENS), pause=0.5))
     anew(page, "Again, question 2").press("Enter")
     expect(page.locator(".facts")).to_have_count(1)
     page.locator("#t-stop").press("Enter")

@@ -249,7 +249,7 @@ def test_nothing_of_a_compiler_is_left_that_is_done() -> None:
         time.sleep(0.05)
     assert not left
     assert said == "nothing to read"
-    assert {child.pid for child in psutil.Process().children()} == before
+    assert {child.pid for child in psutil.Process().children()} <= before
 
 
 def in_group(group: int) -> list[int]:
