@@ -105,6 +105,7 @@ def ray_cluster(
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program slow the model down
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "tidar"}
+    parts: list[psutil.Process] = []
     with short_words(say):
         try:
             say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
@@ -122,6 +123,7 @@ def ray_cluster(
                 where = "Ray could not be started" if address is None else f"cannot join the Ray cluster at {address}"
                 mend = mend_of(error) if address is None else ""
                 raise ConfigError(f"{where}: {reason(error)}{mend}") from error
+            parts = parts_of_node()  # of a raylet that will have died they are not known any more
             interrupts.listen()  # `ray.init` puts a SIGTERM handler of its own in place
             interrupts.check()
             yield
@@ -130,7 +132,7 @@ def ray_cluster(
             # Where replicas follow the load, a handle of Serve looks for its answers until the process ends, and any
             # look starts a Ray that has ended anew: a second cluster, for its last moments.
             auto_init_hook.enable_auto_connect = False
-            parts = parts_of_node()
+            parts += parts_of_node()
             ray.shutdown()
             end_left(parts)
 
@@ -198,8 +200,9 @@ def parts_of_node() -> list[psutil.Process]:
     ours: Any = ray._private.worker._global_node
     found: list[psutil.Process] = []
     for raylet in [] if ours is None else ours.all_processes.get(RAYLET, []):
-        with suppress(psutil.Error):
-            found += psutil.Process(raylet.process.pid).children()
+        with suppress(psutil.Error, OSError):  # which may keep from others what runs
+            if raylet.process.poll() is None:
+                found += psutil.Process(raylet.process.pid).children()
     return found
 
 
@@ -217,8 +220,8 @@ def end_left(parts: Sequence[psutil.Process]) -> None:
 def runs(process: psutil.Process) -> bool:
     """Whether it has not ended; one that nobody asked how it ended has."""
     try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.Error, OSError):
         return False
 
 

@@ -59,7 +59,7 @@ def test_a_raylet_that_is_killed_at_the_end_leaves_none_of_its_parts(tmp_path: P
 
 
 def test_what_does_not_end_with_ray_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "LEAVING_SECONDS", 0.2)
+    monkeypatch.setattr(ray_cluster, "LEAVING_SECONDS", 3.0)
     stays, ends = (subprocess.Popen(["sleep", seconds]) for seconds in ("60", "0"))
     ray_cluster.end_left([psutil.Process(stays.pid), psutil.Process(ends.pid)])
     assert (stays.wait(10), ends.wait(10)) == (-signal.SIGKILL, 0)

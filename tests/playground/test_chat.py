@@ -379,7 +379,7 @@ def test_wrong_settings_are_pointed_at(opened: Visit, recorded: RecordedServer) 
 # Where the page stands once it is away from its end, and in the same place at two looks.
 SETTLED = """async () => {
   const page = document.scrollingElement;
-  for (let before = -1; ; before = page.scrollTop) {
+  for (let before = -1, looks = 0; looks < 100; before = page.scrollTop, looks++) {
     await new Promise((resolve) => setTimeout(resolve, 100));
     const below = page.scrollHeight - page.clientHeight - page.scrollTop;
     if (page.scrollTop === before && below > 100) return before;

@@ -171,7 +171,7 @@ STEPS_AFTER = 2
 def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, live_server: Server) -> None:
     """Steps that the engine still counted after the client closed its socket: an upper bound of those after the
     ingress noticed. The one under way as it closed is not to be helped. Traced, for every step to be seen: one that
-    adds a part of a character brings no chunk else. The best of three: what the client has read may be late."""
+    adds a part of a character brings no chunk else. The median of three: what the client has read may be late."""
     body = {"messages": [{"role": "user", "content": "Count from 1 to 1000."}], "max_tokens": 2000, "stream": True}
     traced, unseen = body | {"tidar": {"trace": True}}, []
     for _ in range(3):
@@ -184,7 +184,7 @@ def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, li
                         break
         unseen.append(until_idle(live_server) - before - seen)
     print("decode steps that the client did not see:", *unseen)
-    assert min(unseen) <= 1 + STEPS_AFTER
+    assert sorted(unseen)[1] <= 1 + STEPS_AFTER
 
 
 def test_a_closed_tab_stops_its_generation(context: BrowserContext, base_url: str, live_server: Server) -> None:

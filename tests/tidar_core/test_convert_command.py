@@ -262,7 +262,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, mon
         assert [f"reading {path}" in output for path in (tmp_path / "text", tmp_path / "prompts")] == [True] * 2
         read.clear()
         assert ("generating with transformers" in output) == generating
-        assert "1 of --prompts left out: too long for documents of" in output
+        assert "1 of --prompts left out: longer than the" in output
 
 
 @pytest.mark.parametrize("generator", ["engine", "transformers"])

@@ -91,10 +91,17 @@ def test_a_tokenizer_without_the_letter_that_texts_are_tried_with(begins):
     bare = Tokenizer(models.BPE({"<s>": 0, "日": 1, "本": 2}, []))
     if begins:
         bare.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 0)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, bos_token="<s>" if begins else None)
     assert encode(tokenizer, "A日本") == (1, 2)
     assert text_lead(tokenizer) == ((0,) if begins else ())
-    assert text_start(tokenizer, "A")
+    assert text_start(tokenizer, "A") == (0,)
+
+
+def test_a_text_begins_before_the_end_that_a_tokenizer_puts_behind_it(tokenizer):
+    ending = tiny_tokenizer()
+    ending.backend_tokenizer.post_processor = TemplateProcessing("$A <|im_end|>", None, [("<|im_end|>", 2)])
+    assert ending("A")["input_ids"][-1] == 2
+    assert text_start(ending, "def ") == encode(tokenizer, "def ")
 
 
 def test_special_tokens_are_known_without_a_list_of_them(tokenizer, monkeypatch):

@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.documents import HEADER, document
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
 from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
-from tidar_core.convert.own_words import Goal, add_text, gather_own_words, unanswered, with_room
+from tidar_core.convert.own_words import Goal, Prompts, add_text, gather_own_words, sort_prompts, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.engine import load_engine
@@ -248,8 +248,15 @@ def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, m
 
 def test_prompts_that_leave_no_room_for_an_answer_are_asked_where_there_is_some(engine):
     prompts = ["What is the answer? " * 200, "What is the answer?"]
-    assert with_room(engine.tokenizer, SHORT, prompts) == prompts[1:]
-    assert with_room(engine.tokenizer, replace(SHORT, longest=4096), prompts) == prompts
+    assert sort_prompts(engine.tokenizer, SHORT, prompts) == Prompts(prompts[1:], 1, 0)
+    assert sort_prompts(engine.tokenizer, replace(SHORT, longest=4096), prompts) == Prompts(prompts, 0, 0)
+
+
+def test_prompts_that_the_template_refuses_are_not_called_long():
+    tokenizer = tiny_tokenizer()
+    refusal = "{% if 'word' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    assert sort_prompts(tokenizer, SHORT, ["What is a word?", "Why?"]) == Prompts(["Why?"], 0, 1)
 
 
 def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):

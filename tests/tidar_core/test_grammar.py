@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -336,6 +337,33 @@ def test_a_stop_token_without_which_a_grammar_cannot_go_on_is_named(engine: Engi
     assert finish.reason is FinishReason.ERROR
     assert finish.param == "stop_token_ids"
     assert "but those of stop_token_ids" in finish.error
+
+
+@pytest.mark.parametrize("completed", [False, True])
+def test_no_end_is_allowed_before_the_grammar_is_complete_whatever_its_matcher_says(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, completed: bool
+) -> None:
+    class Lenient:
+        def fill_next_token_bitmask(self, words: torch.Tensor) -> bool:
+            words.fill_(-1)
+            return False
+
+        def is_completed(self) -> bool:
+            return completed
+
+        def is_terminated(self) -> bool:
+            return False
+
+    compiled = engine._compiling._grammars.compiled(Grammar("regex", "[a-z]{3}")).result()
+    state = GrammarState(compiled, [2, 77], engine.info.vocab_size)
+    monkeypatch.setattr(state, "_matcher", Lenient())
+    mask = state.mask()
+    if completed:
+        assert mask is None
+        return
+    assert mask is not None
+    allowed = np.unpackbits(mask, bitorder="little")[: engine.info.vocab_size]
+    assert np.flatnonzero(allowed == 0).tolist() == [2, 77]
 
 
 @given(text=st.text(min_size=1, max_size=8))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # it would import torch, and with it make every command slow 
 
 MOST_MINUTES = 366.0 * 24 * 60
 WIDEST_SLOT_HEAD = 16384  # four times as wide as an 8B model
-LARGEST_SEED = 2**63 - 1  # that torch takes
+LARGEST_SEED = 2**64 - 1  # that torch takes
 MOST_DIGITS = 5  # of a layer's number
 LEARNING_RATES = {"adapter": 1.5e-3, "full": 1e-5}
 OF_DRAFTERS = (

@@ -45,7 +45,7 @@ class GatherProgress:
     """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
     way. asked: the user's prompts that are still to be answered. until: where `seconds` ends at the latest, 0 where
     that has no limit. refused: prompts of this run that have no answer to learn from. useless: the model says nothing
-    of use but the answers to these prompts, and is not asked on."""
+    of use by itself, and is not asked on."""
 
     documents: int
     own_tokens: int
@@ -121,7 +121,7 @@ def gather_own_words(
     Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk within
     a minute. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
     prompts: a later run goes on with those, and with all that a kill interrupts as far as there is time. Raises
-    ConfigError where the disk is full or the model says nothing that can be used.
+    ConfigError where the disk is full, and where nothing is stored and the model says nothing that can be used.
     """
     stored = store.read()
     seen = set(stored.corpus.keys.tolist())
@@ -219,9 +219,28 @@ def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], store
     ]
 
 
-def with_room(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts: Sequence[str]) -> list[str]:
-    """Those of the prompts behind which an answer fits into a document, and that the chat template takes."""
-    return [prompt for prompt in prompts if Conversation(prompt_job(plan, prompt), plan, tokenizer, set()).start()]
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """fitting: those behind which an answer fits into a document. too_long: how many others there are. refused: how
+    many the chat template does not take."""
+
+    fitting: list[str]
+    too_long: int
+    refused: int
+
+
+def sort_prompts(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts: Sequence[str]) -> Prompts:
+    """Which of the prompts can be asked."""
+    fitting, too_long, refused = [], 0, 0
+    for prompt in prompts:
+        conversation = Conversation(prompt_job(plan, prompt), plan, tokenizer, set())
+        if conversation.start() is not None:
+            fitting.append(prompt)
+        elif conversation.tokens:
+            too_long += 1
+        else:
+            refused += 1
+    return Prompts(fitting, too_long, refused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ from tidar_core.convert.own_words import (
     Goal,
     add_text,
     gather_own_words,
+    sort_prompts,
     unanswered,
-    with_room,
 )
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, digest_of, open_store, read_header
@@ -208,11 +208,15 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
     if prompts:
         screen.line(f"reading {options.prompts}")
         prompts = unanswered(tokenizer, prompts, store.read())
-        asked = with_room(tokenizer, plan, prompts)
-        if left_out := len(prompts) - len(asked):
-            more = " (of more with a larger --answer-tokens)" if plan.longest < base.config.max_positions else ""
-            screen.line(f"{left_out:,} of --prompts left out: too long for documents of {plan.longest:,} tokens{more}")
-        prompts = asked
+        found = sort_prompts(tokenizer, plan, prompts)
+        prompts = found.fitting
+        if found.too_long:
+            room = f"longer than the {plan.longest - plan.answer_tokens:,} tokens that documents have for one"
+            more = "; --answer-tokens of at least their length makes room"
+            more = more if plan.longest < base.config.max_positions else ""
+            screen.line(f"{found.too_long:,} of --prompts left out: {room}{more}")
+        if found.refused:
+            screen.line(f"{found.refused:,} of --prompts left out: the chat template refuses them")
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
@@ -232,7 +236,7 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
     if gathered.refused:
         screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
     if gathered.useless:
-        screen.line("the model's own words are of no use: it learns from what it was given alone")
+        screen.line("the model's own words are of no use: it learns from what else there is")
     return store.read().corpus, gathered.seconds
 
 

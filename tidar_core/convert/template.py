@@ -75,7 +75,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
 def text_start(tokenizer: PreTrainedTokenizerFast, opening: str) -> tuple[int, ...]:
     """Token ids of a text begun without a template: at least one, beginning-of-sequence where the model has it, and any
     where it has no token for what a text may begin with."""
-    tokens = tuple(tokenizer(opening)["input_ids"])
+    tokens = text_lead(tokenizer) + encode(tokenizer, opening)
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = (tokenizer.bos_token_id,)
     return tokens or encode(tokenizer, "A") or (0,)

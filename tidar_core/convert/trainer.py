@@ -158,7 +158,7 @@ def train_drafter(
     if len(sampler) < crew.size or not held_out.documents:
         raise ConfigError(
             "the data are too few documents to learn from and be measured on: raise --minutes or --own-tokens, or give "
-            "--text"
+            "more --text"
         )
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress

@@ -88,9 +88,8 @@ class GrammarState:
         import xgrammar
 
         # the matcher complains to the log of each special token that it is asked for
-        special = frozenset(compiled.tokenizer_info.special_token_ids)
-        self._never = special - set(end_ids)
-        self._ends_that_say_something = np.array(sorted(set(end_ids) - special), dtype=np.int64)
+        self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
+        self._ends = np.array(end_ids, dtype=np.int64)
         self._error: str | None = None
         self._guessed = 0  # tokens that the matcher stands behind
         self._guesses_too_slowly = False
@@ -186,10 +185,10 @@ class GrammarState:
         words = torch.empty((1, self._words), dtype=torch.int32)
         bound = self._matcher.fill_next_token_bitmask(words)
         mask = words.numpy().view(np.uint8)[0]
-        if len(ends := self._ends_that_say_something) and not self._matcher.is_completed():
-            # From 0.2.9 on xgrammar takes one that, as text, would complete the answer: but it is no part of that.
-            np.bitwise_and.at(mask, ends // 8, np.bitwise_not(1 << ends % 8).astype(np.uint8))
-            bound = True
+        if not self._matcher.is_completed():
+            # From 0.2.9 on xgrammar takes an end that, as text, would complete the answer: but it is no part of that.
+            np.bitwise_and.at(mask, self._ends // 8, np.bitwise_not(1 << self._ends % 8).astype(np.uint8))
+            bound = bound or len(self._ends) > 0
         return mask if bound else None, self._since(began)
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
