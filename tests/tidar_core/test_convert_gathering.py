@@ -13,7 +13,7 @@ from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
 from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
-from tidar_core.convert.own_words import Goal, Prompts, add_text, gather_own_words, sort_prompts, unanswered
+from tidar_core.convert.own_words import Goal, SortedPrompts, add_text, gather_own_words, sort_prompts, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
 from tidar_core.engine import load_engine
@@ -248,15 +248,15 @@ def test_prompts_without_a_usable_answer_are_not_asked_again(engine, tmp_path, m
 
 def test_prompts_that_leave_no_room_for_an_answer_are_asked_where_there_is_some(engine):
     prompts = ["What is the answer? " * 200, "What is the answer?"]
-    assert sort_prompts(engine.tokenizer, SHORT, prompts) == Prompts(prompts[1:], 1, 0)
-    assert sort_prompts(engine.tokenizer, replace(SHORT, longest=4096), prompts) == Prompts(prompts, 0, 0)
+    assert sort_prompts(engine.tokenizer, SHORT, prompts) == SortedPrompts(prompts[1:], 1, 0)
+    assert sort_prompts(engine.tokenizer, replace(SHORT, longest=4096), prompts) == SortedPrompts(prompts, 0, 0)
 
 
 def test_prompts_that_the_template_refuses_are_not_called_long():
     tokenizer = tiny_tokenizer()
     refusal = "{% if 'word' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}"
     tokenizer.chat_template = refusal + tokenizer.chat_template
-    assert sort_prompts(tokenizer, SHORT, ["What is a word?", "Why?"]) == Prompts(["Why?"], 0, 1)
+    assert sort_prompts(tokenizer, SHORT, ["What is a word?", "Why?"]) == SortedPrompts(["Why?"], 0, 1)
 
 
 def test_given_text_is_not_taken_for_its_own_words(engine, tmp_path):

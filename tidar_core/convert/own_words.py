@@ -220,7 +220,7 @@ def unanswered(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], store
 
 
 @dataclass(frozen=True, slots=True)
-class Prompts:
+class SortedPrompts:
     """fitting: those behind which an answer fits into a document. too_long: how many others there are. refused: how
     many the chat template does not take."""
 
@@ -229,7 +229,7 @@ class Prompts:
     refused: int
 
 
-def sort_prompts(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts: Sequence[str]) -> Prompts:
+def sort_prompts(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts: Sequence[str]) -> SortedPrompts:
     """Which of the prompts can be asked."""
     fitting, too_long, refused = [], 0, 0
     for prompt in prompts:
@@ -240,7 +240,7 @@ def sort_prompts(tokenizer: PreTrainedTokenizerFast, plan: DocumentPlan, prompts
             too_long += 1
         else:
             refused += 1
-    return Prompts(fitting, too_long, refused)
+    return SortedPrompts(fitting, too_long, refused)
 
 
 @dataclass(frozen=True, slots=True)

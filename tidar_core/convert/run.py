@@ -212,9 +212,9 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
         prompts = found.fitting
         if found.too_long:
             room = f"longer than the {plan.longest - plan.answer_tokens:,} tokens that documents have for one"
-            more = "; --answer-tokens of at least their length makes room"
-            more = more if plan.longest < base.config.max_positions else ""
-            screen.line(f"{found.too_long:,} of --prompts left out: {room}{more}")
+            if plan.longest < base.config.max_positions:
+                room += "; --answer-tokens of at least their length makes room"
+            screen.line(f"{found.too_long:,} of --prompts left out: {room}")
         if found.refused:
             screen.line(f"{found.refused:,} of --prompts left out: the chat template refuses them")
     if text_alone or (not prompts and _has_all(goal, store)):

@@ -89,7 +89,6 @@ class GrammarState:
 
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
-        self._ends = np.array(end_ids, dtype=np.int64)
         self._error: str | None = None
         self._guessed = 0  # tokens that the matcher stands behind
         self._guesses_too_slowly = False
@@ -97,6 +96,10 @@ class GrammarState:
         self._each = 0.0  # seconds a token, averaged
         self._seconds, self._spent, self._guessing = 0.0, 0.0, 0.0
         self._words = -(-vocab_size // 32)
+        self._has_ends = bool(end_ids)
+        self._no_ends = np.full(4 * self._words, 0xFF, dtype=np.uint8)
+        for token in end_ids:
+            self._no_ends[token // 8] &= 0xFF ^ (1 << token % 8)
         self._matcher = xgrammar.GrammarMatcher(
             compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
         )
@@ -185,10 +188,10 @@ class GrammarState:
         words = torch.empty((1, self._words), dtype=torch.int32)
         bound = self._matcher.fill_next_token_bitmask(words)
         mask = words.numpy().view(np.uint8)[0]
-        if not self._matcher.is_completed():
+        if self._has_ends and not self._matcher.is_completed():
             # From 0.2.9 on xgrammar takes an end that, as text, would complete the answer: but it is no part of that.
-            np.bitwise_and.at(mask, self._ends // 8, np.bitwise_not(1 << self._ends % 8).astype(np.uint8))
-            bound = bound or len(self._ends) > 0
+            mask &= self._no_ends
+            bound = True
         return mask if bound else None, self._since(began)
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
