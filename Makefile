@@ -59,7 +59,7 @@ check: .venv/.test-installed
 # Servers are started, killed and timed by themselves; what they leave idle, and no more, goes to the longest of the
 # others.
 COMPUTING := tests/tidar_core $(addprefix tests/manifests/,test_check.py test_image.py test_kuberay.py)
-LONGEST := $(addprefix tests/tidar_core/,test_exact.py test_exact_bf16.py test_triton_compiled.py test_triton_interpreted.py)
+LONGEST := $(addprefix tests/tidar_core/,engine/test_exact.py engine/test_exact_bf16.py kernels/test_triton_compiled.py kernels/test_triton_interpreted.py)
 LEFT_OVER := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0 || echo nice -n 19)
 SIDE_BY_SIDE := $(BIN)/python -m pytest --numprocesses 2 --dist
 

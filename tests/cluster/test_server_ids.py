@@ -8,8 +8,8 @@ import pytest
 from tests.cluster.guarded import Guarded
 from tests.cluster.test_server import events
 from tests.cluster.test_server_stops import BODIES, CHAT, COMPLETIONS, spelled
-from tests.cluster.test_thoughts import forced
-from tests.cluster.test_tools import TOOLS
+from tests.cluster.wire.test_thoughts import forced
+from tests.cluster.wire.test_tools import TOOLS
 
 ASKED = {"return_token_ids": True, "max_tokens": 30, "seed": 5, "temperature": 1}
 

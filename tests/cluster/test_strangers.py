@@ -17,8 +17,8 @@ from cluster.options import ServeOptions
 from tests import plain_http
 from tests.cluster.fuzz import fuzz
 from tests.cluster.guarded import ORIGIN, Guarded
+from tests.cluster.ingress.test_api import NoReplica
 from tests.cluster.rough import half_open, large_body, memory, slow_reader, tiny_requests
-from tests.cluster.test_api import NoReplica
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from tests.tidar_core.trained import TinyBase
+    from tests.tidar_core.convert.trained import TinyBase
     from tidar_core.convert.shards import Corpus
 
 
@@ -22,14 +22,14 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> "TinyBase":
-    from tests.tidar_core.trained import SIMPLE, tiny_base
+    from tests.tidar_core.convert.trained import SIMPLE, tiny_base
 
     return tiny_base(tmp_path_factory.mktemp("tiny"), **SIMPLE)
 
 
 @pytest.fixture(scope="module")
 def corpus(tiny: "TinyBase") -> "Corpus":
-    from tests.tidar_core.trained import own_words_of
+    from tests.tidar_core.convert.trained import own_words_of
 
     return own_words_of(tiny, 160)
 
@@ -37,7 +37,7 @@ def corpus(tiny: "TinyBase") -> "Corpus":
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny model that converts, and the data that a run of the command has gathered from it."""
-    from tests.tidar_core.trained import BRIEF, SMALL, run_command
+    from tests.tidar_core.convert.trained import BRIEF, SMALL, run_command
     from tests.tiny import tiny_checkpoint
 
     directory = tmp_path_factory.mktemp("words")

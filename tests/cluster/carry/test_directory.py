@@ -1,0 +1,395 @@
+"""What an ingress knows of the replicas where some of them hang, sleep or are replaced."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from opentelemetry.trace import NoOpTracer
+
+from cluster.card import ModelCard
+from cluster.carry import directory as room
+from cluster.carry.directory import Directory, Wake
+from cluster.carry.routing import fitting
+from cluster.errors import ApiError
+from cluster.ingress.models import Models
+from cluster.line import ANYWHERE, Alive, IngressCounts, ReplicaCounts, Way
+from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.options import ServeOptions
+from tests.cluster.scripted import NOTHING_COUNTED
+from tests.cluster.wire.test_schemas import card_for
+from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
+from tidar_core.prefixes import prefix_marks
+from tidar_core.request import Request, SamplingParams
+
+TOLD = ReplicaCounts([], (NOTHING_COUNTED,))
+
+
+class Handle:
+    """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
+    call's way allows, as by the router."""
+
+    def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
+        self.there, self.hung, self.card = there, hung, card
+        self.woken = 0
+        self.lengths: dict[str, int] = {}
+        self._method = ""
+
+    def options(self, method_name: str) -> "Handle":
+        self._method = method_name
+        return self
+
+    def broadcast(self, method: str, *_: object) -> "Handle":
+        return self
+
+    async def results_async(self, **_: Any) -> list[Alive]:
+        if not self.there:
+            raise RuntimeError("no replica")
+        if self.hung:
+            raise TimeoutError
+        return [self.sign(name) for name in sorted(self.there)]
+
+    def sign(self, name: str) -> Alive:
+        return Alive(name, self.lengths.get(name, self.card.max_model_len))
+
+    async def answer(self, method: str, way: Way) -> Any:
+        self.woken += not self.there
+        while not self.there:
+            await asyncio.sleep(0.01)
+        places = fitting(sorted(self.there), way)
+        if not places:
+            raise LookupError
+        name = next((sorted(self.there)[place] for place in places if sorted(self.there)[place] not in self.hung), None)
+        if name is None:
+            await asyncio.sleep(60)
+        assert name is not None
+        if method == "metrics":
+            return TOLD
+        if method == "describe":
+            return replace(self.card, max_model_len=self.sign(name).max_model_len)
+        return self.sign(name)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> ModelCard:
+    class Response:
+        def __init__(self, asked: Any) -> None:
+            self.task = asyncio.ensure_future(asked)
+
+        def __await__(self) -> Any:
+            return self.task.__await__()
+
+        def cancel(self) -> None:
+            self.task.cancel()
+
+    def ask(handle: Handle, method: str, *args: object, way: Way = ANYWHERE) -> Response:
+        return Response(handle.answer(method, way))
+
+    monkeypatch.setattr(room, "ask", ask)
+    monkeypatch.setattr(room, "REPLY_SECONDS", 0.2)
+    return card_for(tool_tokenizer(HERMES_TEMPLATE))
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["a new ingress", "a new replica"])
+def test_who_answers_is_found_though_another_hangs(card: ModelCard, known: bool) -> None:
+    """The answers of all are waited for together: one that hangs must not hide those that are new."""
+
+    async def run() -> None:
+        handle = Handle({"r0"} if known else {"r0", "r1"}, card, frozenset() if known else frozenset({"r0"}))
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        if known:
+            assert directory.replicas == ("r0",)
+            handle.there, handle.hung = {"r0", "r1"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while "r1" not in directory.replicas:
+                await asyncio.sleep(0.05)
+        assert directory.model[0] == card
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_nobody_is_forgotten_while_this_ingress_is_held_up_itself(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a thousand requests at once: the only replica, which lives, was taken for gone."""
+    monkeypatch.setattr(room, "FORGET_SECONDS", 1.0)
+
+    async def run() -> None:
+        handle = Handle({"r0"}, card, frozenset())
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        handle.hung = frozenset({"r0"})
+        time.sleep(1.5)  # what holds it up
+        await asyncio.sleep(0)
+        assert directory.replicas == ("r0",)
+        async with asyncio.timeout(10):
+            while directory.replicas:
+                await asyncio.sleep(0.05)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_who_is_gone_is_asked_no_more_while_another_hangs(card: ModelCard) -> None:
+    """Replicas come and go with the load, and one that hangs is there for long: each look asked all that ever were."""
+
+    class Counting(Handle):
+        def __init__(self, there: set[str], card: ModelCard) -> None:
+            super().__init__(there, card)
+            self.asked: list[str | None] = []
+
+        async def answer(self, method: str, way: Way) -> Any:
+            self.asked.append(way.only)
+            return await super().answer(method, way)
+
+    async def run() -> None:
+        handle = Counting({"r0", "r1", "r2"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        handle.there, handle.hung = {"r0", "r2"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r0", "r2") or directory.silent != {"r0"}:
+                await asyncio.sleep(0.02)
+            handle.asked = []
+            while "r2" not in handle.asked:
+                await asyncio.sleep(0.02)
+        assert "r0" in handle.asked
+        assert "r1" not in handle.asked
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_the_server_cancels_does_not_end_the_looking(card: ModelCard) -> None:
+    """Serve raises what a task ends of that is cancelled itself, and the ingress knew no replica from then on."""
+
+    class Cancelling(Handle):
+        cancels: tuple[str, ...] = ()
+
+        def broadcast(self, method: str, *_: object) -> "Cancelling":
+            self.asked = method
+            return self
+
+        async def results_async(self, **_: Any) -> list[Any]:
+            if self.asked in self.cancels:
+                self.cancels = tuple(name for name in self.cancels if name != self.asked)
+                raise asyncio.CancelledError
+            return [TOLD] if self.asked == "metrics" else await super().results_async()
+
+    async def run() -> None:
+        handle = Cancelling({"r0"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        handle.there, handle.cancels = {"r1"}, ("alive", "metrics")
+        assert await directory.metrics(), "those that run are asked once more"
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r1",):
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_the_only_replica_is_asked_for_its_metrics_though_it_was_late(card: ModelCard) -> None:
+    """Prometheus got a 503 where one replica on a busy machine had not answered the look before."""
+
+    async def run() -> None:
+        directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        directory.silence("r0")
+        assert await directory.metrics() == [TOLD]
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_slept_whenever_it_was_looked_for_is_woken_to_be_known(card: ModelCard) -> None:
+    """Else an ingress that takes the place of another lists no model, and the page waits for one for ever."""
+
+    async def run() -> None:
+        handle = Handle(set(), card)
+        directory = Directory(handle, Wake(seconds=10, most=4))  # type: ignore[arg-type]
+        options = ServeOptions(model="tiny", max_replicas=1, min_replicas=0)
+        models = Models({"tiny": directory}, options, IngressMetrics("here"), NoOpTracer())
+        assert handle.woken == 0
+        for _ in range(3):
+            with pytest.raises(ApiError):
+                models.cards()
+            await asyncio.sleep(0.01)
+        assert handle.woken == 1, "it is woken once, however many ask"
+        asked = asyncio.create_task(directory.known())
+        handle.there = {"r0"}
+        async with asyncio.timeout(10):
+            assert (await asked)[0] == card
+        handle.there = set()
+        assert models.cards() == [card]
+        assert (await directory.known())[0] == card
+        assert handle.woken == 1, "whom it knows it leaves asleep"
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_who_has_said_nothing_for_long_is_not_there(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FORGET_SECONDS", 0.3)
+
+    async def run() -> None:
+        handle = Handle({"r0", "r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        assert directory.replicas == ("r0", "r1")
+        handle.hung = frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while directory.replicas != ("r1",):
+                await asyncio.sleep(0.02)
+        assert directory.silent == {"r0"}
+        handle.hung = frozenset()
+        async with asyncio.timeout(10):
+            while directory.silent or directory.replicas != ("r0", "r1"):
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_only_so_many_wait_for_a_model_that_sleeps_and_not_for_ever(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle(set(), card), Wake(seconds=0.2, most=2))  # type: ignore[arg-type]
+        for _ in range(2):  # the places are given back
+            answers = await asyncio.gather(*(directory.awake() for _ in range(3)), return_exceptions=True)
+            assert sorted(answer.status for answer in answers if isinstance(answer, ApiError)) == [429, 503, 503]
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]
+        prompt = tuple(range(200))
+        plain = Request("r", prompt, SamplingParams(4), cache_salt="tenant")
+        assert directory.marks(plain) == b""
+        await directory.start(lambda: NOTHING_COUNTED)
+        assert directory.marks(plain) == prefix_marks(prompt, card.page_size, "tenant", 256) != b""
+        assert directory.marks(Request("r", prompt, SamplingParams(4, prompt_logprobs=0))) == b""
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_the_card_is_not_read_again_because_another_replica_is_gone(card: ModelCard) -> None:
+    """It brings the whole tokenizer, just when streams are to be handed over."""
+    asked: list[str | None] = []
+
+    class Counted(Handle):
+        async def answer(self, method: str, way: Way) -> Any:
+            if method == "describe":
+                asked.append(way.only)
+            return await super().answer(method, way)
+
+    async def run() -> None:
+        handle = Counted({"r0", "r1", "r2"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        for gone in ("", "r2", "r1"):
+            handle.there = handle.there - {gone}
+            await directory._look()
+        assert asked == ["r0"]
+        handle.there = {"r1"}
+        await directory._look()
+        assert asked == ["r0", "r1"]
+
+    asyncio.run(run())
+
+
+def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
+    """It may have another drafter than those before it."""
+
+    class Handles(Handle):
+        async def answer(self, method: str, way: Way) -> Any:
+            sign = await super().answer("alive", way)
+            return replace(self.card, adapter=f"of {sign.replica}") if method == "describe" else sign
+
+    async def run() -> None:
+        handle = Handles({"r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory.start(lambda: NOTHING_COUNTED)
+        assert directory.model[0].adapter == "of r1"
+        handle.there = {"r0", "r1", "r2"} - {"r0"}
+        async with asyncio.timeout(10):
+            while directory.model[0].adapter != "of r2":
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
+def test_the_card_promises_what_every_replica_holds(card: ModelCard) -> None:
+    """Where memory holds fewer positions at one of them, an answer that fits the card ended early there."""
+
+    async def run() -> None:
+        handle = Handle({"r0", "r1"}, card)
+        handle.lengths = {"r0": 4096, "r1": 1024, "r2": 2048, "r3": 512}
+        directory = Directory(handle)  # type: ignore[arg-type]
+
+        async def promised() -> int:
+            await directory._look()
+            return directory.model[0].max_model_len
+
+        assert await promised() == 1024
+        handle.hung = frozenset({"r1"})
+        assert await promised() == 1024, "one that hangs may speak again"
+        handle.there, handle.hung = {"r0", "r2", "r3"}, frozenset({"r2"})
+        assert await promised() == 512, "a stranger beside one that hangs"
+        handle.there, handle.hung = {"r0", "r2"}, frozenset()
+        assert await promised() == 2048
+        handle.there = {"r0"}
+        assert await promised() == 4096
+
+    asyncio.run(run())
+
+
+def test_whoever_is_looked_at_hears_what_this_ingress_counted(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs must not keep it from the others, nor from one that came since: any may be asked for it."""
+    heard: dict[str, int] = {}
+
+    class Hearing(Handle):
+        def broadcast(self, method: str, *said: object) -> "Hearing":
+            self.said = said
+            return self
+
+        async def results_async(self, **_: Any) -> list[Alive]:
+            signs = await super().results_async()
+            self.hear({sign.replica for sign in signs}, *self.said)
+            return signs
+
+        def hear(self, names: set[str], ingress: object, counts: object) -> None:
+            assert isinstance(counts, IngressCounts)
+            heard.update(dict.fromkeys(names, counts.number))
+
+    plain_ask = room.ask
+
+    def ask(handle: Hearing, method: str, *said: object, way: Way = ANYWHERE) -> Any:
+        if method == "alive":
+            places = fitting(sorted(handle.there), way)
+            handle.hear({sorted(handle.there)[place] for place in places or ()} - handle.hung, *said)
+        return plain_ask(handle, method, *said, way=way)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "ask", ask)
+
+    async def run() -> None:
+        handle = Hearing({"r0", "r1"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        numbers = iter(range(1, 100))
+        await directory.start(lambda: IngressCounts("here", next(numbers), b""))
+        assert heard == {"r0": 1, "r1": 1}
+        handle.there, handle.hung = {"r0", "r1", "r2"}, frozenset({"r0"})
+        async with asyncio.timeout(10):
+            while min(heard.get("r1", 0), heard.get("r2", 0)) < 3:
+                await asyncio.sleep(0.02)
+        assert heard["r0"] == 1
+        await directory.stop()
+
+    asyncio.run(run())

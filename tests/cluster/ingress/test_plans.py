@@ -1,0 +1,145 @@
+"""What a body asks for, worked out once, and where no stream waits for it."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from cluster.card import tokenizer_backend
+from cluster.carry.directory import Directory
+from cluster.errors import ApiError, bad_request
+from cluster.ingress import plans
+from cluster.ingress.api import build_api
+from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
+from cluster.options import ServeOptions
+from cluster.wire.answer import Echo
+from cluster.wire.prompts import decode
+from tests.cluster.ingress.test_api import NoReplica, ask
+from tests.cluster.wire.test_schemas import card_for
+from tests.tiny import HERMES_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
+
+CARD = card_for(tiny_tokenizer())
+BACKEND = tokenizer_backend(CARD)
+
+
+def completion(**fields: Any) -> RequestPlan:
+    return completion_plan(fields, CARD, BACKEND)
+
+
+def test_each_choice_has_its_prompt_a_seed_and_what_stands_before_it() -> None:
+    plan = completion(prompt=[[300, 301], [302]], n=3, echo=True, seed=None, logit_bias={"300": 5, "301": -5})
+    assert plan.prompts == [(300, 301)] * 3 + [(302,)] * 3
+    assert [params.choice for params in plan.params] == [0, 1, 2] * 2
+    first, second = plan.params[0].seed, plan.params[3].seed
+    assert [params.seed for params in plan.params] == [first] * 3 + [second] * 3
+    assert second == (first + 1) % 2**plans.SEED_BITS
+    assert all(params.logit_bias is plan.params[0].logit_bias for params in plan.params), "made once for all"
+    echoes = [Echo(decode(BACKEND, prompt), prompt[0], None, False) for prompt in ((300, 301), (302,))]
+    assert plan.echoes == [echoes[0]] * 3 + [echoes[1]] * 3
+    assert completion(prompt="a", seed=4).params[0].seed == 4
+
+
+def test_bad_words_are_the_tokens_that_they_have_in_front_of_a_text_and_behind_a_space() -> None:
+    def tokens(text: str) -> tuple[int, ...]:
+        return tuple(BACKEND.encode(text, add_special_tokens=False).ids)
+
+    plan = completion(prompt=["a", "b"], n=2, bad_words=["the", " the", " queen", "\n"])
+    expected = [tokens("the"), tokens(" the"), tokens("queen"), tokens(" queen"), tokens("\n")]
+    assert len({*expected}) == 5
+    assert plan.params[0].bad_words == tuple(expected)
+    assert all(params.bad_words is plan.params[0].bad_words for params in plan.params), "made once for all"
+    assert completion(prompt="a", bad_words=[]).params[0].bad_words == ()
+    asked = responses_plan({"input": "a", "bad_words": ["the"]}, CARD, BACKEND, reasoning=False)
+    assert asked.params[0].bad_words == (tokens("the"), tokens(" the"))
+    with pytest.raises(ApiError, match="a word must not be empty"):
+        completion(prompt="a", bad_words=["the", ""])
+
+
+def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:
+    turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
+
+    def of_chat(**fields: Any) -> bool:
+        return chat_plan({"messages": turns, **fields}, CARD, BACKEND, reasoning=False).params[0].mid_text
+
+    assert not of_chat()
+    assert of_chat(continue_final_message=True, add_generation_prompt=False)
+    assert of_chat(structured_outputs={"choice": [" yes", " no"]})
+    strict = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}
+    tools = card_for(tool_tokenizer(HERMES_TEMPLATE), max_model_len=2048)
+    plan = chat_plan({"messages": turns, "tools": [strict]}, tools, tokenizer_backend(tools), reasoning=False)
+    assert plan.params[0].grammar is not None
+    assert not plan.params[0].mid_text, "only its calls are held to anything"
+    assert completion(prompt="a").params[0].mid_text
+
+
+def test_thoughts_are_limited_where_an_answer_may_begin_with_them() -> None:
+    card = card_for(thinking_tokenizer())
+
+    def limited(reasoning: bool = True, **fields: Any) -> bool:
+        asked = {"messages": [{"role": "user", "content": "Who?"}], "thinking_token_budget": 5, **fields}
+        return chat_plan(asked, card, tokenizer_backend(card), reasoning).params[0].thought_limit is not None
+
+    form = {"response_format": {"type": "json_object"}}
+    assert limited()
+    assert limited(**form)
+    assert limited(tidar={"trace": True})
+    assert limited(reasoning=False)
+    assert not limited(reasoning=False, **form), "what it has to follow leaves room for none"
+    assert not limited(chat_template_kwargs={"enable_thinking": False})
+    assert not limited(thinking_token_budget=-1)
+
+
+def test_more_choices_than_are_taken_are_refused() -> None:
+    with pytest.raises(ApiError, match="prompts times n may be at most 256") as caught:
+        completion(prompt=["a"] * 17, n=16)
+    assert (caught.value.status, caught.value.param) == (400, "n")
+
+
+def test_only_an_object_of_the_responses_api_repeats_what_was_asked() -> None:
+    turn = {"messages": [{"role": "user", "content": "Who?"}], "max_completion_tokens": 7}
+    chat = chat_plan(turn, CARD, BACKEND, reasoning=True)
+    asked = responses_plan({"input": "Who?", "max_output_tokens": 7}, CARD, BACKEND, True)
+    assert (chat.prompts, chat.params[0].max_tokens) == (asked.prompts, asked.params[0].max_tokens)
+    assert chat.repeated is None
+    assert asked.repeated is not None
+    assert json.loads(asked.repeated)["max_output_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "param"),
+    [
+        (
+            {"max_output_tokens": 5, "min_tokens": 10},
+            "min_tokens must lie between 0 and max_output_tokens",
+            "min_tokens",
+        ),
+        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1", "max_output_tokens"),
+        ({"messages": []}, "messages is a field of chats: use input", "messages"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_asked(fields: dict[str, Any], said: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        responses_plan({"input": "Who?", **fields}, CARD, BACKEND, reasoning=True)
+    assert (caught.value.message, caught.value.param) == (said, param)
+
+
+def test_it_is_worked_out_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[threading.Thread] = []
+
+    def noted(*_: Any) -> Any:
+        asked.append(threading.current_thread())
+        raise bad_request("noted")
+
+    async def awake(_: Directory) -> Any:
+        return CARD, BACKEND
+
+    monkeypatch.setattr(Directory, "awake", awake)
+    monkeypatch.setattr(plans, "sampling_params", noted)
+    monkeypatch.setattr(plans, "echoes_of", noted)
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
+    assert ask(api, "POST", "/v1/completions", json={"prompt": "a"}).json()["error"]["message"] == "noted"
+    mixed_up = ask(api, "POST", "/v1/responses", json={"input": "a", "messages": []})
+    assert mixed_up.json()["error"]["message"] == "messages is a field of chats: use input"
+    assert len(asked) == 1
+    assert asked[0] is not threading.main_thread()
