@@ -29,9 +29,9 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     try:
         if source.gguf_file is None:
             tokenizer = _of_directory(source.directory)
-        else:  # AutoTokenizer would first read the whole file, in seconds, only to find this class
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(
-                source.directory, gguf_file=source.gguf_file, local_files_only=True
+        else:  # not `from_pretrained`: a tokenizer.json that lies beside the file would go before what the file says
+            tokenizer = PreTrainedTokenizerFast(
+                name_or_path=str(source.directory), gguf_file=source.gguf_file, local_files_only=True
             )
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{source.name}: its tokenizer cannot be read ({one_line(error)})") from error

@@ -74,6 +74,19 @@ def test_gguf_tokenizer_equals_the_checkpoints(tmp_path: Path) -> None:
     assert (ours.eos_token, ours.chat_template) == ("<|im_end|>", CHAT_TEMPLATE)
 
 
+def test_a_tokenizer_beside_a_gguf_file_is_none_of_its(tmp_path: Path) -> None:
+    """llama.cpp's converter writes into the checkpoint's folder, and a folder of downloads has files of many models."""
+    checkpoint, other = tiny_checkpoint(tmp_path / "checkpoint"), tiny_checkpoint(tmp_path / "other", vocab=384)
+    alone = load_tokenizer(find_model(str(tiny_gguf(tmp_path / "alone.gguf", checkpoint))))
+    beside = tiny_gguf(checkpoint / "tiny.gguf", checkpoint)
+    for tokenizer_json in ((other / "tokenizer.json").read_text(encoding="utf-8"), "{}"):
+        (checkpoint / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+        found = load_tokenizer(find_model(str(beside)))
+        assert found.chat_template == CHAT_TEMPLATE
+        assert found.eos_token_id == alone.eos_token_id is not None
+        assert found.backend_tokenizer.to_str() == alone.backend_tokenizer.to_str()
+
+
 def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     """A GGUF header with one small tensor; `changes` adds metadata (dots written as two underscores)."""
     writer = GGUFWriter(path, architecture)
