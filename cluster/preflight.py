@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,21 @@ def check_visible(options: ServeOptions) -> None:
     replicas, and no hub id is downloaded.
     """
     check_accelerator(options.accelerator)
+    for served in options.served.values():
+        check_word(served.config.model, (DEFAULT_MODEL,))
+        check_word(served.config.adapter, OWN_ADAPTERS)
     for file in (options.api_keys, options.metrics_keys):
         if file is not None and os.access(from_home(file), os.R_OK):
             read_keys(file)
     visible = [model for model in models_of(options) if model == DEFAULT_MODEL or is_there(model)]
     check_models(options, {model: find_model(model) for model in visible}, is_there)
+
+
+def check_word(given: str, words: Sequence[str]) -> None:
+    """Raise ConfigError for what is neither one of the words nor a path, and looks like one of them."""
+    near = get_close_matches(given, words, n=1, cutoff=0.8)
+    if near and given not in words and "/" not in given and not is_there(given):
+        raise ConfigError(f"there is no '{given}': did you mean '{near[0]}'?")
 
 
 def is_there(path: str) -> bool:

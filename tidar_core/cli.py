@@ -181,7 +181,12 @@ def check(
             from cluster.operate.check import check_file
         except ModuleNotFoundError as error:
             raise ConfigError(f"this needs {error.name}: pip install -e '.[cluster]' in the repository") from None
-        found = [line for file in files for line in check_file(file)]
+        found = []
+        for file in files:
+            try:
+                found += check_file(file)
+            except ConfigError as error:  # of this file; the others' mistakes are told all the same
+                found.append(str(error))
         for line in found:
             Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
         if found:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from ray.runtime_env import RuntimeEnv
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import HTTPOptionsSchema, ServeDeploySchema
 
@@ -52,6 +53,8 @@ def check_file(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     found = documents(text, str(path))
+    if len(found) > 1 and any(isinstance(document, dict) and "applications" in document for document in found):
+        raise ConfigError(f"{path} holds several documents, of which `serve deploy` reads none: leave out the ---")
     configs = [config for document in found if (config := serve_config(document, path)) is not None]
     if not configs:
         raise ConfigError(f"{path} holds neither a Serve config (applications: …) nor a RayService")
@@ -64,6 +67,8 @@ def documents(text: str, where: str) -> list[Any]:
         return [document for document in yaml.load_all(text, StrictLoader) if document]
     except yaml.YAMLError as error:
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{where} cannot be read: it is nested too deeply") from None
 
 
 def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
@@ -153,8 +158,23 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
         yield from (f"args: {line}" for line in all_mistakes(error, kind))
     except ConfigError as error:
         yield f"args: {error}"
+    yield from of_environment(application.get("runtime_env"))
     deployments = application.get("deployments")
     yield from of_deployments(deployments if isinstance(deployments, list) else (), names, counted)
+
+
+def of_environment(given: Any) -> Iterator[str]:
+    """What is wrong with a runtime_env wherever it is read; the files that it names may lie elsewhere."""
+    if not isinstance(given, dict):  # Serve's own schema tells
+        return
+    for key in given:
+        if key not in RuntimeEnv.known_fields:
+            known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
+            yield f"runtime_env: unknown key '{key}'{suggestion(str(key), known)}"
+    variables = given.get("env_vars")
+    for name, value in variables.items() if isinstance(variables, dict) else ():
+        if not isinstance(value, str):
+            yield f"runtime_env: env_vars: {name} is {value!r}, no text: put it in quotes"
 
 
 def counted_in_args(options: ServeOptions) -> dict[str, str]:
@@ -215,6 +235,8 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
             yield "min_replicas is 0: only in args is it known to the ingress, which must wake the model; say it there"
     if deployment.get("num_replicas") == 0:
         yield "num_replicas is 0: no request would wake the model; set 1 or more, or min_replicas 0 in args"
+    actor = deployment.get("ray_actor_options")
+    yield from of_environment(actor.get("runtime_env") if isinstance(actor, dict) else None)
     if deployment.get("user_config") is not None:
         yield "user_config is nothing that it takes; what can be chosen stands in args"
     if name.startswith(ENGINE) and "ray_actor_options" in deployment:

@@ -57,6 +57,15 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "dtype"), "int3", "args: dtype is 'int3': input should be 'bfloat16', 'float32', 'float8'"),
         ((*APP, "args", "generation_config"), "vllm", "args: generation_config is 'vllm': input should be 'auto' or"),
         ((*APP, "args", "dtype"), "int8", "args: dtype int8 is for CPUs; use bfloat16 or float8 on a GPU"),
+        ((*APP, "args", "model"), "smollm2-135m-instrct", "args: there is no 'smollm2-135m-instrct': did you mean 'smo"),
+        ((*APP, "args", "adapter"), "defalt", "args: there is no 'defalt': did you mean 'default'?"),
+        ((*APP, "runtime_env"), {"env_vars": {"OMP_NUM_THREADS": 4}}, "runtime_env: env_vars: OMP_NUM_THREADS is 4, no"),
+        ((*APP, "runtime_env"), {"env_var": {}}, "runtime_env: unknown key 'env_var': did you mean 'env_vars'?"),
+        (
+            (*APP, "deployments", 1, "ray_actor_options"),
+            {"runtime_env": {"env_vars": {"DEBUG": True}}},
+            "deployment Ingress: runtime_env: env_vars: DEBUG is True, no text: put it in quotes",
+        ),
         ((*APP, "args", "replicas"), 0, "args: replicas is 0: a model that may sleep has min_replicas 0 and max_r"),
         ((*APP, "args", "min_replicas"), 0, "args: min_replicas needs max_replicas; without it there are always"),
         ((*APP, "args", "max_replicas"), 8, "Engine: autoscaling_config would take the place of the args' max_replic"),
@@ -174,7 +183,7 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     def told(text: str) -> str:
         wrong = tmp_path / "twice.yaml"
         wrong.write_text(text)
-        return CliRunner().invoke(app, ["check", str(wrong)]).stderr.removeprefix(f"tidar: {wrong}")
+        return CliRunner().invoke(app, ["check", str(wrong)]).stderr.removeprefix(str(wrong))
 
     merged = "x: &common {name: a}\napplications:\n- <<: *common\n  name: b\n"
     assert "stands there" not in told(merged), "what is merged may be overridden"
@@ -184,6 +193,26 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     assert told(yaml.safe_dump(service)) == said
     service["spec"]["serveConfigV2"] = "applications: []\n---\napplications: []\n"
     assert told(yaml.safe_dump(service)) == ": serveConfigV2 holds several documents: leave out the ---\n"
+
+
+def test_every_file_is_read_whatever_is_wrong_with_another(tmp_path: Path) -> None:
+    texts = {
+        "kustomization": "kind: Kustomization\n",
+        "two": "applications: []\n---\napplications: []\n",
+        "deep": "[" * 20_000,
+        "none": "applications: []\n",
+    }
+    files = [tmp_path / f"{name}.yaml" for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
+    told = CliRunner().invoke(app, ["check", *map(str, files)])
+    assert told.exit_code == 1
+    assert told.stderr.replace(f"{tmp_path}/", "").splitlines() == [
+        "kustomization.yaml holds neither a Serve config (applications: …) nor a RayService",
+        "two.yaml holds several documents, of which `serve deploy` reads none: leave out the ---",
+        "deep.yaml cannot be read: it is nested too deeply",
+        "none.yaml: applications: there are none: nothing would be served",
+    ]
 
 
 def test_the_playgrounds_builder_refuses_as_serve_shows_it() -> None:

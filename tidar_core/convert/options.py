@@ -47,7 +47,9 @@ class ConvertOptions:
 
     @property
     def work(self) -> Path:
-        return self.out.with_name(self.out.name + ".work")
+        """Beside the folder itself where `out` is a link, so that runs by either name are known for the same."""
+        out = self.out.resolve()
+        return out.with_name(out.name + ".work")
 
     @property
     def shards(self) -> Path:

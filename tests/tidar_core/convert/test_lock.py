@@ -57,15 +57,17 @@ def test_a_second_run_does_not_gather_into_the_same_data_until_the_first_is_gone
 
 
 def test_a_second_run_does_not_go_on_with_the_same_folder(model, tmp_path):
-    out = tmp_path / "out"
-    for other_data in ((), ("--data", tmp_path / "data")):
+    out, link = tmp_path / "out", tmp_path / "link"
+    out.mkdir()
+    link.symlink_to(out)
+    for name, other_data in ((out, ()), (out, ("--data", tmp_path / "data")), (link, ())):
         with alone_in(tmp_path / "out.work", "running", "--out"):
-            status, output = run_command(model, "--out", out, *other_data, "--steps", 1, *SMALL)
+            status, output = run_command(model, "--out", name, *other_data, "--steps", 1, *SMALL)
         assert (status, output) == (
             1, f"tidar: another tidar convert is running in {out}.work: wait until it has ended, or choose another "
             "--out\n"
         )  # fmt: skip
-    assert sorted(path.name for path in tmp_path.rglob("*")) == [".running", "out.work"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [".running", "link", "out", "out.work"]
 
 
 def test_a_second_run_leaves_alone_what_the_first_is_replacing(model, tmp_path):
