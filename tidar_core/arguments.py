@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
@@ -81,20 +81,22 @@ def write_errors() -> Iterator[None]:
         raise SystemExit(1) from None
 
 
-def load(config: EngineConfig, report: Callable[[str], None] | None = None) -> Any:
-    """The engine, with a progress bar on stderr while the weights are read."""
+def load(config: EngineConfig) -> Any:
+    """The engine, with a progress bar on stderr while the weights are read, above it what a user should know of."""
     with quick_imports():
         from tidar_core.engine import load_engine
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
 
-        def show(line: str) -> None:
-            bar.update(task, description=line)
-            if report is not None:
-                report(line)
+        def tell(line: str) -> None:
+            console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
-        engine = load_engine(config, show, lambda done, total: bar.update(task, completed=done, total=total))
-    return engine
+        return load_engine(
+            config,
+            tell,
+            lambda done, total: bar.update(task, completed=done, total=total),
+            stage=lambda line: bar.update(task, description=line),
+        )

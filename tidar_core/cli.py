@@ -222,7 +222,7 @@ def generate(
         if any("\udc80" <= letter <= "\udcff" for letter in prompt):
             raise ConfigError("the prompt is not UTF-8")
         config = EngineConfig(
-            model, adapter, dtype, device, threads, drafts, generation_config=generation_config, max_running=1
+            model, adapter, dtype, device, threads, generation_config=generation_config, max_running=1
         )  # fmt: skip
         engine = load(config)
         if drafts == "full" and engine.info.adapter is None:

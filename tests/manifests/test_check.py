@@ -57,9 +57,9 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "dtype"), "int3", "args: dtype is 'int3': input should be 'bfloat16', 'float32', 'float8'"),
         ((*APP, "args", "generation_config"), "vllm", "args: generation_config is 'vllm': input should be 'auto' or"),
         ((*APP, "args", "dtype"), "int8", "args: dtype int8 is for CPUs; use bfloat16 or float8 on a GPU"),
-        ((*APP, "args", "model"), "smollm2-135m-instrct", "args: there is no 'smollm2-135m-instrct': did you mean 'smo"),
+        ((*APP, "args", "model"), "smollm2-135m-instrct", "args: there is no 'smollm2-135m-instrct': did you mean"),
         ((*APP, "args", "adapter"), "defalt", "args: there is no 'defalt': did you mean 'default'?"),
-        ((*APP, "runtime_env"), {"env_vars": {"OMP_NUM_THREADS": 4}}, "runtime_env: env_vars: OMP_NUM_THREADS is 4, no"),
+        ((*APP, "runtime_env"), {"env_vars": {"OMP_NUM_THREADS": 4}}, "runtime_env: env_vars: OMP_NUM_THREADS is 4,"),
         ((*APP, "runtime_env"), {"env_var": {}}, "runtime_env: unknown key 'env_var': did you mean 'env_vars'?"),
         (
             (*APP, "deployments", 1, "ray_actor_options"),

@@ -49,6 +49,16 @@ def test_an_answer_is_the_same_with_and_without_drafts(model):
     assert answers.pop().strip()
 
 
+def test_what_a_user_should_know_of_an_engine_is_told_beside_the_answer(model, tmp_path):
+    tiny_checkpoint(tmp_path / "other", seed=1)
+    asked = ["generate", "Who?", "--adapter", model / "drafter", "--max-tokens", 8, "--dtype", "float32", "--plain"]
+    assert tidar(*asked, "--model", model / "tiny").stderr == ""
+    told = tidar(*asked, "--model", tmp_path / "other")
+    assert told.stderr.startswith("adapter drafter was made for other weights (tiny) than other")
+    assert told.stderr.count("\n") == 1
+    assert "adapter" not in told.stdout
+
+
 def test_sampling_that_is_not_asked_for_is_as_the_models_makers_want_it(tmp_path):
     tiny_checkpoint(tmp_path / "tiny")
     edit_json(tmp_path / "tiny" / "generation_config.json", top_k=1)
@@ -131,6 +141,7 @@ def test_a_training_of_less_than_a_block_a_step_is_refused(model, rows):
 )
 def test_what_the_user_can_mend_is_one_line(model, arguments, line):
     base = [] if "--model" in arguments else ["--model", model / "tiny"]
+    base += [] if "--adapter" in arguments else ["--adapter", "none"]
     asked = [] if not arguments[0].startswith("--") else ["Who?"]
     result = tidar("generate", *asked, *base, *arguments)
     assert result.exit_code == 1

@@ -53,20 +53,23 @@ def load_engine(
     report: Callable[[str], None] = lambda line: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
+    stage: Callable[[str], None] | None = None,
     for_grammars: bool = False,
 ) -> Engine:
     """Loads weights and drafter, proves exactness, measures costs. Raises ConfigError with one line for the user.
 
-    report gets a line for the log at each stage; progress gets (weights read, weights in all). for_grammars: also makes
-    ready what the first request under a grammar would wait for.
+    report gets a line for the log at each stage, and for what a user should know of; with `stage`, that gets the
+    former. progress gets (weights read, weights in all). for_grammars: also makes ready what the first request under a
+    grammar would wait for.
     """
+    stage = stage or report
     if config.threads:
         torch.set_num_threads(config.threads)
     device = choose_device(config.device)
     dtype = arithmetic_dtype(config.dtype)
     source = find_model(config.model)
     model = stretched(load_config(source, stated_architecture(config.adapter)), config.max_model_len)
-    report(f"reading {source.name}")
+    stage(f"reading {source.name}")
     tokenizer = load_tokenizer(source)  # first: what is wrong with it is told before many gigabytes are read
     model = with_all_ends(model, source, tokenizer)
     grammars = Grammars(tokenizer, model.vocab_size, model.eos_ids)
@@ -98,7 +101,7 @@ def load_engine(
     form = adapter.config.form if adapter else BlockForm()
     runner = Runner(ops, model, weights, drafter, cache, layers, vocabulary, graphs, mask_token, form)
     arithmetic = _arithmetic(ops, device, config.kv_dtype, is_long(model))
-    report("checking exactness and measuring step costs")
+    stage("checking exactness and measuring step costs")
     wait(tokens_read)  # else it would count among the costs of steps
     trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
     exact, cost = _proven(config, trial, adapter, base.fingerprint, arithmetic)
@@ -126,14 +129,14 @@ def load_engine(
         cost=cost,
     )
     if graphs is not None:
-        report("capturing CUDA graphs")
+        stage("capturing CUDA graphs")
         capture_graphs(runner, progress, report)
     overlap = device.type == "cuda" if config.overlap is None else config.overlap
     if overlap:
         fly_once(runner, cost)
     if for_grammars:
         grammars.start_guard()
-    report(_ready_line(info, ops))
+    stage(_ready_line(info, ops))
     policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
     return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap)
 
