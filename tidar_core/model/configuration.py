@@ -16,6 +16,7 @@ from tidar_core.model.sources import ModelSource, one_line, read_json
 from tidar_core.model.text_part import read_text_part
 from tidar_core.sampling import MAX_VOCAB
 
+MAX_POSITIONS = 2**24  # the rotary tables of so many take eight gigabytes
 _PARTLY_ROTATED = ("phi3", "glm", "glm4", "glm4_moe")
 _INTERLEAVED = ("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium")
 _NORMS: dict[Architecture, Norms] = {
@@ -67,6 +68,10 @@ def load_config(source: ModelSource, taken_for: Architecture | None = None) -> M
     sizes = (config.vocab_size, config.hidden_size, config.intermediate_size, config.layers, config.heads)
     if min(*sizes, config.kv_heads, config.max_positions) < 1:
         raise ConfigError(f"{source.name}: a size in its configuration is zero or negative")
+    if config.max_positions > MAX_POSITIONS:
+        raise ConfigError(
+            f"{source.name}: {config.max_positions} positions are more than any model has: its configuration is damaged"
+        )
     if config.vocab_size > MAX_VOCAB:
         raise ConfigError(
             f"{source.name}: {config.vocab_size} tokens are more than {MAX_VOCAB}, the most to choose from"
@@ -161,7 +166,7 @@ def _rope_parameters(config: PreTrainedConfig, name: str) -> tuple[dict[str, Any
 
 def _activation(config: PreTrainedConfig, name: str) -> Activation:
     stated = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    if stated not in _ACTIVATIONS:
+    if not isinstance(stated, str) or stated not in _ACTIVATIONS:
         raise ConfigError(f"{name}: activation {stated!r} is not supported, only {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[stated]
 
@@ -278,5 +283,7 @@ def _eos_ids(directory: Path, stated: int | list[int] | None) -> tuple[int, ...]
     if path.is_file():
         named = read_json(path).get("eos_token_id")
         stated = stated if named is None else named
-    ids = [] if stated is None else [stated] if isinstance(stated, int) else stated
+    ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
+    if not all(isinstance(token, int) for token in ids):
+        raise ConfigError(f"{directory.name}: its eos_token_id is {stated!r}, neither a token's id nor a list of them")
     return tuple(dict.fromkeys(ids))

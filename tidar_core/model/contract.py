@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from tidar_core.config import Architecture, ConfigError
 from tidar_core.layout import BlockForm, WithinBlock
+from tidar_core.model.adapter_config import CONFIG_FILE
 from tidar_core.model.sources import from_home
 from tidar_core.settings import first_mistake
 
@@ -53,6 +54,8 @@ def read_own_drafter(directory: Path) -> OwnDrafter | None:
 
 def read_contract(path: Path) -> OwnDrafter:
     """A contract, wherever it lies. Raises ConfigError in one line."""
+    if path.name == CONFIG_FILE or path.suffix == ".safetensors":
+        raise ConfigError(f"{path} is a part of an adapter: give its folder")
     try:
         return OwnDrafter.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:

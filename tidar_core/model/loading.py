@@ -159,8 +159,11 @@ class _SafetensorsCheckpoint:
         for path in _weight_files(directory):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError:
+                raise ConfigError(f"{path} is not there: download it again") from None
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path} is not a readable safetensors file ({one_line(error)})") from None
+                why = one_line(error)
+                raise ConfigError(f"{path} is not a readable safetensors file ({why}): download it again") from None
             self.files.update(dict.fromkeys(file.keys(), file))
         self.wholes = _stems(self.files, _HEAD)
         self.parts = _stems(self.files, _EMBEDDING.removeprefix(_BARE))
@@ -242,20 +245,24 @@ def _weight_files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         shards = read_json(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise ConfigError(f"{index} holds no weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ConfigError(f"{index} holds no weight_map of tensors' names to files': download it again")
         return [directory / name for name in sorted(set(shards.values()))]
     others = ("consolidated", "adapter_model")
     files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(others))
-    if not files:
-        refuse_lora(directory)
-    if not files and any(directory.glob("*.bin")):
+    if files:
+        return files
+    refuse_lora(directory)
+    if any(directory.glob("*.bin")):
         raise ConfigError(
             f"{directory.name} holds pickled weights only (.bin), which are never read: save it as safetensors"
         )
-    if not files:
-        raise ConfigError(f"{directory} holds no weights: there is no .safetensors file")
-    return files
+    packed = sorted(path.name for path in directory.glob("*.gguf"))
+    if packed:
+        raise ConfigError(
+            f"{directory} holds no .safetensors file: to have its {packed[0]} read, give that file's path"
+        )
+    raise ConfigError(f"{directory} holds no weights: there is no .safetensors file")
 
 
 def _tensors_to_read(checkpoint: Checkpoint, config: ModelConfig, model: str) -> dict[str, tuple[int, ...]]:

@@ -115,6 +115,7 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     [
         ("gemma3", {}, "architecture 'gemma3' is not supported, only llama, olmoe, qwen2, qwen2moe, qwen3, qwen3moe"),
         ("llama", {"llama__rope__dimension_count": 8}, "part of each head"),
+        ("llama", {"llama__context_length": 4_000_000_000}, "4000000000 positions are more than any model has"),
         ("qwen2", {"qwen2__attention__sliding_window": 4096}, "sliding window"),
         ("qwen3", {"qwen3__attention__value_length": 8}, "head size for values"),
         ("qwen2", {"qwen2__attention__key_length": 15, "qwen2__attention__value_length": 15}, "even head size, not 15"),

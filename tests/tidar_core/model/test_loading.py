@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.tidar_core.model.loaded import VARIANTS, assert_same_weights, load, reference_state
-from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_checkpoint, tiny_gguf
+from tests.tiny import CHAT_TEMPLATE, SENTENCES, edit_json, tiny_adapter, tiny_checkpoint, tiny_gguf
 from tidar_core.config import DEFAULT_MODEL, ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine import load_engine
 from tidar_core.model import sources
@@ -140,6 +140,13 @@ def test_progress_rises_to_the_number_of_weights(llama: Path) -> None:
 def test_generation_config_names_what_ends_an_answer(copy: Path, named: Any, expected: tuple[int, ...]) -> None:
     edit_json(copy / "generation_config.json", eos_token_id=named)
     assert load_config(find_model(str(copy))).eos_ids == expected
+
+
+@pytest.mark.parametrize("named", [[[2]], "128", 2.5, [1, None]])
+def test_an_end_that_is_no_token_is_refused(copy: Path, named: Any) -> None:
+    edit_json(copy / "generation_config.json", eos_token_id=named)
+    with pytest.raises(ConfigError, match=r"its eos_token_id is .*, neither a token's id nor a list of them"):
+        load_config(find_model(str(copy)))
 
 
 def test_eos_ids_without_generation_config(copy: Path) -> None:
@@ -375,10 +382,26 @@ def test_weight_files_that_are_not_there_or_not_safe(copy: Path) -> None:
     (copy / "pytorch_model.bin").write_bytes(b"a pickle that must not be opened")
     with pytest.raises(ConfigError, match=r"pickled weights only .*: save it as safetensors"):
         load(copy)
-    index = {"weight_map": {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}}
-    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors is not a readable safetensors file"):
+    (copy / "pytorch_model.bin").unlink()
+    (copy / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"no .safetensors file: to have its x.gguf read, give that file's path"):
         load(copy)
+    name = "model-00001-of-00002.safetensors"
+    for weight_map, message in (
+        ({"model.embed_tokens.weight": name}, f"{name} is not there: download it again"),
+        ({"model.embed_tokens.weight": name, "model.norm.weight": 2}, "holds no weight_map of tensors' names to"),
+        ([name], "holds no weight_map of tensors' names to"),
+    ):
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ConfigError, match=message):
+            load(copy)
+
+
+def test_a_part_of_an_adapter_is_not_taken_for_a_contract(copy: Path) -> None:
+    adapter = tiny_adapter(copy / "drafter", copy)
+    for part in ("adapter.json", "adapter.safetensors"):
+        with pytest.raises(ConfigError, match=f"drafter/{part} is a part of an adapter: give its folder"):
+            load_engine(EngineConfig(str(copy), str(adapter / part), "float32", "cpu"))
 
 
 def test_a_checkpoint_without_tokenizer(copy: Path) -> None:
