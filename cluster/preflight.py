@@ -75,9 +75,9 @@ def check_visible(options: ServeOptions) -> None:
 
 
 def check_word(given: str, words: Sequence[str]) -> None:
-    """Raise ConfigError for what is neither one of the words nor a path, and looks like one of them."""
-    near = get_close_matches(given, words, n=1, cutoff=0.8)
-    if near and given not in words and "/" not in given and not is_there(given):
+    """Raise ConfigError for what is neither one of the words nor seen here, and but for a letter is one of them."""
+    near = get_close_matches(given, [word for word in words if abs(len(word) - len(given)) <= 1], n=1, cutoff=0.92)
+    if near and given not in words and not is_there(given):
         raise ConfigError(f"there is no '{given}': did you mean '{near[0]}'?")
 
 

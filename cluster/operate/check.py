@@ -6,6 +6,7 @@ that all went well. Here each is one line, with the place in the file.
 
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def check_file(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     found = documents(text, str(path))
-    if len(found) > 1 and any(isinstance(document, dict) and "applications" in document for document in found):
+    if len(found) > 1 and any(is_serve_config(document) for document in found):
         raise ConfigError(f"{path} holds several documents, of which `serve deploy` reads none: leave out the ---")
     configs = [config for document in found if (config := serve_config(document, path)) is not None]
     if not configs:
@@ -62,10 +63,10 @@ def check_file(path: Path) -> list[str]:
 
 
 def documents(text: str, where: str) -> list[Any]:
-    """The YAML documents of a text that hold something. Raises ConfigError, with `where` it stands."""
+    """The YAML documents of a text, empty ones too. Raises ConfigError, with `where` it stands."""
     try:
-        return [document for document in yaml.load_all(text, StrictLoader) if document]
-    except yaml.YAMLError as error:
+        return list(yaml.load_all(text, StrictLoader))
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a date or a number that is none
         raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{where} cannot be read: it is nested too deeply") from None
@@ -80,11 +81,16 @@ def serve_config(document: Any, path: Path) -> dict[str, Any] | None:
         text = spec.get("serveConfigV2") or "" if isinstance(spec, dict) else None
         if not isinstance(text, str):
             raise ConfigError(f"{path}: spec.serveConfigV2 is no text: write `serveConfigV2: |` before it")
-        found = documents(text, f"{path}: serveConfigV2")
+        found = [document for document in documents(text, f"{path}: serveConfigV2") if document]
         if len(found) > 1:
             raise ConfigError(f"{path}: serveConfigV2 holds several documents: leave out the ---")
         return found[0] if found and isinstance(found[0], dict) else {}
-    return document if "applications" in document else None
+    return document if is_serve_config(document) else None
+
+
+def is_serve_config(document: Any) -> bool:
+    """Whether a YAML document is what `serve deploy` takes, and none of Kubernetes'."""
+    return isinstance(document, dict) and "applications" in document and "kind" not in document
 
 
 def mistakes(config: dict[str, Any]) -> Iterator[str]:
@@ -99,6 +105,8 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
             found += of_http(ServeDeploySchema.model_validate(config).http_options)
         except ValidationError as error:
             found.append(first_mistake(error, ServeDeploySchema))
+        except TypeError as error:  # of Ray's own look at a runtime_env
+            found.append(" ".join(str(error).split()))
     if not found:
         found += of_pages(config)
     yield from found
@@ -164,17 +172,23 @@ def of_application(application: dict[str, Any]) -> Iterator[str]:
 
 
 def of_environment(given: Any) -> Iterator[str]:
-    """What is wrong with a runtime_env wherever it is read; the files that it names may lie elsewhere."""
+    """What is wrong with a runtime_env wherever it is read; the files that it names may lie elsewhere, and a key that
+    nobody knows may be a plugin's."""
     if not isinstance(given, dict):  # Serve's own schema tells
         return
+    known = [field.removeprefix("_") for field in RuntimeEnv.known_fields]
     for key in given:
-        if key not in RuntimeEnv.known_fields:
-            known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
-            yield f"runtime_env: unknown key '{key}'{suggestion(str(key), known)}"
-    variables = given.get("env_vars")
-    for name, value in variables.items() if isinstance(variables, dict) else ():
-        if not isinstance(value, str):
-            yield f"runtime_env: env_vars: {name} is {value!r}, no text: put it in quotes"
+        near = get_close_matches(str(key), known, n=1, cutoff=0.8)
+        if near and key not in known:
+            yield f"runtime_env: unknown key '{key}': did you mean '{near[0]}'?"
+    variables = given.get("env_vars") or {}
+    if not isinstance(variables, dict):
+        yield "runtime_env: env_vars is no mapping: give names and values"
+        return
+    for name, value in variables.items():
+        for word in (name, value):
+            if not isinstance(word, str):
+                yield f"runtime_env: env_vars: {word!r} of {name} is no text: put it in quotes"
 
 
 def counted_in_args(options: ServeOptions) -> dict[str, str]:

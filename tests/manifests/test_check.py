@@ -59,12 +59,14 @@ ENGINE = (*APP, "deployments", 0)
         ((*APP, "args", "dtype"), "int8", "args: dtype int8 is for CPUs; use bfloat16 or float8 on a GPU"),
         ((*APP, "args", "model"), "smollm2-135m-instrct", "args: there is no 'smollm2-135m-instrct': did you mean"),
         ((*APP, "args", "adapter"), "defalt", "args: there is no 'defalt': did you mean 'default'?"),
-        ((*APP, "runtime_env"), {"env_vars": {"OMP_NUM_THREADS": 4}}, "runtime_env: env_vars: OMP_NUM_THREADS is 4,"),
+        ((*APP, "runtime_env"), {"env_vars": {"OMP_NUM_THREADS": 4}}, "runtime_env: env_vars: 4 of OMP_NUM_THREADS"),
+        ((*APP, "runtime_env"), {"env_vars": ["A=1"]}, "runtime_env: env_vars is no mapping: give names and values"),
+        ((*APP, "runtime_env"), {"working_dir": 3}, "path_or_uri must be a string, got <class 'int'>"),
         ((*APP, "runtime_env"), {"env_var": {}}, "runtime_env: unknown key 'env_var': did you mean 'env_vars'?"),
         (
             (*APP, "deployments", 1, "ray_actor_options"),
             {"runtime_env": {"env_vars": {"DEBUG": True}}},
-            "deployment Ingress: runtime_env: env_vars: DEBUG is True, no text: put it in quotes",
+            "deployment Ingress: runtime_env: env_vars: True of DEBUG is no text: put it in quotes",
         ),
         ((*APP, "args", "replicas"), 0, "args: replicas is 0: a model that may sleep has min_replicas 0 and max_r"),
         ((*APP, "args", "min_replicas"), 0, "args: min_replicas needs max_replicas; without it there are always"),
@@ -195,10 +197,26 @@ def test_a_key_that_stands_twice_is_told(tmp_path: Path) -> None:
     assert told(yaml.safe_dump(service)) == ": serveConfigV2 holds several documents: leave out the ---\n"
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((*APP, "args", "model"), "smollm2-360m-instruct"),
+        ((*APP, "args", "model"), "smollm2-135m-instruct-ft"),
+        ((*APP, "args", "adapter"), "none-yet"),
+        ((*APP, "runtime_env"), {"nsight": "default"}),
+        ((*APP, "runtime_env"), {"plugin_of_ours": {"a": 1}, "env_vars": None}),
+    ],
+)
+def test_what_may_be_meant_as_it_is_is_left_alone(place: tuple[Any, ...], value: Any) -> None:
+    assert list(mistakes(spoiled(place, value))) == []
+
+
 def test_every_file_is_read_whatever_is_wrong_with_another(tmp_path: Path) -> None:
     texts = {
         "kustomization": "kind: Kustomization\n",
         "two": "applications: []\n---\napplications: []\n",
+        "empty": "applications: []\n---\n",
+        "date": "a: 2024-13-45\n",
         "deep": "[" * 20_000,
         "none": "applications: []\n",
     }
@@ -210,6 +228,8 @@ def test_every_file_is_read_whatever_is_wrong_with_another(tmp_path: Path) -> No
     assert told.stderr.replace(f"{tmp_path}/", "").splitlines() == [
         "kustomization.yaml holds neither a Serve config (applications: …) nor a RayService",
         "two.yaml holds several documents, of which `serve deploy` reads none: leave out the ---",
+        "empty.yaml holds several documents, of which `serve deploy` reads none: leave out the ---",
+        "date.yaml cannot be read: month must be in 1..12",
         "deep.yaml cannot be read: it is nested too deeply",
         "none.yaml: applications: there are none: nothing would be served",
     ]

@@ -1,5 +1,6 @@
 """What a user chooses of a conversion, who is told how it goes, and who trains."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +48,14 @@ class ConvertOptions:
 
     @property
     def work(self) -> Path:
-        """Beside the folder itself where `out` is a link, so that runs by either name are known for the same."""
+        return self.out.with_name(self.out.name + ".work")
+
+    @property
+    def lock(self) -> Path:
+        """The folder of the run's lock: `work`, but beside the folder itself where `out` is a link to one, so that runs
+        by either name are known for the same."""
         out = self.out.resolve()
-        return out.with_name(out.name + ".work")
+        return out.with_name(out.name + ".work") if os.access(out.parent, os.W_OK) else self.work
 
     @property
     def shards(self) -> Path:

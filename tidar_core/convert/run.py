@@ -150,7 +150,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_start(options, shape_of(source.name, base.config, base.tokenizer))
     if options.text is not None:
         check_text(options.text)
-    with alone_in(options.work, "running", "--out"):  # before all that takes long
+    with alone_in(options.lock, "running", "--out"):  # before all that takes long
         if options.mode == "full":
             take_back(options.out)
         with alone_in(options.shards, "gathering", "--data"):

@@ -284,6 +284,6 @@ def _eos_ids(directory: Path, stated: int | list[int] | None) -> tuple[int, ...]
         named = read_json(path).get("eos_token_id")
         stated = stated if named is None else named
     ids = [] if stated is None else stated if isinstance(stated, list) else [stated]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(type(token) is int for token in ids):
         raise ConfigError(f"{directory.name}: its eos_token_id is {stated!r}, neither a token's id nor a list of them")
     return tuple(dict.fromkeys(ids))

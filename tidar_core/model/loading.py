@@ -161,9 +161,11 @@ class _SafetensorsCheckpoint:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError:
                 raise ConfigError(f"{path} is not there: download it again") from None
-            except (OSError, SafetensorError) as error:
+            except SafetensorError as error:
                 why = one_line(error)
                 raise ConfigError(f"{path} is not a readable safetensors file ({why}): download it again") from None
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read ({one_line(error)})") from None
             self.files.update(dict.fromkeys(file.keys(), file))
         self.wholes = _stems(self.files, _HEAD)
         self.parts = _stems(self.files, _EMBEDDING.removeprefix(_BARE))
@@ -246,7 +248,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.is_file():
         shards = read_json(index).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise ConfigError(f"{index} holds no weight_map of tensors' names to files': download it again")
+            raise ConfigError(f"{index} holds no weight_map from tensors to files: download it again")
         return [directory / name for name in sorted(set(shards.values()))]
     others = ("consolidated", "adapter_model")
     files = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith(others))
@@ -257,7 +259,7 @@ def _weight_files(directory: Path) -> list[Path]:
         raise ConfigError(
             f"{directory.name} holds pickled weights only (.bin), which are never read: save it as safetensors"
         )
-    packed = sorted(path.name for path in directory.glob("*.gguf"))
+    packed = sorted(path.name for path in directory.glob("*.gguf") if not path.name.startswith("mmproj"))
     if packed:
         raise ConfigError(
             f"{directory} holds no .safetensors file: to have its {packed[0]} read, give that file's path"

@@ -27,12 +27,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerFast:
     """The model's tokenizer, with its chat template where it has one, which takes what turns say as strings. Raises
     ConfigError."""
     try:
-        if source.gguf_file is None:
-            tokenizer = _of_directory(source.directory)
-        else:  # not `from_pretrained`: a tokenizer.json that lies beside the file would go before what the file says
-            tokenizer = PreTrainedTokenizerFast(
-                name_or_path=str(source.directory), gguf_file=source.gguf_file, local_files_only=True
-            )
+        tokenizer = _of_directory(source.directory) if source.gguf_path is None else _of_gguf(source.gguf_path)
     except Exception as error:  # whatever a broken file makes the library raise
         raise ConfigError(f"{source.name}: its tokenizer cannot be read ({one_line(error)})") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -54,6 +49,15 @@ def with_all_ends(model: ModelConfig, source: ModelSource, tokenizer: PreTrained
         named += [token for token, entry in added.items() if entry.special and entry.content in _TURN_ENDS]
     known = [token for token in named if token < model.vocab_size]
     return replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *known))))
+
+
+def _of_gguf(path: Path) -> PreTrainedTokenizerFast:
+    """What the file says. From its folder transformers would take a tokenizer.json before that, and look into a
+    config.json for what is known to be wrong with Mistral's: so the file is named from the root on."""
+    path = path.absolute()
+    return PreTrainedTokenizerFast(
+        name_or_path=path.anchor, gguf_file=str(path.relative_to(path.anchor)), local_files_only=True
+    )
 
 
 def _of_directory(directory: Path) -> Any:

@@ -9,6 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.tidar_core.model.loaded import VARIANTS, assert_same_weights, load, reference_state
@@ -108,6 +109,25 @@ def write_gguf(path: Path, architecture: str = "llama", **changes: Any) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_a_configuration_beside_a_gguf_file_is_none_of_its(tmp_path: Path) -> None:
+    """transformers looks into one for Mistral's where a vocabulary is as large as that of its first models."""
+    writer = GGUFWriter(tmp_path / "large.gguf", "llama")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*letters, "he", *(f"word-{number}" for number in range(100_000))])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(7)
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tmp_path / "config.json").write_text("{")
+    tokenizer = load_tokenizer(find_model(str(tmp_path / "large.gguf")))
+    assert (tokenizer.vocab_size, tokenizer.eos_token_id) == (len(letters) + 100_001, 7)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_generation_config_names_what_ends_an_answer(copy: Path, named: Any, exp
     assert load_config(find_model(str(copy))).eos_ids == expected
 
 
-@pytest.mark.parametrize("named", [[[2]], "128", 2.5, [1, None]])
+@pytest.mark.parametrize("named", [[[2]], "128", 2.5, [1, None], True])
 def test_an_end_that_is_no_token_is_refused(copy: Path, named: Any) -> None:
     edit_json(copy / "generation_config.json", eos_token_id=named)
     with pytest.raises(ConfigError, match=r"its eos_token_id is .*, neither a token's id nor a list of them"):
@@ -389,8 +389,8 @@ def test_weight_files_that_are_not_there_or_not_safe(copy: Path) -> None:
     name = "model-00001-of-00002.safetensors"
     for weight_map, message in (
         ({"model.embed_tokens.weight": name}, f"{name} is not there: download it again"),
-        ({"model.embed_tokens.weight": name, "model.norm.weight": 2}, "holds no weight_map of tensors' names to"),
-        ([name], "holds no weight_map of tensors' names to"),
+        ({"model.embed_tokens.weight": name, "model.norm.weight": 2}, "holds no weight_map from tensors to files"),
+        ([name], "holds no weight_map from tensors to files"),
     ):
         (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(ConfigError, match=message):
