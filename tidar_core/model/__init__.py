@@ -7,7 +7,7 @@
     mixtures.py  what is stated of a mixture's experts, and what their tensors are called
     quantization.py  what a quantized checkpoint says of how it is stored
     quantized.py     a matrix of one: its tensors, plain numbers of them a few rows at a time
-    quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, modelopt, MLX
+    quantized_layouts.py the layouts: fp8, compressed-tensors, gptq, awq, bitsandbytes, fbgemm_fp8, modelopt, MLX
     tokenizer.py its tokenizer and chat template, put right where files are known to be wrong
     splits.py    how a vocabulary cuts text into words, where files do not say it, or say it wrong
     sources.py   from a name to where a model lies: a directory, a hub id, a GGUF file
