@@ -157,10 +157,14 @@ def left_free(rows: int, vocab: int) -> int:
 
 def cuda_capture(device: torch.device, left: int) -> Capture:
     """Captures CUDA graphs that share one pool of memory, since they never run side by side. What captures raises
-    torch.OutOfMemoryError where less than `left` bytes are free."""
+    torch.OutOfMemoryError where less than `left` bytes are free, and RuntimeError where CUDA refuses, then and for all
+    that comes later: torch 2.11 goes on to take the pool for one that is being captured into."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    refused: list[tuple[torch.cuda.CUDAGraph, str]] = []  # the graph is held: the allocator points into it
 
     def capture(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        if refused:
+            raise RuntimeError(f"an earlier capture failed: {refused[0][1]}")
         free, _ = torch.cuda.mem_get_info(device)
         if free < left:  # what torch keeps for itself is not counted
             torch.cuda.empty_cache()
@@ -175,9 +179,15 @@ def cuda_capture(device: torch.device, left: int) -> Capture:
         finally:  # what was launched before it failed may still run, and shares memory with what comes instead
             torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # The stream as it was, also where a capture that failed leaves another one behind.
-        with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, pool=pool):
-            result = work()
+        try:
+            # The stream as it was, also where a capture that failed leaves another one behind.
+            with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, pool=pool):
+                result = work()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # the end of a capture that fails hides what it failed of
+            refused.append((graph, str(error.__context__ or error)))
+            raise RuntimeError(refused[0][1]) from error
         return graph.replay, result
 
     return capture

@@ -241,7 +241,7 @@ def _contexts(runner: Runner) -> tuple[int, int]:
 def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report: Callable[[str], None]) -> None:
     """Captures the graphs of all steps behind texts that are not very long, and of their drafts; longer texts' are
     captured once they are common. What is computed on the way goes to the trash page. progress gets (done, of so many),
-    report a line where memory does not hold all of them."""
+    report a line where memory does not hold all of them, or CUDA refuses."""
     if runner.graphs is None:
         return
     graphs, block = runner.graphs.at_once(), runner.block_length
@@ -257,8 +257,8 @@ def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report:
         try:
             work()
             there += 1
-        except RuntimeError as error:  # no memory, mostly
-            if done:
+        except RuntimeError as error:
+            if done or not isinstance(error, torch.OutOfMemoryError):
                 why = str(error).partition("\n")[0]
                 report(f"{there} of {len(todo)} CUDA graphs are there, the others come when they are common: {why}")
                 return

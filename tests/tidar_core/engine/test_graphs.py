@@ -1,10 +1,12 @@
 """Steps over captured sizes: buckets hold what they must, and padding and static buffers change nothing."""
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,10 +27,12 @@ from tidar_core.engine.graphs import (
     CAPTURE_AT,
     NARROWEST,
     REMEMBERED,
+    WARM_UP,
     Graphs,
     Reach,
     Replay,
     bucket,
+    cuda_capture,
     narrow_buckets,
 )
 from tidar_core.engine.runner import Runner
@@ -292,6 +296,66 @@ def test_a_size_for_which_there_was_no_memory_is_tried_again_later() -> None:
         assert graphs.run("key", CPU, torch.negative, ones).equal(-ones)
     assert len(graphs) == 1
     assert graphs.untypical <= 2 * CAPTURE_AT
+
+
+class Recording:
+    """In the place of torch.cuda.graph: a capture that ends well, or by an error that hides what it failed of."""
+
+    def __init__(self, graph: object, pool: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is RuntimeError:
+            raise RuntimeError("the capture was invalidated")
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA as `cuda_capture` uses it, without a GPU."""
+    named = {name: MagicMock() for name in ("CUDAGraph", "Stream", "stream", "current_stream", "graph_pool_handle")}
+    for name, double in (named | {"mem_get_info": lambda device: (1 << 40, 1 << 40), "graph": Recording}).items():
+        monkeypatch.setattr(torch.cuda, name, double)
+
+
+def test_once_a_capture_was_refused_none_is_tried_and_the_first_cause_is_told(recording: None) -> None:
+    def refused_in_a_capture() -> Tensor:
+        tries.append(1)
+        if len(tries) % (WARM_UP + 1) == 0:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    tries: list[int] = []
+    capture = cuda_capture(CPU, 0)
+    assert capture(lambda: torch.ones(1))[1].equal(torch.ones(1))
+    for line in ("^operation not permitted", "^an earlier capture failed: operation not permitted"):
+        with pytest.raises(RuntimeError, match=line):
+            capture(refused_in_a_capture)
+    assert len(tries) == WARM_UP + 1
+
+
+def test_a_capture_without_memory_ends_no_other(recording: None) -> None:
+    def large() -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    capture = cuda_capture(CPU, 0)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            capture(large)
+    assert capture(lambda: torch.ones(1))[1].equal(torch.ones(1))
+
+
+def test_what_cuda_refuses_first_is_told(tmp_path: Path) -> None:
+    def never(work: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        raise RuntimeError("invalidated")
+
+    told: list[str] = []
+    engine = tiny_engine(tmp_path)
+    capture_graphs(replace(engine._runner, graphs=Graphs(never, REACH)), lambda done, total: None, told.append)
+    (line,) = told
+    assert re.match(r"0 of \d+ CUDA graphs are there, .*: invalidated$", line)
 
 
 def test_the_largest_step_may_be_too_large_for_a_graph(tmp_path: Path) -> None:
