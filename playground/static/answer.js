@@ -188,6 +188,7 @@ export class Answer {
     });
     const group = element("span", "ghosts", ...ghosts);
     group.setAttribute("aria-hidden", "true");
+    group.dir = "auto"; // of its own: the line's direction is that of what was said
     this.#lines.write(group);
     this.#ghosts.push({ group, since: performance.now() });
   }

@@ -59,8 +59,10 @@ export function keyForm(form, take, problem) {
 export class Follower {
   #near = true;
 
-  constructor() {
-    addEventListener("scroll", () => (this.#near = this.#distance() < NEAR_BOTTOM), { passive: true });
+  /** `here()`: whether what is scrolled is the conversation. */
+  constructor(here) {
+    const scrolled = () => here() && (this.#near = this.#distance() < NEAR_BOTTOM);
+    addEventListener("scroll", scrolled, { passive: true });
   }
 
   #distance() {

@@ -129,7 +129,7 @@ export class Burst {
     swap(this.#find("#b-start"), this.#find("#b-stop"));
     this.#find("[data-burst]").hidden = true;
     const answers = Number(this.#find("#b-answers").value);
-    const ready = await server.ready();
+    const ready = await server.ready(running.signal);
     const tally = new BurstTally(answers, server.facts.block_length);
     try {
       if (ready) await this.#send(answers, tally, running.signal);

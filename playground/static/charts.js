@@ -34,11 +34,17 @@ export class Plot {
   #width = 0;
   #canvas = null;
   #marked = null;
+  #observer = new ResizeObserver(() => this.#render());
 
   constructor(root, height) {
     this.#root = root;
     this.#height = height;
-    new ResizeObserver(() => this.#render()).observe(root);
+    this.#observer.observe(root);
+  }
+
+  /** What it draws in is gone. */
+  close() {
+    this.#observer.disconnect();
   }
 
   /** `paint(canvas)` draws into what `canvas` offers: see `Canvas`. */

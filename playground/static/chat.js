@@ -15,7 +15,7 @@ const NARROW = matchMedia("(max-width: 60rem)"); // one column, as in the style 
 export class Chat {
   #page;
   #root;
-  #follower = new Follower();
+  #follower = new Follower(() => this.#root.dataset.tab === "chat");
   #meters;
   #ribbon;
   #turns = []; // all that stand on the page
@@ -37,7 +37,9 @@ export class Chat {
   }
 
   visible(now) {
-    if (now) this.#fitPrompt();
+    if (!now) return;
+    this.#fitPrompt();
+    if (this.#running) this.#follower.follow();
   }
 
   focus() {
@@ -100,7 +102,7 @@ export class Chat {
     this.#begin(running);
     const edited = Boolean(this.#editing);
     if (edited) this.#endEdit();
-    const ready = await server.ready();
+    const ready = await server.ready(running.signal);
     if (this.#running !== running) return;
     if (!ready) {
       this.#status("");

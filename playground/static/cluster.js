@@ -93,6 +93,7 @@ export class Cluster {
     for (const [name, card] of this.#cards) {
       if (replicas.has(name)) continue;
       card.root.remove();
+      card.plot.close();
       this.#cards.delete(name);
     }
     const several = new Set([...replicas.values()].map(({ model }) => model)).size > 1;

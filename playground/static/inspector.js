@@ -27,6 +27,7 @@ export class Inspector {
     area.addEventListener("focusout", () => this.hide());
     area.addEventListener("keydown", (event) => this.#walk(event));
     addEventListener("scroll", () => this.#follow(), { capture: true, passive: true }); // of boxes in the page too
+    addEventListener("keydown", ({ key }) => key === "Escape" && this.#shown && this.hide()); // wherever the focus is
   }
 
   hide() {
@@ -70,16 +71,24 @@ export class Inspector {
   #walk(event) {
     const answer = event.target.closest(".answer-text");
     if (!answer) return;
-    if (event.key === "Escape") this.hide();
     if (!WAYS.has(event.key) || event.ctrlKey || event.altKey || event.metaKey) return;
     event.preventDefault();
     const span = tokenAfter(answer, event.target, event.key);
     if (!span) return;
     span.tabIndex = -1;
+    tellWhileFocused(span);
     span.focus({ preventScroll: true });
     span.scrollIntoView({ block: "nearest" });
     this.#show(span);
   }
+}
+
+// A rejected draft is told to nobody who listens to the answer, but to whoever walks to it.
+function tellWhileFocused(span) {
+  const hidden = span.closest("[aria-hidden]");
+  if (!hidden) return;
+  hidden.removeAttribute("aria-hidden");
+  span.addEventListener("focusout", () => hidden.setAttribute("aria-hidden", "true"), { once: true });
 }
 
 // Where `key` leads from the token `here`, or from the answer itself: to the next token that can be seen, if there is

@@ -34,10 +34,10 @@ class Page {
       release: (running) => this.#release(running),
       lookInside: (recording) => {
         shelf.choose(recording);
-        this.#tabs.open("hood");
+        this.#tabs.open("hood", { fromTop: true });
       },
       raceIt: (asked) => {
-        this.#tabs.open("race");
+        this.#tabs.open("race", { fromTop: true });
         this.#views.race.prepare(asked);
       },
     };

@@ -82,7 +82,7 @@ export class Race {
     if (!engage(running)) return;
     problem("");
     this.#begin(running);
-    if ((await server.ready()) && !running.signal.aborted) await this.#run(asked, running);
+    if (await server.ready(running.signal)) await this.#run(asked, running);
     this.#end();
   }
 

@@ -3,6 +3,8 @@
 import { KeptKey } from "./browser.js";
 import { fetchText, listModels, postJson, stream } from "./stream.js";
 
+const FRESH_MS = 60_000; // so long what is known of the models is not asked again
+
 /**
  * Routes lie beside the playground: /playground/ and /v1/. Tells "models" when the list of models is known or could
  * not be had (`failure`) and when one of them was chosen, and "key" when a key was kept or dropped.
@@ -11,14 +13,18 @@ export class Server extends EventTarget {
   models = [];
   chosen = "";
   failure = null;
-  key = new KeptKey("tidar.api_key");
-  metricsKey = new KeptKey("tidar.metrics_key");
+  key;
+  metricsKey;
   #root;
   #finding = null;
+  #foundAt = -Infinity;
 
   constructor(root) {
     super();
     this.#root = root;
+    const place = root.pathname === "/" ? "" : `:${root.pathname}`; // one host may have several servers
+    this.key = new KeptKey(`tidar.api_key${place}`);
+    this.metricsKey = new KeptKey(`tidar.metrics_key${place}`);
     addEventListener("storage", (event) => {
       if (![this.key, this.metricsKey].some((kept) => kept.follow(event))) return;
       this.dispatchEvent(new Event("key"));
@@ -41,10 +47,14 @@ export class Server extends EventTarget {
     return this.model?.tidar ?? {};
   }
 
-  /** Whether there is a model to ask; looks for one where none is known, or the last look failed. */
-  async ready() {
-    if (this.failure || !this.models.length) await this.findModels();
-    return !this.failure && this.models.length > 0;
+  /**
+   * Whether there is a model to ask; looks for one where none is known, the last look failed, or was so long ago that
+   * another server may have come since. `signal`: ends the wait for that, with no.
+   */
+  async ready(signal) {
+    const known = !this.failure && this.models.length && performance.now() - this.#foundAt < FRESH_MS;
+    if (!known) await Promise.race([this.findModels(), aborted(signal)]);
+    return !signal.aborted && !this.failure && this.models.length > 0;
   }
 
   /** A request failed by `error`: where the model is not known any more, or nobody answered, look what is served now. */
@@ -70,6 +80,7 @@ export class Server extends EventTarget {
       }
     } while (key !== this.key.value); // another was given meanwhile: that this one was refused says nothing of it
     this.#finding = null;
+    this.#foundAt = performance.now();
     this.dispatchEvent(new Event("models"));
   }
 
@@ -120,4 +131,8 @@ export class Server extends EventTarget {
   metrics() {
     return fetchText(new URL("metrics", this.#root), this.opensMetrics);
   }
+}
+
+function aborted(signal) {
+  return new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
 }

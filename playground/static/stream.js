@@ -1,6 +1,7 @@
 // The public HTTP API as this page uses it: JSON and text, whole or streamed. No DOM.
 
 const RUNNERS_UP = 5; // rivals named beside a token
+const TEXT_MS = 15_000; // for a page of metrics, whose server may wait ten seconds for a replica
 
 const UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?";
 
@@ -62,11 +63,12 @@ async function request(url, key, wanted, { headers: more, ...options } = {}) {
 
 async function errorLine(response) {
   const wait = response.headers.get("Retry-After");
-  const again = wait ? ` Try again in ${wait} s.` : "";
+  const again = /^\d+$/.test(wait ?? "") ? ` Try again in ${wait} s.` : ""; // it may be a date, of a proxy's
   try {
     const { error } = JSON.parse(await response.text());
     if (error?.message) return oneLine(error.message) + again;
-  } catch {
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
     // Not an OpenAI error (a proxy's page, say): the status line has to do.
   }
   return `The server answered ${response.status} ${response.statusText}.`.replace(" .", ".") + again;
@@ -78,7 +80,8 @@ function oneLine(message) {
 
 /** What lies at `url`, as text. */
 export async function fetchText(url, key) {
-  const response = await request(url, key, "text/plain", { cache: "no-store" });
+  const signal = AbortSignal.timeout(TEXT_MS);
+  const response = await request(url, key, "text/plain", { cache: "no-store", signal });
   return unbroken(response.text());
 }
 

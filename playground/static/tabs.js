@@ -6,6 +6,7 @@ const NAMES = ["chat", "race", "hood", "cluster"];
 export class Tabs {
   #root;
   #onChange;
+  #places = {}; // tab -> how far it was scrolled when it was left
 
   constructor(root, onChange) {
     this.#root = root;
@@ -20,13 +21,18 @@ export class Tabs {
     this.#show(named());
   }
 
-  open(name) {
-    history.replaceState(null, "", name === NAMES[0] ? location.pathname + location.search : `#${name}`);
-    this.#show(name);
-    scrollTo(0, 0);
+  /** `fromTop`: for what is new there; else the reader goes on where the tab was left. */
+  open(name, { fromTop = false } = {}) {
+    this.#places[this.#root.dataset.tab] = scrollY;
+    this.#show(name, fromTop ? 0 : (this.#places[name] ?? 0));
+    try {
+      history.replaceState(null, "", name === NAMES[0] ? location.pathname + location.search : `#${name}`);
+    } catch {
+      // Safari lets nobody do so more than some hundred times in half a minute.
+    }
   }
 
-  #show(name) {
+  #show(name, place = scrollY) {
     for (const tab of this.#root.querySelectorAll("[role=tab]")) {
       const chosen = tab.dataset.opens === name;
       tab.setAttribute("aria-selected", String(chosen));
@@ -34,6 +40,7 @@ export class Tabs {
       this.#root.querySelector(`#panel-${tab.dataset.opens}`).hidden = !chosen;
     }
     this.#root.dataset.tab = name;
+    scrollTo(0, place);
     this.#onChange(name);
   }
 

@@ -78,9 +78,9 @@ function nextAgreement(queue, rest) {
   for (let first = 1; first < queue.length; first++) {
     if (queue[first - 1].wait.includes("\uFFFD")) least = 1;
     let run = "";
-    for (const token of queue.slice(first)) {
-      if (token.wait.includes("\uFFFD")) break;
-      run += token.wait;
+    for (let i = first; i < queue.length && run.length < rest.length; i++) {
+      if (queue[i].wait.includes("\uFFFD")) break;
+      run += queue[i].wait;
     }
     for (let at = run ? rest.indexOf(run[0], least) : -1; at >= 0; at = rest.indexOf(run[0], at + 1)) {
       const tail = rest.slice(at);

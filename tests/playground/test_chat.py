@@ -294,15 +294,40 @@ def test_tokens_tell_about_themselves(opened: Visit, recorded: RecordedServer) -
     expect(hint).to_be_hidden()
 
     page.locator(".answer-text").focus()
-    heard = []
+    heard, silent = [], []
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "End", "Home"):
         page.keyboard.press(key)
         heard.append(hint.locator(".hint-title").text_content())
+        silent.append(page.locator(".ghosts[aria-hidden]").count() == 1)
     held, own, rejected = "Draft that held", "Said by the model itself", "Rejected draft"
     assert heard == [own, held, rejected, own, own]
+    assert silent == [True, True, False, True, True], "a rejected draft is told to whoever walks to it alone"
     assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "t-hint"
     page.keyboard.press("Escape")
     expect(hint).to_be_hidden()
+
+
+def test_a_hint_is_put_away_wherever_the_keyboard_is(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = opened.page
+    ask(page, "Go")
+    opened.settle()
+    page.hover(".answer-text .piece")
+    expect(page.locator("#t-hint")).to_be_visible()
+    page.focus("#t-prompt")
+    page.keyboard.press("Escape")
+    expect(page.locator("#t-hint")).to_be_hidden()
+
+
+def test_a_rejected_draft_has_no_say_in_where_a_line_begins(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording([Step((), 0, "- ", "- "), Step(("The", " end"), 0, "שלום", "שלום")]))
+    page = opened.page
+    page.locator("label:has(> [value=keep])").click()
+    ask(page, "Go")
+    opened.settle()
+    ghosts, line = page.locator(".answer-text .ghosts"), page.locator(".answer-text .line")
+    assert ghosts.text_content() == "The end"
+    assert [one.evaluate("one => getComputedStyle(one).direction") for one in (line, ghosts)] == ["rtl", "ltr"]
 
 
 def test_a_key_asks_for_the_place_of_few_tokens(opened: Visit, recorded: RecordedServer) -> None:
@@ -398,3 +423,35 @@ def test_readers_who_scroll_up_stay_there(opened: Visit, recorded: RecordedServe
     page.wait_for_timeout(400)
     assert page.evaluate("document.scrollingElement.scrollTop") == place
     opened.settle()
+
+
+def test_each_tab_is_found_where_it_was_left(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 30)))
+    page = opened.page
+    ask(page, "Go")
+    opened.settle()
+    page.evaluate("scrollTo(0, 150)")
+    for tab in ("race", "chat"):
+        page.dispatch_event(f"#tab-{tab}", "click")  # a hand would scroll to it first
+    assert page.evaluate("scrollY") == 150
+    page.get_by_role("button", name="Look inside").first.dispatch_event("click")
+    expect(page.locator("#panel-hood")).to_be_visible()
+    assert page.evaluate("scrollY") == 0, "what is new there begins at its top"
+
+
+def test_an_answer_is_followed_that_grew_under_another_tab(opened: Visit, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS * 60), pause=0.02))
+    page = opened.page
+    ask(page, "Go")
+    page.wait_for_function("document.scrollingElement.scrollTop > 300")
+    page.dispatch_event("#tab-race", "click")
+    page.evaluate("scrollTo(0, 0)")
+    page.dispatch_event("#tab-chat", "click")
+    opened.settle()
+    assert page.evaluate(BELOW) < 120
+
+
+BELOW = """(() => {
+  const page = document.scrollingElement;
+  return page.scrollHeight - page.clientHeight - page.scrollTop;
+})()"""

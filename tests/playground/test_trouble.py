@@ -170,6 +170,7 @@ def refusal(status: int, message: str, **headers: str) -> Recording:
             "max_tokens is too large: <img src=x onerror=alert(1)>",
         ),
         (refusal(429, "The server is full.", **{"Retry-After": "3"}), "The server is full. Try again in 3 s."),
+        (refusal(503, "Not now.", **{"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"}), "Not now."),
         (Recording(status=502, body={"detail": "?"}), "The server answered 502 Bad Gateway."),
         (Recording([event({"error": {"message": "The engine\nstopped."}})]), "The engine stopped."),
         (Recording([], end=""), "The connection closed before the answer was complete."),
@@ -327,7 +328,56 @@ def test_a_model_that_comes_back_is_the_one_that_is_shown(context: BrowserContex
     assert recorded.bodies[-1]["model"] == "recorded/Second"
 
 
-@pytest.mark.parametrize(("tab", "start"), [("chat", "#t-send"), ("race", "#r-start"), ("cluster", "#b-start")])
+WAYS = [("chat", "#t-send", "#t-stop"), ("race", "#r-start", "#r-stop"), ("cluster", "#b-start", "#b-stop")]
+
+
+@pytest.mark.parametrize(("tab", "start", "stop"), WAYS)
+def test_who_waits_for_the_models_can_stop(
+    context: BrowserContext, recorded: RecordedServer, tab: str, start: str, stop: str
+) -> None:
+    held: list[Route] = []
+    context.route(re.compile(r"/v1/models"), lambda route: held.append(route))
+    page = visit(context, recorded.address).page
+    page.fill("#t-prompt", "Anyone?")
+    page.click(f"#tab-{tab}")
+    page.click(start)
+    page.click(stop)
+    expect(page.locator(start)).to_be_visible()
+    assert page.input_value("#t-prompt") == "Anyone?"
+    assert recorded.bodies == []
+    for route in held:
+        route.continue_()
+    expect(page.locator("#t-served")).to_contain_text("SmolLM2")
+    assert page.locator("#t-turns > *").count() == 0
+
+
+def test_another_server_under_the_same_name_is_noticed(context: BrowserContext, recorded: RecordedServer) -> None:
+    recorded.play(recording(plain_steps(TOKENS)))
+    page = context.new_page()
+    page.clock.install()
+    page.goto(f"{recorded.address}/playground/")
+    expect(page.locator("#t-served")).to_contain_text("bf16 · cpu · exact")
+    recorded.model = MODEL | {"tidar": MODEL["tidar"] | {"exact": False}}
+    page.clock.fast_forward(61_000)
+    ask(page, "Go")
+    expect(page.locator("#t-served")).to_contain_text("bf16 · cpu · not bit-exact")
+
+
+TWO_SERVERS = """async (file) => {
+  const { Server } = await import(file);
+  const server = (place) => new Server(new URL(place, location));
+  server("/a/").key.keep("sk-a");
+  server("/b/").key.keep("");
+  return ["/a/", "/b/", "/"].map((place) => server(place).key.value);
+}"""
+
+
+def test_two_servers_of_one_host_have_keys_of_their_own(opened: Visit) -> None:
+    file = f"/playground/{read_files().address}/server.js"
+    assert opened.page.evaluate(TWO_SERVERS, file) == ["sk-a", "", ""]
+
+
+@pytest.mark.parametrize(("tab", "start"), [way[:2] for way in WAYS])
 def test_a_server_that_comes_back_is_found_again(
     context: BrowserContext, recorded: RecordedServer, tab: str, start: str
 ) -> None:
