@@ -76,8 +76,8 @@ export class Inspector {
     const span = tokenAfter(answer, event.target, event.key);
     if (!span) return;
     span.tabIndex = -1;
-    tellWhileFocused(span);
     span.focus({ preventScroll: true });
+    tellWhileFocused(span); // behind that, by which another draft beside it lost the focus
     span.scrollIntoView({ block: "nearest" });
     this.#show(span);
   }

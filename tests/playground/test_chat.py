@@ -328,6 +328,12 @@ def test_a_rejected_draft_has_no_say_in_where_a_line_begins(opened: Visit, recor
     ghosts, line = page.locator(".answer-text .ghosts"), page.locator(".answer-text .line")
     assert ghosts.text_content() == "The end"
     assert [one.evaluate("one => getComputedStyle(one).direction") for one in (line, ghosts)] == ["rtl", "ltr"]
+    page.locator(".answer-text").focus()
+    walked = []
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+        walked.append((page.evaluate("document.activeElement.textContent"), ghosts.get_attribute("aria-hidden")))
+    assert walked == [("- ", "true"), ("The", None), (" end", None), ("שלום", "true")]
 
 
 def test_a_key_asks_for_the_place_of_few_tokens(opened: Visit, recorded: RecordedServer) -> None:
