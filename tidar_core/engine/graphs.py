@@ -158,7 +158,7 @@ def left_free(rows: int, vocab: int) -> int:
 def cuda_capture(device: torch.device, left: int) -> Capture:
     """Captures CUDA graphs that share one pool of memory, since they never run side by side. What captures raises
     torch.OutOfMemoryError where less than `left` bytes are free, and RuntimeError where CUDA refuses, then and for all
-    that comes later: torch 2.11 goes on to take the pool for one that is being captured into."""
+    that comes later: torch 2.11, by its source, goes on to take the pool for one that is being captured into."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     refused: list[tuple[torch.cuda.CUDAGraph, str]] = []  # the graph is held: the allocator points into it
 
