@@ -10,7 +10,7 @@ from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engi
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
 from tidar_core.config import ConfigError
-from tidar_core.engine import start
+from tidar_core.engine import room, start
 from tidar_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -70,13 +70,13 @@ def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tok
 
 
 def test_more_tokens_than_memory_holds_are_refused_in_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(ConfigError, match=r"values of 65536 tokens want .* GiB are free .* lower cache_tokens"):
         tiny_engine(tmp_path, cache_tokens=65536)
 
 
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(start.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
     with pytest.raises(ConfigError, match="no memory is left for keys and values"):
         tiny_engine(tmp_path, cache_tokens=0)
 

@@ -25,7 +25,7 @@ pytest_plugins = "tests.tidar_core.kernels.interpreter"
 
 def run_on(monkeypatch, make_ops) -> None:
     """Engines on other operations, their warm-up (hundreds of probes) left out."""
-    monkeypatch.setattr(start, "_ops", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
+    monkeypatch.setattr(start, "ops_for", lambda config, model, dtype, device, report: make_ops(model, dtype, device))
     monkeypatch.setattr(start, "rows_are_exact", lambda *given: True)
     monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
 

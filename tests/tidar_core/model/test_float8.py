@@ -16,7 +16,7 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import compare_ways, greedy_params, sampled_params
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.engine import load_engine, start
+from tidar_core.engine import load_engine, ops_choice
 from tidar_core.model import float8
 from tidar_core.model.float8 import FLOAT8, packed, rounded, to_float8
 
@@ -124,8 +124,8 @@ def test_products_that_are_not_exact_have_no_float8():
     config = EngineConfig(dtype="float8", exact=False)
     device = torch.device("meta")
     with pytest.raises(ConfigError, match="--no-exact multiplies by torch's products, which have no float8"):
-        start._gpu_ops(config, model_config(), torch.bfloat16, device, lambda line: None)
-    exact = start._gpu_ops(replace(config, exact=True), model_config(), torch.bfloat16, device, lambda line: None)
+        ops_choice.ops_for(config, model_config(), torch.bfloat16, device, lambda line: None)
+    exact = ops_choice.ops_for(replace(config, exact=True), model_config(), torch.bfloat16, device, lambda line: None)
     assert exact.pack(torch.ones(16, 32)).dtype == FLOAT8
     assert exact.pack_head(torch.ones(16, 32)).dtype == torch.float32
 
@@ -140,8 +140,8 @@ def test_a_gpu_that_has_none_rounds_and_says_so(monkeypatch):
     weight = torch.randn(16, 32, dtype=dtype)
     for capability, in_8_bits in (((8, 9), True), ((8, 6), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, here=capability: here)
-        made = start._gpu_ops(config, model_config(), dtype, torch.device("cuda"), lines.append)
-        ops, pages = start._in_8_bits(config, made, dtype, lines.append)
+        made = ops_choice.ops_for(config, model_config(), dtype, torch.device("cuda"), lines.append)
+        ops, pages = ops_choice.in_8_bits(config, made, dtype, lines.append)
         assert pages == (FLOAT8 if in_8_bits else dtype)
         assert torch.equal(ops.pack(weight).float(), packed(weight).float() if in_8_bits else rounded(weight).float())
         said = [] if in_8_bits else ["float8 saves no memory and no time", "float8 K/V saves no memory"]
@@ -152,8 +152,8 @@ def test_without_triton_it_is_computed_as_bfloat16(monkeypatch):
     monkeypatch.setitem(sys.modules, "tidar_core.kernels.triton_ops", None)
     monkeypatch.delattr("tidar_core.kernels.triton_ops", raising=False)
     lines: list[str] = []
-    ops = start._gpu_ops(
+    ops = ops_choice.ops_for(
         EngineConfig(dtype="float8"), model_config(), torch.bfloat16, torch.device("meta"), lines.append
     )
-    assert ops is start.REFERENCE_OPS
+    assert ops is ops_choice.REFERENCE_OPS
     assert "triton is not installed" in lines[0]

@@ -71,7 +71,7 @@ def drafts_are_as_defined(
 def test_drafts_are_what_the_second_view_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     path = second_view_checkpoint(tmp_path / "model")
     if not compiled:
-        monkeypatch.setattr(start, "_ops", lambda *given: REFERENCE_OPS)
+        monkeypatch.setattr(start, "ops_for", lambda *given: REFERENCE_OPS)
     engine = engine_of(path)
     assert engine.info.exact or not compiled
     assert engine.info.block_length == BLOCK

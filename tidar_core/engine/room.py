@@ -1,0 +1,67 @@
+"""How much room an engine has: positions of a request, and pages for keys and values."""
+
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.model.float8 import FLOAT8
+from tidar_core.model.rope import is_long
+
+GIB = 2**30
+CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
+GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
+
+
+def room_for(
+    config: EngineConfig,
+    model: ModelConfig,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    report: Callable[[str], None],
+) -> tuple[int, int]:
+    """Positions that a request may use, and pages for keys and values."""
+    if config.max_model_len > model.max_positions:
+        report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
+    if model.stretches_to is not None and not is_long(model):
+        report(
+            f"requests are limited to {model.max_positions} positions: where max_model_len asks for more, up to "
+            f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
+        )
+    positions = min(model.max_positions, config.max_model_len or model.max_positions)
+    pages = _cache_pages(config, model, kv_dtype, device, positions)
+    if pages * config.page_size < positions:
+        positions = pages * config.page_size
+        report(f"memory for K/V limits requests to {positions} positions")
+    return positions, pages
+
+
+def _cache_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
+) -> int:
+    """Pages to hold, at least one; no more than all sequences at their longest could use. Raises ConfigError where
+    there is no memory for one, or for those that are asked for."""
+    most = -(-positions // config.page_size) * config.max_running
+    head_bytes = model.head_dim * dtype.itemsize + (torch.float32.itemsize if dtype == FLOAT8 else 0)
+    page_bytes = 2 * model.layers * model.kv_heads * config.page_size * head_bytes
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        room = GPU_CACHE_SHARE * free
+    else:
+        free = psutil.virtual_memory().available
+        room = min(CPU_CACHE_SHARE * free, CPU_CACHE_MOST)
+    if config.cache_tokens:
+        pages = max(1, min(most, config.cache_tokens // config.page_size))
+        if pages * page_bytes > free:
+            raise ConfigError(
+                f"keys and values of {pages * config.page_size} tokens want {pages * page_bytes / GIB:.1f} GiB, and "
+                f"{free / GIB:.1f} GiB are free on {device.type}: lower cache_tokens"
+            )
+        return pages
+    if room < page_bytes:
+        raise ConfigError(
+            f"no memory is left for keys and values beside the weights of {model.architecture}: free some on "
+            f"{device.type}, or serve the model in fewer bits (--dtype)"
+        )
+    return min(most, int(room) // page_bytes)
