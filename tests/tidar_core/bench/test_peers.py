@@ -79,7 +79,7 @@ def test_a_peer_that_is_not_there_names_what_installs_it(tmp_path):
 
 COMPILES = """
 import json, sys
-print(json.dumps({"device": "abacus"}), flush=True)
+print(json.dumps({"device": "abacus", "notes": ["beads are slow"]}), flush=True)
 seen = set()
 for line in sys.stdin:
     batch = len(json.loads(line)["prompts"])
@@ -91,10 +91,12 @@ for line in sys.stdin:
 def test_what_an_engine_compiles_for_a_batch_is_not_measured():
     slow = Contender("slow", (sys.executable, "-c", COMPILES))
     kept: list[list[int]] = []
+    said: list[str] = []
     results = compare_engines(
-        [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True,
+        [slow], ["a", "b"], batches=[1, 4], rounds=2, at_least=4, max_tokens=1, honour_end=True, say=said.append,
         keep=lambda found: kept.append([len(r.rounds) for r in found]),
     )  # fmt: skip
+    assert said[:2] == ["starting slow", "slow: beads are slow"]
     assert [(r.device, r.batch, r.rounds) for r in results] == [("abacus", 1, (1.0, 1.0)), ("abacus", 4, (4.0, 4.0))]
     assert kept == [[1], [2], [2, 1], [2, 2]], "what was measured is known after every round"
 
@@ -191,7 +193,7 @@ def test_a_peers_environment_is_looked_for_in_the_folder_that_is_named(tmp_path,
 
 ONE_ROUND = """
 import sys
-print('{"device": "none"}', flush=True)
+print('{"device": "none", "notes": []}', flush=True)
 sys.stdin.readline()
 print('{"tokens": 1, "seconds": 1}', flush=True)
 """

@@ -204,7 +204,10 @@ def _running(engine: Contender, say: Callable[[str], None]) -> Iterator[tuple[st
             return reply()
 
         try:
-            yield reply()["device"], ask
+            loaded = reply()
+            for note in loaded["notes"]:
+                say(f"{engine.name}: {note}")
+            yield loaded["device"], ask
         finally:
             with suppress(BrokenPipeError):
                 questions.close()

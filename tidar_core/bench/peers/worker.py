@@ -3,8 +3,8 @@
     python worker.py {tidar,vllm,transformers,llama.cpp} MODEL [--drafts off|auto|full] [--dtype D] [--context N]
         [--running N]
 
-In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name}; then
-for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone. Each engine
+In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name, "notes":
+[what its user should know, …]}; then for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone. Each engine
 takes a GPU where its build can use one. No prompt with its answer is longer than `context`, and no round has more than
 `running` prompts.
 """
@@ -16,12 +16,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 Decode = Callable[[list[str], int, bool], int]
-Loaded = tuple[Decode, str]  # what answers prompts, and the device that it does so on
 Choices = argparse.Namespace
 SIDE_BY_SIDE = 0.4  # of a GPU's memory, for vLLM: it would take all of it, and others are there too
+
+
+class Loaded(NamedTuple):
+    """What answers prompts, the device that it does so on, and what it said that its user should know."""
+
+    decode: Decode
+    device: str
+    notes: Sequence[str] = ()
 
 
 def device_name(kind: str) -> str:
@@ -40,7 +47,9 @@ def tidar(model: str, context: int, chosen: Choices) -> Loaded:
     config = EngineConfig(model=model, dtype=chosen.dtype, max_model_len=context)
     pages = chosen.running * -(-context // config.page_size)  # no more: other engines want their part of a GPU's memory
     most = max(config.max_running, chosen.running)
-    engine = load_engine(replace(config, max_running=most, cache_tokens=pages * config.page_size))
+    notes: list[str] = []
+    serving = replace(config, max_running=most, cache_tokens=pages * config.page_size)
+    engine = load_engine(serving, notes.append, stage=lambda line: None)
     keep_loaded()  # as where it serves
     rounds = iter(range(1 << 30))
 
@@ -50,7 +59,7 @@ def tidar(model: str, context: int, chosen: Choices) -> Loaded:
         # A salt of its own for each round: no prefix of an earlier one is reused.
         return sum(len(answer.tokens) for answer in answer_all(engine, ids, [params] * len(ids), str(next(rounds))))
 
-    return decode, device_name(engine.info.device)
+    return Loaded(decode, device_name(engine.info.device), notes)
 
 
 def vllm(model: str, context: int, chosen: Choices) -> Loaded:
@@ -69,7 +78,7 @@ def vllm(model: str, context: int, chosen: Choices) -> Loaded:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=not honour_end)
         return sum(len(answer.outputs[0].token_ids) for answer in llm.generate(prompts, params, use_tqdm=False))
 
-    return decode, current_platform.get_device_name()
+    return Loaded(decode, current_platform.get_device_name())
 
 
 def transformers(model: str, context: int, _: Choices) -> Loaded:
@@ -96,7 +105,7 @@ def transformers(model: str, context: int, _: Choices) -> Loaded:
         counted = (ended.cumsum(1) - ended.long()) == 0
         return int(counted.sum()) if honour_end else counted.numel()
 
-    return decode, device_name(device)
+    return Loaded(decode, device_name(device))
 
 
 def plain_steps(_: int) -> dict[str, Any]:
@@ -149,7 +158,7 @@ def llama_cpp(model: str, context: int, _: Choices) -> Loaded:
         # The Python binding decodes one sequence at a time.
         return sum(answer(text, max_tokens, honour_end) for text in prompts)
 
-    return decode, "GPU" if llama_supports_gpu_offload() else f"{os.cpu_count()} CPU threads"
+    return Loaded(decode, "GPU" if llama_supports_gpu_offload() else f"{os.cpu_count()} CPU threads")
 
 
 ENGINES = {"tidar": tidar, "vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}
@@ -166,9 +175,9 @@ def main(words: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(words)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # engines print as they like; replies have a line of their own
-    decode, device = ENGINES[chosen.engine](chosen.model, chosen.context, chosen)
+    decode, device, notes = ENGINES[chosen.engine](chosen.model, chosen.context, chosen)
     decode(["def f(x):"], 8, False)
-    print(json.dumps({"device": device}), file=replies)
+    print(json.dumps({"device": device, "notes": notes}), file=replies)
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.perf_counter()
