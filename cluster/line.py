@@ -12,7 +12,7 @@ PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 token
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Route:
     """Names of replicas: `never` go there, `avoid` while there is another, `only` this one. `marks` of the call's
     prompt (`tidar_core.prefixes.prefix_marks`) draw it to where its prefix is cached. `moved`: it is for a stream that
     has begun elsewhere. `counted`: some replica has counted the call's prompt."""
@@ -25,7 +25,7 @@ class Way:
     counted: bool = False
 
 
-ANYWHERE = Way()
+ANYWHERE = Route()
 
 
 @dataclass(frozen=True, slots=True)

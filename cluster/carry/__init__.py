@@ -2,6 +2,6 @@
 
 `directory` knows who is there. `handover` carries one request: it makes one attempt after the other (`attempts`), or a
 second one while a replica is quiet. `channels` fetches what a replica has for all requests of this ingress by one call.
-Each call names its way (`cluster.line.Way`), by which `routing`, Ray Serve's router, chooses a replica: `affinity` has
-the rule, the prefix that a replica has computed already, and load.
+Each call names its route (`cluster.line.Route`), by which `routing`, Ray Serve's router, chooses a replica: `affinity`
+has the rule, the prefix that a replica has computed already, and load.
 """

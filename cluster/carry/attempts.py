@@ -15,7 +15,7 @@ import grpc
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
-from cluster.carry.channels import Call, Channels, Ended, Lost, Turn, hang_up, hear, next_arrival
+from cluster.carry.channels import Call, Channels, Ended, LookAgain, Lost, hang_up, hear, next_arrival
 from cluster.errors import ApiError, full, server_error
 from cluster.line import Accepted, EngineKind, Event, Refusal
 from cluster.observe.tracing import AttemptSpan
@@ -25,7 +25,7 @@ log = logging.getLogger("ray.serve")
 # What a call ends of when its replica is gone, going, or none: Ray's and Serve's words for it, and those of gRPC, which
 # Serve also wraps into a RuntimeError where a replica dies while it accepts.
 GONE = (RayError, BackPressureError, RequestCancelledError, LookupError, grpc.RpcError)
-Item = Accepted | Event | Turn | Exception
+Item = Accepted | Event | LookAgain | Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Attempt:
         self._silence = silence
         self._reception = channels.expect(start.request.request_id)
         try:
-            self._call = call(self._reception.mail.name)
+            self._call = call(self._reception.mailbox.name)
         except BaseException:
             channels.forget(self._reception)
             raise
-        self.listener = asyncio.create_task(hear(self._call, self._reception.news))
+        self.listener = asyncio.create_task(hear(self._call, self._reception.arrived))
         self._ended: Ended | None = None
         self._race: asyncio.Task[list[Item]] | None = None
         self._closed = False
@@ -84,7 +84,7 @@ class Attempt:
         def tell(race: asyncio.Task[list[Item]]) -> None:
             if not race.cancelled():
                 race.exception()  # a failure that nobody needs to hear of any more is no news
-                other._reception.news.put_nowait(Turn())
+                other._reception.arrived.put_nowait(LookAgain())
 
         self._race = asyncio.create_task(self._first_tokens())
         self._race.add_done_callback(tell)
@@ -111,17 +111,17 @@ class Attempt:
     async def heard(self) -> list[Item]:
         """All that has come, waiting for something. Whether the replica lives its channel sees to, and tells it behind
         the last events; that the request's own call is over, of whatever, may be known before they are there."""
-        news = self._reception.news
+        arrived = self._reception.arrived
         while True:
             if self._ended is None:
-                came = [await news.get()]
+                came = [await arrived.get()]
             else:
                 try:
-                    came = [await next_arrival(news, self._silence, "ended early")]
+                    came = [await next_arrival(arrived, self._silence, "ended early")]
                 except Lost as lost:
                     return [self._ended.error or lost]
-            while not news.empty():
-                came.append(news.get_nowait())
+            while not arrived.empty():
+                came.append(arrived.get_nowait())
             items: list[Item] = []
             for item in came:
                 if isinstance(item, Ended):
@@ -158,8 +158,8 @@ class Attempt:
     async def _acceptance(self) -> list[Item]:
         """Wait until somebody has the request; what came before that was known."""
         early: list[Item] = []
-        news = self._reception.news
-        while not isinstance(heard := await next_arrival(news, self.start.wait, "not accepted"), Accepted):
+        arrived = self._reception.arrived
+        while not isinstance(heard := await next_arrival(arrived, self.start.wait, "not accepted"), Accepted):
             if isinstance(heard, Ended):
                 self._judge(heard.error or Lost("ended early"))
             else:
@@ -184,7 +184,7 @@ class Attempt:
                     items.append(item)
                 elif isinstance(item, Refusal) and self.start.kind is None:
                     raise Lost(f"refused: {item.message}")  # the client's to hear, once it comes from no rival
-                elif not isinstance(item, Turn):
+                elif not isinstance(item, LookAgain):
                     self.give_up(item)
             if any(isinstance(item, StepOutput) and (item.tokens or item.finish) for item in items):
                 return items

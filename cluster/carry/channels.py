@@ -54,12 +54,12 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Look again: the replica fell quiet or speaks again (`Channels.quiet`), or the request's other attempt is over."""
+class LookAgain:
+    """The replica fell quiet or speaks again (`Channels.quiet`), or the request's other attempt is over."""
 
 
 @dataclass(slots=True)
-class Mail:
+class IngressMailbox:
     """A mailbox's name, who waits for what under it, the calls that fetch it by replica, and those that failed."""
 
     name: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -70,15 +70,17 @@ class Mail:
 
 @dataclass(slots=True)
 class Reception:
-    """Where one request's news arrive: what its own call says, its events, and the exception that its events end of.
+    """What is heard of one request. arrived: what its own call says, its events, and the exception that ends them.
+
     early: events that came before it was known who has it, each with the replica that sent it. Serve sends a call again
-    whose line was cut before it was accepted: then two replicas may have begun, and one of them counts."""
+    whose line was cut before it was accepted: then two replicas may have begun, and one of them counts.
+    """
 
     request_id: str
-    mail: Mail
+    mailbox: IngressMailbox
     replica: str | None = None
     early: list[tuple[str, Event]] = field(default_factory=list)
-    news: asyncio.Queue[Accepted | Event | Ended | Turn | Exception] = field(default_factory=asyncio.Queue)
+    arrived: asyncio.Queue[Accepted | Event | Ended | LookAgain | Exception] = field(default_factory=asyncio.Queue)
 
 
 class Channels:
@@ -100,52 +102,52 @@ class Channels:
         self._silence = silence
         self._give_up = give_up
         self._there = there
-        self._mail = Mail()
+        self._mailbox = IngressMailbox()
 
     def expect(self, request_id: str) -> Reception:
-        """Make ready for a request that is about to be sent, under the mailbox `mail.name`."""
-        mail = self._mail
-        reception = mail.waiting[request_id] = Reception(request_id, mail)
+        """Make ready for a request that is about to be sent, under the mailbox `mailbox.name`."""
+        mailbox = self._mailbox
+        reception = mailbox.waiting[request_id] = Reception(request_id, mailbox)
         return reception
 
     def accepted(self, reception: Reception, replica: str) -> list[Event]:
         """Say who has the request; gives what it has sent already. Raises Lost where its events may have been lost on
         the way."""
-        mail = reception.mail
-        if replica in mail.failed:
+        mailbox = reception.mailbox
+        if replica in mailbox.failed:
             raise Lost("call failed", replica)
         reception.replica = replica
-        if replica not in mail.fetching:
+        if replica not in mailbox.fetching:
             # In a context of its own: it is for all requests, and must not end with the one that happens to be first.
-            mail.fetching[replica] = asyncio.create_task(self._fetch(mail, replica), context=Context())
+            mailbox.fetching[replica] = asyncio.create_task(self._fetch(mailbox, replica), context=Context())
         early, reception.early = reception.early, []
         return [event for sender, event in early if sender == replica]
 
     def forget(self, reception: Reception) -> None:
         """The request is over, for whatever reason."""
-        reception.mail.waiting.pop(reception.request_id, None)
+        reception.mailbox.waiting.pop(reception.request_id, None)
 
-    async def _fetch(self, mail: Mail, replica: str) -> None:
+    async def _fetch(self, mailbox: IngressMailbox, replica: str) -> None:
         try:
             # A replica ends the call itself when it has had nothing to say for a while.
-            while any(reception.replica == replica for reception in mail.waiting.values()):
-                await self._fetch_once(mail, replica)
+            while any(reception.replica == replica for reception in mailbox.waiting.values()):
+                await self._fetch_once(mailbox, replica)
         except Exception as error:
             # Whatever it was, it is no request's fault.
             lost = error if isinstance(error, Lost) else Lost(type(error).__name__)
             log.info("nothing more is heard of %s: %s", replica, error)
-            mail.failed.add(replica)
-            if self._mail is mail:
-                self._mail = Mail()
-            for reception in mail.waiting.values():
+            mailbox.failed.add(replica)
+            if self._mailbox is mailbox:
+                self._mailbox = IngressMailbox()
+            for reception in mailbox.waiting.values():
                 if reception.replica == replica:
-                    reception.news.put_nowait(lost)
+                    reception.arrived.put_nowait(lost)
         finally:
             self.quiet -= {replica}
-            del mail.fetching[replica]
+            del mailbox.fetching[replica]
 
-    async def _fetch_once(self, mail: Mail, replica: str) -> None:
-        call = self._listen(replica, mail.name)
+    async def _fetch_once(self, mailbox: IngressMailbox, replica: str) -> None:
+        call = self._listen(replica, mailbox.name)
         arrivals: asyncio.Queue[Any] = asyncio.Queue()
         listener = asyncio.create_task(hear(call, arrivals))
         try:
@@ -155,21 +157,21 @@ class Channels:
                 for event in heard.events:
                     if isinstance(event, Failure):
                         raise Lost("engine failed", refused=replica)
-                    found = mail.waiting.get(event.request_id)
+                    found = mailbox.waiting.get(event.request_id)
                     if found is None:
                         continue
                     if found.replica is None:
                         found.early.append((replica, event))
                     elif found.replica == replica:
-                        found.news.put_nowait(event)
-                heard = await self._next(mail, replica, arrivals)
+                        found.arrived.put_nowait(event)
+                heard = await self._next(mailbox, replica, arrivals)
         except BaseException:  # whatever ends the listening, the call shall not go on
             hang_up(call, listener)
             raise
         if heard.error is not None:
             raise heard.error
 
-    async def _next(self, mail: Mail, replica: str, arrivals: asyncio.Queue[Any]) -> Any:
+    async def _next(self, mailbox: IngressMailbox, replica: str, arrivals: asyncio.Queue[Any]) -> Any:
         """The next item of a call. Raises Lost where none comes; before that its requests are told of the quiet, and
         of its end."""
         if self._doubt >= self._silence:
@@ -177,11 +179,11 @@ class Channels:
         with suppress(Lost):
             return await next_arrival(arrivals, self._doubt, "quiet")
         self.quiet |= {replica}
-        self._turn(mail, replica)
+        self._tell_to_look(mailbox, replica)
         heard = await self._in_silence(replica, arrivals, self._silence - self._doubt)
         if not isinstance(heard, Ended) or heard.error is None:  # else it is lost, and its requests shall hear of that
             self.quiet -= {replica}
-            self._turn(mail, replica)
+            self._tell_to_look(mailbox, replica)
         return heard
 
     async def _in_silence(self, replica: str, arrivals: asyncio.Queue[Any], seconds: float) -> Any:
@@ -195,10 +197,10 @@ class Channels:
             waited += self._doubt
             seconds = self._doubt
 
-    def _turn(self, mail: Mail, replica: str) -> None:
-        for reception in mail.waiting.values():
+    def _tell_to_look(self, mailbox: IngressMailbox, replica: str) -> None:
+        for reception in mailbox.waiting.values():
             if reception.replica == replica:
-                reception.news.put_nowait(Turn())
+                reception.arrived.put_nowait(LookAgain())
 
 
 async def hear(call: Call, arrivals: asyncio.Queue[Any]) -> None:

@@ -23,7 +23,7 @@ from cluster.line import (
     EventBatch,
     IngressCounts,
     ReplicaCounts,
-    Way,
+    Route,
 )
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request
@@ -174,14 +174,14 @@ class Directory:
         return prefix_marks(request.prompt, self._model[0].page_size, request.cache_salt, PROMPT_MARKS)
 
     def generate(
-        self, request: Request, mailbox: str, kind: EngineKind | None, way: Way
+        self, request: Request, mailbox: str, kind: EngineKind | None, route: Route
     ) -> DeploymentResponseGenerator[Accepted | EventBatch]:
         """Send a request to a replica (`EngineReplica.generate`)."""
-        return listen(self.engine, "generate", request, Address(self._name, mailbox), kind, way=way)
+        return listen(self.engine, "generate", request, Address(self._name, mailbox), kind, route=route)
 
     def listen(self, replica: str, mailbox: str) -> DeploymentResponseGenerator[Accepted | EventBatch]:
         """Fetch what a replica has for a mailbox (`EngineReplica.listen`)."""
-        return listen(self.engine, "listen", Address(self._name, mailbox), way=Way(only=replica))
+        return listen(self.engine, "listen", Address(self._name, mailbox), route=Route(only=replica))
 
     async def metrics(self) -> list[ReplicaCounts]:
         """What each replica tells; one that does not answer is left out. Raises ApiError (503) if none does, unless the
@@ -272,12 +272,12 @@ class Directory:
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers, or fails of."""
         asked = list(names)
-        calls = [self._answer(Way(only=name), seconds, method, *args) for name in asked]
+        calls = [self._answer(Route(only=name), seconds, method, *args) for name in asked]
         return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
-    async def _answer(self, way: Way, seconds: float, method: str, *args: object) -> Any:
+    async def _answer(self, route: Route, seconds: float, method: str, *args: object) -> Any:
         """What a replica on that way answers. Raises TimeoutError where it does not in time."""
-        response = ask(self.engine, method, *args, way=way)
+        response = ask(self.engine, method, *args, route=route)
         try:
             async with asyncio.timeout(seconds):
                 with cancelled_there():
@@ -289,7 +289,7 @@ class Directory:
     async def _ask_a_stranger(self, known: set[str], *sign: object) -> list[Alive]:
         """A replica beside the known ones, if there is one that answers."""
         try:
-            return [await self._answer(Way(never=frozenset(known)), REPLY_SECONDS, "alive", *sign)]
+            return [await self._answer(Route(never=frozenset(known)), REPLY_SECONDS, "alive", *sign)]
         except Exception as error:
             log.debug("no other replica answers: %s", error)
         return []

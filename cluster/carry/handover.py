@@ -25,9 +25,9 @@ from typing import Protocol
 from opentelemetry.trace import Tracer
 
 from cluster.carry.attempts import Attempt, Start, ended_badly
-from cluster.carry.channels import Call, Channels, Lost, Turn
+from cluster.carry.channels import Call, Channels, LookAgain, Lost
 from cluster.errors import ApiError, not_ready
-from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Way
+from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.observe.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
@@ -49,7 +49,7 @@ class Replicas(Protocol):
     def silent(self) -> frozenset[str]: ...
     def silence(self, name: str) -> None: ...
     def marks(self, request: Request) -> bytes: ...
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Call: ...
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Call: ...
     def listen(self, replica: str, mailbox: str) -> Call: ...
 
 
@@ -72,7 +72,7 @@ class Patience:
 
 
 @dataclass(slots=True)
-class Story:
+class CarriedRequest:
     """A request, and how far it came.
 
     base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
@@ -132,7 +132,7 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Update:
     """What happened to a request since the last time, and the name of the replica where it did."""
 
     replica: str
@@ -156,18 +156,18 @@ class Carrier:
         )
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
+    async def run(self, request: Request, base: str) -> AsyncGenerator[Update, None]:
         """What happens to a request for the model of the fingerprint `base`, up to its finish or a `Refusal`. Raises
         ApiError; however the caller stops, the request ends wherever it is."""
-        story = Story(request, base, marks=self._replicas.marks(request))
-        attempt = self._next(story)
+        carried = CarriedRequest(request, base, marks=self._replicas.marks(request))
+        attempt = self._next(carried)
         try:
             while True:
                 try:
-                    async with aclosing(self._follow(story, attempt)) as followed:
-                        async for news in followed:
-                            attempt.span.heard(news.replica, len(story.emitted))
-                            yield news
+                    async with aclosing(self._follow(carried, attempt)) as followed:
+                        async for update in followed:
+                            attempt.span.heard(update.replica, len(carried.emitted))
+                            yield update
                     return
                 except Lost as lost:
                     attempt.span.lost(lost.cause, lost.replica)
@@ -176,26 +176,26 @@ class Carrier:
                     attempt.span.failed(error)
                     raise
                 self._leave(attempt)
-                attempt = await self._recover(story, attempt, reason)
+                attempt = await self._recover(carried, attempt, reason)
         finally:
             self._leave(attempt)
-            self._drop_rival(story, "not needed")
+            self._drop_rival(carried, "not needed")
 
-    def _next(self, story: Story) -> Attempt:
+    def _next(self, carried: CarriedRequest) -> Attempt:
         """An attempt anywhere."""
         # Who has the prefix may be the very one that does not answer: another attempt goes anywhere.
-        marks = b"" if story.tries else story.marks
+        marks = b"" if carried.tries else carried.marks
         avoid = self._replicas.silent | self._channels.quiet
-        never = frozenset(story.refused)
-        return self._begin(story, Way(never=never, avoid=avoid, marks=marks))
+        never = frozenset(carried.refused)
+        return self._begin(carried, Route(never=never, avoid=avoid, marks=marks))
 
-    def _begin(self, story: Story, way: Way) -> Attempt:
-        start = story.start(doubled(self._patience.silence, story.tries, LONGEST_WAIT_SECONDS))
-        way = replace(way, moved=bool(story.emitted), counted=story.replica is not None)
-        span = AttemptSpan(self._tracer, story.request.request_id, start.number, len(story.emitted))
+    def _begin(self, carried: CarriedRequest, route: Route) -> Attempt:
+        start = carried.start(doubled(self._patience.silence, carried.tries, LONGEST_WAIT_SECONDS))
+        route = replace(route, moved=bool(carried.emitted), counted=carried.replica is not None)
+        span = AttemptSpan(self._tracer, carried.request.request_id, start.number, len(carried.emitted))
 
         def call(mailbox: str) -> Call:
-            return self._replicas.generate(start.request, mailbox, start.kind, way)
+            return self._replicas.generate(start.request, mailbox, start.kind, route)
 
         try:
             return Attempt(start, span, self._channels, call, self._patience.silence)
@@ -210,143 +210,143 @@ class Carrier:
             attempt.listener.add_done_callback(self._ending.discard)
         attempt.close()
 
-    async def _follow(self, story: Story, attempt: Attempt) -> AsyncGenerator[News, None]:
+    async def _follow(self, carried: CarriedRequest, attempt: Attempt) -> AsyncGenerator[Update, None]:
         """What an attempt brings. Raises Lost where another may go on."""
         heard = await attempt.opening()
-        name = self._accepted(story, attempt)
+        name = self._accepted(carried, attempt)
         while not attempt.finished:
             heard = heard or await attempt.heard()
             said: list[StepOutput | Refusal] = []
             for item in heard:
                 if attempt.finished:  # what befell the replica afterwards is nothing to this request
                     break
-                if isinstance(item, Turn):
-                    self._weigh(story, attempt, name)
-                elif isinstance(item, Refusal) and not story.emitted:
+                if isinstance(item, LookAgain):
+                    self._weigh(carried, attempt, name)
+                elif isinstance(item, Refusal) and not carried.emitted:
                     said.append(item)
                     attempt.finished = True
-                elif isinstance(item, StepOutput) and not (ended_badly(item) or story.at_fault(item, attempt.start)):
-                    if story.rival is not None:  # it goes on from before this step
-                        self._drop_rival(story, "late")
-                    said.append(story.take(item, attempt.start))
+                elif isinstance(item, StepOutput) and not (ended_badly(item) or carried.at_fault(item, attempt.start)):
+                    if carried.rival is not None:  # it goes on from before this step
+                        self._drop_rival(carried, "late")
+                    said.append(carried.take(item, attempt.start))
                     attempt.finished = item.finish is not None
                 else:
                     if said:
-                        yield News(name, tuple(said))
+                        yield Update(name, tuple(said))
                     attempt.give_up(item)
             heard = []
             if said:
-                yield News(name, tuple(said))
+                yield Update(name, tuple(said))
 
-    def _weigh(self, story: Story, attempt: Attempt, name: str) -> None:
+    def _weigh(self, carried: CarriedRequest, attempt: Attempt, name: str) -> None:
         """Begin or end a rival to an attempt, as its replica is quiet or not. Raises Lost where the rival has won; no
         step of the attempt is lost with it, for each of them ends the rival."""
         quiet = name in self._channels.quiet
-        if story.rival is None:
+        if carried.rival is None:
             if quiet:
-                self._begin_rival(story, attempt, name)
-        elif story.rival.won:
+                self._begin_rival(carried, attempt, name)
+        elif carried.rival.won:
             raise Lost("quiet", name)
-        elif story.rival.over:
-            self._drop_rival(story, "failed")
+        elif carried.rival.over:
+            self._drop_rival(carried, "failed")
         elif not quiet:
-            self._drop_rival(story, "spoke again")
+            self._drop_rival(carried, "spoke again")
 
-    def _begin_rival(self, story: Story, attempt: Attempt, name: str) -> None:
-        never = self._replicas.silent | self._channels.quiet | story.refused
+    def _begin_rival(self, carried: CarriedRequest, attempt: Attempt, name: str) -> None:
+        never = self._replicas.silent | self._channels.quiet | carried.refused
         if not set(self._replicas.replicas) - never:
             return
-        log.info("%s is quiet: request %s is begun at another replica too", name, story.request.request_id)
+        log.info("%s is quiet: request %s is begun at another replica too", name, carried.request.request_id)
         try:
-            story.rival = self._begin(story, Way(never=never, marks=story.marks))
+            carried.rival = self._begin(carried, Route(never=never, marks=carried.marks))
         except Exception as error:  # nothing of the attempt's, whose replica may speak again
-            log.info("no rival for request %s: %s", story.request.request_id, error)
+            log.info("no rival for request %s: %s", carried.request.request_id, error)
             return
         self._metrics.rival_begun()
-        story.rival.race(attempt)
+        carried.rival.race(attempt)
 
-    def _drop_rival(self, story: Story, cause: str) -> None:
-        rival, story.rival = story.rival, None
+    def _drop_rival(self, carried: CarriedRequest, cause: str) -> None:
+        rival, carried.rival = carried.rival, None
         if rival is None:
             return
         if rival.over and isinstance(rival.failure, Lost):
-            self._note(story, rival.failure)
+            self._note(carried, rival.failure)
         rival.span.dropped(cause)
         self._leave(rival)
 
-    def _note(self, story: Story, lost: Lost) -> None:
+    def _note(self, carried: CarriedRequest, lost: Lost) -> None:
         """Keep clear of who lost an attempt, or would not have it."""
         if lost.refused is not None:
-            story.refused.add(lost.refused)
-            story.objection = f", and the last one said: {lost.cause}"
+            carried.refused.add(lost.refused)
+            carried.objection = f", and the last one said: {lost.cause}"
         if lost.replica is not None:
             self._replicas.silence(lost.replica)
 
-    def _accepted(self, story: Story, attempt: Attempt) -> str:
+    def _accepted(self, carried: CarriedRequest, attempt: Attempt) -> str:
         """Note who has the request now; gives the name."""
         accepted = attempt.accepted
         assert accepted is not None
-        if story.replica is not None:
-            assert story.lost_at is not None
-            gap = attempt.accepted_at - min(story.lost_at, attempt.began)
-            self._metrics.handed_over(story.cause, gap)
+        if carried.replica is not None:
+            assert carried.lost_at is not None
+            gap = attempt.accepted_at - min(carried.lost_at, attempt.began)
+            self._metrics.handed_over(carried.cause, gap)
             said = {
-                "request": story.request.request_id,
+                "request": carried.request.request_id,
                 "attempt": attempt.start.number,
-                "from": story.replica,
+                "from": carried.replica,
                 "to": accepted.replica,
-                "tokens": len(story.emitted),
-                "cause": story.cause,
+                "tokens": len(carried.emitted),
+                "cause": carried.cause,
                 "gap_ms": round(gap * 1000),
             }
             log.warning("stream handed over %s", json.dumps(said))
-        story.replica, story.kind = accepted.replica, accepted.kind
-        story.tries, story.lost_at = 0, None
+        carried.replica, carried.kind = accepted.replica, accepted.kind
+        carried.tries, carried.lost_at = 0, None
         return accepted.replica
 
-    async def _recover(self, story: Story, attempt: Attempt, lost: Lost) -> Attempt:
+    async def _recover(self, carried: CarriedRequest, attempt: Attempt, lost: Lost) -> Attempt:
         """What follows an attempt that is over: its rival, where there is one. Raises ApiError where nothing shall."""
-        now, rival = time.monotonic(), story.rival
-        if story.lost_at is None:
-            story.lost_at = now - lost.waited
-        self._note(story, lost)
+        now, rival = time.monotonic(), carried.rival
+        if carried.lost_at is None:
+            carried.lost_at = now - lost.waited
+        self._note(carried, lost)
         again = 0
         if attempt.accepted is not None or lost.replica is not None:
-            story.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
+            carried.cause = lost.cause.partition(":")[0]  # what an engine says of it would be a series for each request
         if lost.replica is not None:
-            again = story.losses.count(lost.replica)
-            story.losing_since = story.losing_since if story.losses else now - lost.waited
-            story.losses.append(lost.replica)
-        log.info("attempt %d of %s is over: %s", attempt.start.number, story.request.request_id, lost.cause)
+            again = carried.losses.count(lost.replica)
+            carried.losing_since = carried.losing_since if carried.losses else now - lost.waited
+            carried.losses.append(lost.replica)
+        log.info("attempt %d of %s is over: %s", attempt.start.number, carried.request.request_id, lost.cause)
         if rival is None or not rival.won:
-            self._check_patience(story, now, lost)
+            self._check_patience(carried, now, lost)
         if rival is not None:
-            story.rival = None
+            carried.rival = None
             return rival
         if lost.replica is None or again:
-            await asyncio.sleep(doubled(FIRST_PAUSE_SECONDS, again or story.tries, LONGEST_PAUSE_SECONDS))
-        story.tries += lost.replica is None
-        return self._next(story)
+            await asyncio.sleep(doubled(FIRST_PAUSE_SECONDS, again or carried.tries, LONGEST_PAUSE_SECONDS))
+        carried.tries += lost.replica is None
+        return self._next(carried)
 
-    def _check_patience(self, story: Story, now: float, lost: Lost) -> None:
+    def _check_patience(self, carried: CarriedRequest, now: float, lost: Lost) -> None:
         """Raises ApiError where there shall be no further attempt."""
-        assert story.lost_at is not None
-        patience, lost_ones = self._patience, len(set(story.losses))
-        if story.replica is None and not self._replicas.replicas and not patience.wake:
+        assert carried.lost_at is not None
+        patience, lost_ones = self._patience, len(set(carried.losses))
+        if carried.replica is None and not self._replicas.replicas and not patience.wake:
             raise not_ready() from lost  # as whoever comes now is told: all went as this one came, at a stop perhaps
-        give_up = patience.give_up if story.replica is not None else max(patience.give_up, patience.wake)
-        stuck = len(story.losses) >= patience.losses and now - story.losing_since > give_up
+        give_up = patience.give_up if carried.replica is not None else max(patience.give_up, patience.wake)
+        stuck = len(carried.losses) >= patience.losses and now - carried.losing_since > give_up
         if lost_ones >= patience.losses:
             why = f"{lost_ones} engine replicas were lost under this request"
         elif stuck:
-            why = f"it was lost {len(story.losses)} times in {now - story.losing_since:.0f} s without a new token"
+            why = f"it was lost {len(carried.losses)} times in {now - carried.losing_since:.0f} s without a new token"
         elif lost.waited > patience.give_up:
             why = f"the only engine replica gave no sign of life for {lost.waited:.0f} s"
-        elif now - story.lost_at > give_up:
-            why = f"no engine replica took this request on within {give_up:g} s{story.objection}"
+        elif now - carried.lost_at > give_up:
+            why = f"no engine replica took this request on within {give_up:g} s{carried.objection}"
         else:
             return
-        log.error("request %s is given up: %s (%s)", story.request.request_id, why, lost.cause)
+        log.error("request %s is given up: %s (%s)", carried.request.request_id, why, lost.cause)
         raise ApiError(503, f"The server gave up: {why}. Try again.", code="replica_lost") from lost
 
 

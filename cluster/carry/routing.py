@@ -18,25 +18,25 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse, DeploymentRes
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from cluster.carry.affinity import MOVED_SECONDS, Candidate, Prefixes, Recent, best
-from cluster.line import ANYWHERE, Way
+from cluster.line import ANYWHERE, Route
 from tidar_core.prefixes import split_marks
 
 UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counted there
 
 
-def ask(engine: DeploymentHandle, method: str, *args: object, way: Way = ANYWHERE) -> DeploymentResponse[Any]:
+def ask(engine: DeploymentHandle, method: str, *args: object, route: Route = ANYWHERE) -> DeploymentResponse[Any]:
     """Call a replica's method. The answer raises LookupError where no replica fits the way."""
     # Serve's routers tell calls apart by the id of the HTTP request that they are made for, which several may share.
-    response = Context().run(engine.options(method_name=method).remote, *args, way=way)
+    response = Context().run(engine.options(method_name=method).remote, *args, route=route)
     assert isinstance(response, DeploymentResponse)
     return response
 
 
 def listen(
-    engine: DeploymentHandle, method: str, *args: object, way: Way = ANYWHERE
+    engine: DeploymentHandle, method: str, *args: object, route: Route = ANYWHERE
 ) -> DeploymentResponseGenerator[Any]:
     """As `ask`, for a method that is an async generator."""
-    response = Context().run(engine.options(method_name=method, stream=True).remote, *args, way=way)
+    response = Context().run(engine.options(method_name=method, stream=True).remote, *args, route=route)
     assert isinstance(response, DeploymentResponseGenerator)
     return response
 
@@ -54,17 +54,22 @@ def cancelled_there() -> Iterator[None]:
         raise ConnectionError("cancelled by the server") from error
 
 
-def fitting(names: list[str], way: Way) -> list[int]:
+def fitting(names: list[str], route: Route) -> list[int]:
     """The places of those names that a call may go to."""
     places = [
-        place for place, name in enumerate(names) if name not in way.never and (way.only is None or name == way.only)
+        place
+        for place, name in enumerate(names)
+        if name not in route.never and (route.only is None or name == route.only)
     ]
-    return [place for place in places if names[place] not in way.avoid] or places
+    return [place for place in places if names[place] not in route.avoid] or places
 
 
 class ReplicaRouter(RequestRouter):
-    """Serve's interface: ranks of replicas, of which Serve takes the first that answers. One lives for each process
-    that calls, on one event loop."""
+    """Serve's interface: ranks of replicas, of which Serve takes the first that answers.
+
+    It finds a call's `Route` among the call's own arguments, under the name `route`, which is why every method of
+    `EngineReplica` takes one. One router lives for each process that calls, on one event loop.
+    """
 
     def initialize_state(self, **_: Any) -> None:
         """Serve's constructor."""
@@ -76,27 +81,27 @@ class ReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        way = ANYWHERE
+        route = ANYWHERE
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-            way = pending_request.kwargs.get("way", ANYWHERE)
+            route = pending_request.kwargs.get("route", ANYWHERE)
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
-        places = fitting(names, way)
+        places = fitting(names, route)
         if not places and pending_request is not None and not pending_request.future.done():
             # Serve would ask again and again, let others wait behind it, and keep it for good though it has an answer.
             pending_request.future.set_exception(LookupError("no replica fits the call"))
             self._remove_pending_request_from_indices(pending_request)
             return [candidate_replicas]
-        if way.only is not None or not places:
+        if route.only is not None or not places:
             return [[candidate_replicas[place] for place in places]]
         self._prefixes.keep(names)
-        marks = split_marks(way.marks)
-        candidates = [self._candidate(candidate_replicas[place], marks, way.moved) for place in places]
+        marks = split_marks(route.marks)
+        candidates = [self._candidate(candidate_replicas[place], marks, route.moved) for place in places]
         first = places[best(candidates, self._chance)]
         # Noted at once: of many prompts that begin alike, the next is looked at before this one is on its way.
         self._prefixes.sent(names[first], marks)
         self._chosen.note(names[first])
-        if way.moved:
+        if route.moved:
             self._moved.note(names[first])
         others = [place for place in places if place != first]
         return [

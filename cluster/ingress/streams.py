@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from opentelemetry.trace import get_current_span
 
-from cluster.carry.handover import Carrier, News
+from cluster.carry.handover import Carrier, Update
 from cluster.errors import ApiError, bad_request, full
 from cluster.line import Refusal
 from cluster.wire.answer import Answer, Choice, Piece, joined
@@ -43,13 +43,13 @@ async def pieces_of(
 
 
 async def choice_pieces(
-    answer: Answer, choice: Choice, story: AsyncGenerator[News, None], pace: "Pace | None"
+    answer: Answer, choice: Choice, updates: AsyncGenerator[Update, None], pace: "Pace | None"
 ) -> AsyncGenerator[Piece, None]:
-    async with aclosing(story):
+    async with aclosing(updates):
         with ExitStack() as paced:
             counted = False
-            async for news in story:
-                pieces, failed = added(answer, choice, news)
+            async for update in updates:
+                pieces, failed = added(answer, choice, update)
                 said = time.monotonic()
                 for piece in pieces if answer.trace or not pieces else [joined(pieces)]:
                     yield piece
@@ -63,12 +63,12 @@ async def choice_pieces(
                 await asyncio.sleep(pace.interval(answer.card.device) - (time.monotonic() - said))
 
 
-def added(answer: Answer, choice: Choice, news: News) -> tuple[list[Piece], ApiError | None]:
+def added(answer: Answer, choice: Choice, update: Update) -> tuple[list[Piece], ApiError | None]:
     """What the events added, up to the one that broke the answer off, and what that one says."""
     pieces: list[Piece] = []
-    for event in news.events:
+    for event in update.events:
         try:
-            pieces.append(choice.add(finished_well(event), news.replica))
+            pieces.append(choice.add(finished_well(event), update.replica))
         except ApiError as error:
             if error.param == "grammar":  # the engine's word for it
                 error.param = answer.follows

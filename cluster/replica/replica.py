@@ -27,7 +27,7 @@ from cluster.line import (
     IngressCounts,
     Refusal,
     ReplicaCounts,
-    Way,
+    Route,
 )
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
 from cluster.replica.engine_thread import EngineThread
@@ -55,18 +55,18 @@ SPINS_BESIDE_OTHERS = "1000"
 
 
 @dataclass(slots=True)
-class Mailbox:
+class ReplicaMailbox:
     """The events of all requests that were sent under one address. requests: those in flight. heard: somebody
     listens."""
 
     heard: bool = False
     requests: dict[str, "Subscriber"] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def push(self, event: Event) -> None:
         self.events.append(event)
-        self.news.set()
+        self.filled.set()
 
     def close(self) -> None:
         """Nobody will fetch what comes: the requests end."""
@@ -77,8 +77,8 @@ class Mailbox:
         """All events since the last call, waiting for one; none where nothing happens for a heartbeat."""
         with suppress(TimeoutError):
             async with asyncio.timeout(HEARTBEAT_SECONDS):
-                await self.news.wait()
-        self.news.clear()
+                await self.filled.wait()
+        self.filled.clear()
         taken, self.events = tuple(self.events), []
         return taken
 
@@ -88,7 +88,7 @@ class Subscriber:
     """A request in flight, as the event loop sees it. over: nothing more is done for it, whether it `ended` or not."""
 
     timing: Timing
-    mailbox: Mailbox
+    mailbox: ReplicaMailbox
     ended: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -117,7 +117,10 @@ def share_of_node(device: str, engines: int) -> int:
 
 
 class EngineReplica:
-    """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop."""
+    """Serves one engine to any number of ingresses. Everything but the engine's thread runs on one event loop.
+
+    route: read by the router before the call gets here (`cluster.carry.routing`); a method may check it.
+    """
 
     async def __init__(self, config: EngineConfig, name: str, engines: int):  # type: ignore[misc]  # Serve awaits it
         """engines: how many there may be, of all names together."""
@@ -125,7 +128,7 @@ class EngineReplica:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self._subscribers: dict[str, Subscriber] = {}
-        self._mailboxes: dict[Address, Mailbox] = {}
+        self._mailboxes: dict[Address, ReplicaMailbox] = {}
         self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
         self._ingress_counts: dict[str, IngressCounts] = {}  # by the name that it gives with its signs
         progress = ProgressLine(self._replica)
@@ -174,7 +177,7 @@ class EngineReplica:
         self._loop.call_later(TICK_SECONDS, self._tick)
 
     async def generate(
-        self, request: Request, address: Address, kind: EngineKind | None = None, way: Way = ANYWHERE
+        self, request: Request, address: Address, kind: EngineKind | None = None, route: Route = ANYWHERE
     ) -> AsyncGenerator[Accepted, None]:
         """Take a request on: says so, and ends when the request has ended, by its finish, a `Refusal` or a `Failure`.
         Its events are for `listen` to fetch, at the address.
@@ -190,8 +193,8 @@ class EngineReplica:
             yield Accepted(self._replica, self._kind)
             return
         self._silences[address.ingress] = 0
-        box = self._mailboxes.setdefault(address, Mailbox())
-        timing = Timing(time.monotonic(), len(request.prompt), again=way.counted, resumed=bool(request.emitted))
+        box = self._mailboxes.setdefault(address, ReplicaMailbox())
+        timing = Timing(time.monotonic(), len(request.prompt), again=route.counted, resumed=bool(request.emitted))
         subscriber = Subscriber(timing, box)
         self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
         self._metrics.arrived(timing)
@@ -207,16 +210,16 @@ class EngineReplica:
                 self._thread.abort(request.request_id)
                 self._metrics.ended(FinishReason.ABORT, subscriber.timing, time.monotonic())
 
-    async def listen(self, address: Address, way: Way = ANYWHERE) -> AsyncGenerator[EventBatch, None]:
+    async def listen(self, address: Address, route: Route = ANYWHERE) -> AsyncGenerator[EventBatch, None]:
         """Everything that happens to the requests that were sent under an address, an item a step; ends once there have
         been none for a while. Where it ends otherwise, who would have listened is gone: they end with it.
 
-        Raises LookupError where the call was meant for another replica, as from a router that does not keep to ways,
+        Raises LookupError where the call was meant for another replica, as from a router that does not keep to routes,
         and where somebody listens already: Serve sends a call again whose line was cut, and two would share the events.
         """
-        if way.only not in (None, self._replica):
-            raise LookupError(f"{self._replica} is not {way.only}")
-        box = self._mailboxes.setdefault(address, Mailbox())
+        if route.only not in (None, self._replica):
+            raise LookupError(f"{self._replica} is not {route.only}")
+        box = self._mailboxes.setdefault(address, ReplicaMailbox())
         if box.heard:
             raise LookupError("this mailbox is listened to already")
         box.heard = True
@@ -234,11 +237,11 @@ class EngineReplica:
             if self._mailboxes.get(address) is box:
                 del self._mailboxes[address]
 
-    async def describe(self, way: Way = ANYWHERE) -> ModelCard:
+    async def describe(self, route: Route = ANYWHERE) -> ModelCard:
         """What the ingress must know of the model."""
         return self._card
 
-    async def alive(self, ingress: str, counts: IngressCounts | None, way: Way = ANYWHERE) -> Alive:
+    async def alive(self, ingress: str, counts: IngressCounts | None, route: Route = ANYWHERE) -> Alive:
         """Raises where the engine failed or hangs. To ask is a sign of life of the ingress, which tells its counts with
         it, for `metrics` to pass on."""
         self._silences[ingress] = 0
@@ -247,7 +250,7 @@ class EngineReplica:
         self.check_health()
         return Alive(self._replica, self._card.max_model_len)
 
-    async def metrics(self, way: Way = ANYWHERE) -> ReplicaCounts:
+    async def metrics(self, route: Route = ANYWHERE) -> ReplicaCounts:
         """All Prometheus series of this replica, and those of the ingresses that it hears."""
         stats = self._thread.stats
         assert stats is not None  # set before the constructor was left

@@ -11,7 +11,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.carry.handover import Carrier, Patience
-from cluster.line import Accepted, EngineKind, Event, EventBatch, Failure, IngressCounts, Refusal, Way
+from cluster.line import Accepted, EngineKind, Event, EventBatch, Failure, IngressCounts, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
@@ -149,7 +149,7 @@ class Cast:
     silent: frozenset[str] = frozenset()
     replicas: tuple[str, ...] = tuple(f"r{number}" for number in range(9))
     calls: list[Scripted] = field(default_factory=list)
-    ways: list[Way] = field(default_factory=list)
+    ways: list[Route] = field(default_factory=list)
 
     def silence(self, name: str) -> None:
         self.silent |= {name}
@@ -157,10 +157,10 @@ class Cast:
     def marks(self, request: Request) -> bytes:
         return b"marks of " + bytes(request.prompt)
 
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
         act = self.acts[min(len(self.calls), len(self.acts) - 1)]
         self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
-        self.ways.append(way)
+        self.ways.append(route)
         return self.calls[-1]
 
     def listen(self, replica: str, mailbox: str) -> Listening:
@@ -175,8 +175,8 @@ def carry(
 
     async def run() -> list[StepOutput]:
         outputs: list[StepOutput] = []
-        async for news in carrier.run(REQUEST, KIND.fingerprint):
-            for event in news.events:
+        async for update in carrier.run(REQUEST, KIND.fingerprint):
+            for event in update.events:
                 assert isinstance(event, StepOutput)
                 outputs.append(event)
         return outputs

@@ -13,9 +13,9 @@ class ServesRouter(PowerOfTwoChoicesRequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        way = pending_request.kwargs.get("way", ANYWHERE) if pending_request is not None else ANYWHERE
-        if way.only is None or pending_request is None:
+        route = pending_request.kwargs.get("route", ANYWHERE) if pending_request is not None else ANYWHERE
+        if route.only is None or pending_request is None:
             return await super().choose_replicas(candidate_replicas, pending_request)
         pending_request.routing_context.should_backoff = True
         names = [replica.replica_id.unique_id for replica in candidate_replicas]
-        return [[candidate_replicas[place] for place in fitting(names, way)]]
+        return [[candidate_replicas[place] for place in fitting(names, route)]]

@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.carry.channels import Call
-from cluster.carry.handover import Carrier, News, Patience
+from cluster.carry.handover import Carrier, Patience, Update
 from cluster.carry.routing import fitting
-from cluster.line import Accepted, EngineKind, Event, EventBatch, Way
+from cluster.line import Accepted, EngineKind, Event, EventBatch, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.scripted import KIND, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
@@ -145,8 +145,8 @@ class Stage:
     def marks(self, request: Request) -> bytes:
         return b""
 
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Call:
-        there = [self.engines[place] for place in fitting(list(self.replicas), way)]
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Call:
+        there = [self.engines[place] for place in fitting(list(self.replicas), route)]
         return Asked(min(there, key=lambda one: len(one.running), default=None), request, mailbox, kind)
 
     def listen(self, replica: str, mailbox: str) -> Call:
@@ -187,14 +187,14 @@ class Reader:
     moments: list[float] = field(default_factory=list)
 
     async def read(self, carrier: Carrier) -> None:
-        async for news in carrier.run(self.request, KIND.fingerprint):
-            self.hear(news)
+        async for update in carrier.run(self.request, KIND.fingerprint):
+            self.hear(update)
 
-    def hear(self, news: News) -> None:
+    def hear(self, update: Update) -> None:
         self.moments.append(time.monotonic())
-        if news.replica not in self.replicas[-1:]:
-            self.replicas.append(news.replica)
-        for event in news.events:
+        if update.replica not in self.replicas[-1:]:
+            self.replicas.append(update.replica)
+        for event in update.events:
             assert isinstance(event, StepOutput)
             self.outputs.append(event)
 

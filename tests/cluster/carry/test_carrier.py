@@ -19,7 +19,7 @@ from cluster.carry.channels import Reception
 from cluster.carry.handover import Carrier, Patience
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
-from cluster.line import Accepted, EngineKind, EventBatch, Refusal, Way
+from cluster.line import Accepted, EngineKind, EventBatch, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
@@ -56,7 +56,7 @@ def test_end_and_failure_that_are_read_together_are_an_end() -> None:
             await asyncio.sleep(60)
 
     class Late(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
             self.calls.append(Both(f"r{len(self.calls)}", Act(), request, kind))
             return self.calls[-1]
 
@@ -68,9 +68,9 @@ def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
     """A stream whose first replica answers like this loses nothing, and needs one other. cause: what is told of it."""
 
     class First(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
             if self.calls:
-                return super().generate(request, mailbox, kind, way)
+                return super().generate(request, mailbox, kind, route)
             self.calls.append(first("r0", Act(), request, kind))
             return self.calls[-1]
 
@@ -102,7 +102,7 @@ def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception)
 
 def test_an_error_that_is_no_loss_is_told() -> None:
     class Broken(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
             class Wrong(Scripted):
                 async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
                     raise RuntimeError("not of gRPC")
@@ -150,7 +150,7 @@ def test_what_an_engine_says_of_its_failure_is_no_name_of_a_series() -> None:
 def test_a_prompt_is_counted_by_the_first_replica_that_has_it() -> None:
     cast = Cast([Act(end="never accepts"), Act(0), Act(2), Act()])
     carry(cast)
-    assert [way.counted for way in cast.ways] == [False, False, True, True]
+    assert [route.counted for route in cast.ways] == [False, False, True, True]
 
 
 def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_again() -> None:
@@ -161,14 +161,14 @@ def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_
     assert (cast.ways[1].avoid, cast.ways[1].never) == ({"r0"}, frozenset())
     assert (cast.ways[2].avoid, cast.ways[2].never) == ({"r0"}, {"r1"})
     assert cast.ways[1].marks == cast.marks(REQUEST)
-    assert [way.moved for way in cast.ways] == [False, True, True]
+    assert [route.moved for route in cast.ways] == [False, True, True]
 
 
 def test_before_the_first_token_any_kind_will_do() -> None:
     cast = Cast([Act(0), Act(end="other kind"), Act()])
     carry(cast)
     assert [call.kind for call in cast.calls] == [None, None]
-    assert not any(way.moved for way in cast.ways), "nothing to compute anew that another prompt would not cost"
+    assert not any(route.moved for route in cast.ways), "nothing to compute anew that another prompt would not cost"
 
 
 def test_a_replica_of_another_model_has_no_say() -> None:
@@ -201,7 +201,7 @@ def test_a_call_that_cannot_be_made_leaves_nothing_behind() -> None:
         carrier = Carrier(Down([]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
         with pytest.raises(RuntimeError, match="going away"):
             await anext(carrier.run(REQUEST, KIND.fingerprint))
-        return carrier._channels._mail.waiting
+        return carrier._channels._mailbox.waiting
 
     assert asyncio.run(run()) == {}
 
@@ -211,7 +211,7 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert set(re.findall(rb"handovers_total{.*} (.*)", render([metrics.collect()]))) == {b"0.0"}  # nobody had it
-    assert [way.marks for way in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
+    assert [route.marks for route in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
 
 
 def test_a_request_that_nobody_had_when_the_last_replica_went_is_told_so_at_once() -> None:
@@ -246,8 +246,8 @@ def test_a_request_that_breaks_every_engine_does_not_go_round() -> None:
 class Alone(Cast):
     """The one replica that there is: each call is of the same name, and what happens comes by one line."""
 
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-        call = super().generate(request, mailbox, kind, way)
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
+        call = super().generate(request, mailbox, kind, route)
         call.name, call.said = "r0", self.calls[0].said
         return call
 
@@ -295,7 +295,7 @@ def test_where_no_replica_will_come_any_more_nobody_waits(acts: list[Act]) -> No
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     async def run() -> list[object]:
         carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
-        return [event async for news in carrier.run(REQUEST, KIND.fingerprint) for event in news.events]
+        return [event async for update in carrier.run(REQUEST, KIND.fingerprint) for event in update.events]
 
     (event,) = asyncio.run(run())
     assert isinstance(event, Refusal)
@@ -312,13 +312,13 @@ class Full(Cast):
 
     at = 0
 
-    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
+    def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
         class Refused(Scripted):
             async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
                 raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
                 yield
 
-        call = super().generate(request, mailbox, kind, way)
+        call = super().generate(request, mailbox, kind, route)
         if len(self.calls) == self.at + 1:
             call = self.calls[self.at] = Refused(call.name, Act(), request, kind)
         return call
@@ -368,6 +368,6 @@ def test_closing_a_stream_cancels_its_call() -> None:
     st.frozensets(st.sampled_from("abcd")), st.none() | st.sampled_from("abcd"),
 )  # fmt: skip
 def test_a_way_is_kept(names: list[str], never: frozenset[str], avoid: frozenset[str], only: str | None) -> None:
-    chosen = {names[place] for place in fitting(names, Way(never, avoid, only))}
+    chosen = {names[place] for place in fitting(names, Route(never, avoid, only))}
     allowed = {name for name in names if name not in never and only in (None, name)}
     assert chosen == (allowed - avoid or allowed)

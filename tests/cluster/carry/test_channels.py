@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.carry.channels import Channels, Lost, Reception, Turn
+from cluster.carry.channels import Channels, LookAgain, Lost, Reception
 from cluster.line import Accepted, Event, EventBatch, Failure
 from tidar_core.request import StepOutput
 
@@ -66,7 +66,7 @@ async def settle() -> None:
 
 
 async def heard(reception: Reception) -> object:
-    return await reception.news.get()
+    return await reception.arrived.get()
 
 
 def token(request_id: str, value: int) -> StepOutput:
@@ -121,7 +121,7 @@ def test_events_that_come_before_the_acceptance_count_where_they_are_of_who_acce
         assert channels.accepted(again, "r1") == []
         lines.made[0].said.put_nowait(token("two", 3))
         assert await heard(two) == token("two", 3)
-        assert again.news.empty()
+        assert again.arrived.empty()
 
     play(scene)
 
@@ -155,10 +155,10 @@ def test_what_a_failed_call_may_have_taken_with_it_is_lost_and_later_requests_ha
         channels.accepted(elsewhere, "r1")
         await settle()
         lines.made[0].said.put_nowait(ConnectionError("gone"))
-        news = await heard(one)
-        assert isinstance(news, Lost)
-        assert news.cause == "ConnectionError"
-        assert elsewhere.news.empty()
+        came = await heard(one)
+        assert isinstance(came, Lost)
+        assert came.cause == "ConnectionError"
+        assert elsewhere.arrived.empty()
         with pytest.raises(Lost) as caught:
             channels.accepted(late, "r0")
         assert caught.value.replica == "r0"
@@ -183,9 +183,9 @@ def test_a_replica_that_falls_silent_or_breaks_loses_all_its_requests(failure: F
         if failure is not None:
             lines.made[0].said.put_nowait(failure)
         for reception in receptions:
-            news = await heard(reception)
-            assert isinstance(news, Lost)
-            assert news.cause == ("silent" if failure is None else "engine failed")
+            came = await heard(reception)
+            assert isinstance(came, Lost)
+            assert came.cause == ("silent" if failure is None else "engine failed")
 
     lines = play(scene, silence=0.2)
     assert [line.cancelled for line in lines.made] == [True]
@@ -200,13 +200,13 @@ def test_a_replica_that_says_nothing_for_a_while_is_quiet_until_it_speaks() -> N
         lines.made[0].said.put_nowait(token("one", 1))
         assert await heard(one) == token("one", 1)
         for reception in (one, two):
-            assert await heard(reception) == Turn()
+            assert await heard(reception) == LookAgain()
         assert channels.quiet == {"r0"}
         lines.made[0].said.put_nowait(token("one", 2))
-        assert [await heard(one), await heard(one)] == [Turn(), token("one", 2)]
-        assert await heard(two) == Turn()
+        assert [await heard(one), await heard(one)] == [LookAgain(), token("one", 2)]
+        assert await heard(two) == LookAgain()
         assert channels.quiet == frozenset()
-        assert other.news.empty()
+        assert other.arrived.empty()
         assert not any(line.cancelled for line in lines.made)
 
     play(scene, doubt=0.3)
@@ -219,7 +219,7 @@ def test_a_quiet_replica_that_stays_so_or_dies_is_lost_and_quiet_no_more() -> No
             channels.accepted(one, "r0")
             await settle()
             lines.made[place].said.put_nowait(token(one.request_id, 1))
-            assert [await heard(one), await heard(one)] == [token(one.request_id, 1), Turn()]
+            assert [await heard(one), await heard(one)] == [token(one.request_id, 1), LookAgain()]
             if end is not None:
                 lines.made[place].said.put_nowait(end)
             lost = await heard(one)
@@ -244,15 +244,15 @@ def test_the_only_replica_is_waited_for(spoke: bool, doubt: float | None) -> Non
             assert await heard(one) == token("one", 1)
         await asyncio.sleep(GIVE_UP / 2)
         lines.made[0].said.put_nowait(token("one", 2))
-        news = await heard(one)
-        while news == Turn():
-            news = await heard(one)
-        assert news == token("one", 2)
+        came = await heard(one)
+        while came == LookAgain():
+            came = await heard(one)
+        assert came == token("one", 2)
         assert channels.quiet == frozenset()
         began = asyncio.get_running_loop().time()
-        while not isinstance(news, Lost):
-            news = await heard(one)
-        assert news.cause == "silent"
+        while not isinstance(came, Lost):
+            came = await heard(one)
+        assert came.cause == "silent"
         assert asyncio.get_running_loop().time() - began > GIVE_UP * 0.8
 
     lines = play(scene, silence=0.4, doubt=doubt, there=lambda: {"r0"})
@@ -267,7 +267,7 @@ def test_the_only_replica_is_left_once_there_is_another() -> None:
         channels.accepted(one, "r0")
         await settle()
         await asyncio.sleep(0.8)
-        assert one.news.empty()
+        assert one.arrived.empty()
         there.add("r1")
         async with asyncio.timeout(5):
             assert isinstance(await heard(one), Lost)
@@ -296,14 +296,14 @@ def test_a_replica_whose_call_ends_by_itself_while_it_is_quiet_is_quiet_no_more(
         channels.accepted(one, "r0")
         await settle()
         lines.made[0].said.put_nowait(token("one", 1))
-        assert [await heard(one), await heard(one)] == [token("one", 1), Turn()]
+        assert [await heard(one), await heard(one)] == [token("one", 1), LookAgain()]
         assert channels.quiet == {"r0"}
         channels.forget(one)
         channels.accepted(next_one, "r0")
         lines.made[0].said.put_nowait(ENDS)
         await settle()
         lines.made[1].said.put_nowait(token("next one", 2))
-        assert [await heard(next_one), await heard(next_one)] == [Turn(), token("next one", 2)]
+        assert [await heard(next_one), await heard(next_one)] == [LookAgain(), token("next one", 2)]
         assert channels.quiet == frozenset()
 
     play(scene, doubt=0.3)

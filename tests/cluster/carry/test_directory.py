@@ -14,7 +14,7 @@ from cluster.carry.directory import Directory, Wake
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.ingress.models import Models
-from cluster.line import ANYWHERE, Alive, IngressCounts, ReplicaCounts, Way
+from cluster.line import ANYWHERE, Alive, IngressCounts, ReplicaCounts, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from tests.cluster.scripted import NOTHING_COUNTED
@@ -53,11 +53,11 @@ class Handle:
     def sign(self, name: str) -> Alive:
         return Alive(name, self.lengths.get(name, self.card.max_model_len))
 
-    async def answer(self, method: str, way: Way) -> Any:
+    async def answer(self, method: str, route: Route) -> Any:
         self.woken += not self.there
         while not self.there:
             await asyncio.sleep(0.01)
-        places = fitting(sorted(self.there), way)
+        places = fitting(sorted(self.there), route)
         if not places:
             raise LookupError
         name = next((sorted(self.there)[place] for place in places if sorted(self.there)[place] not in self.hung), None)
@@ -83,8 +83,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> ModelCard:
         def cancel(self) -> None:
             self.task.cancel()
 
-    def ask(handle: Handle, method: str, *args: object, way: Way = ANYWHERE) -> Response:
-        return Response(handle.answer(method, way))
+    def ask(handle: Handle, method: str, *args: object, route: Route = ANYWHERE) -> Response:
+        return Response(handle.answer(method, route))
 
     monkeypatch.setattr(room, "ask", ask)
     monkeypatch.setattr(room, "REPLY_SECONDS", 0.2)
@@ -141,9 +141,9 @@ def test_who_is_gone_is_asked_no_more_while_another_hangs(card: ModelCard) -> No
             super().__init__(there, card)
             self.asked: list[str | None] = []
 
-        async def answer(self, method: str, way: Way) -> Any:
-            self.asked.append(way.only)
-            return await super().answer(method, way)
+        async def answer(self, method: str, route: Route) -> Any:
+            self.asked.append(route.only)
+            return await super().answer(method, route)
 
     async def run() -> None:
         handle = Counting({"r0", "r1", "r2"}, card)
@@ -285,10 +285,10 @@ def test_the_card_is_not_read_again_because_another_replica_is_gone(card: ModelC
     asked: list[str | None] = []
 
     class Counted(Handle):
-        async def answer(self, method: str, way: Way) -> Any:
+        async def answer(self, method: str, route: Route) -> Any:
             if method == "describe":
-                asked.append(way.only)
-            return await super().answer(method, way)
+                asked.append(route.only)
+            return await super().answer(method, route)
 
     async def run() -> None:
         handle = Counted({"r0", "r1", "r2"}, card)
@@ -308,8 +308,8 @@ def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
     """It may have another drafter than those before it."""
 
     class Handles(Handle):
-        async def answer(self, method: str, way: Way) -> Any:
-            sign = await super().answer("alive", way)
+        async def answer(self, method: str, route: Route) -> Any:
+            sign = await super().answer("alive", route)
             return replace(self.card, adapter=f"of {sign.replica}") if method == "describe" else sign
 
     async def run() -> None:
@@ -371,11 +371,11 @@ def test_whoever_is_looked_at_hears_what_this_ingress_counted(card: ModelCard, m
 
     plain_ask = room.ask
 
-    def ask(handle: Hearing, method: str, *said: object, way: Way = ANYWHERE) -> Any:
+    def ask(handle: Hearing, method: str, *said: object, route: Route = ANYWHERE) -> Any:
         if method == "alive":
-            places = fitting(sorted(handle.there), way)
+            places = fitting(sorted(handle.there), route)
             handle.hear({sorted(handle.there)[place] for place in places or ()} - handle.hung, *said)
-        return plain_ask(handle, method, *said, way=way)  # type: ignore[arg-type]
+        return plain_ask(handle, method, *said, route=route)  # type: ignore[arg-type]
 
     monkeypatch.setattr(room, "ask", ask)
 

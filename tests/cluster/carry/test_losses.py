@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.carry.handover import Carrier, Patience
 from cluster.errors import ApiError
-from cluster.line import Accepted, EngineKind, EventBatch, Way
+from cluster.line import Accepted, EngineKind, EventBatch, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from tests.cluster.carry.test_carrier import goes_on_behind
 from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Listening, Scripted, carry, undisturbed
@@ -33,10 +33,10 @@ def test_a_replica_that_is_not_the_one_that_was_meant_is_no_failure(cause: Excep
 def test_a_request_that_is_over_is_waited_for_no_more() -> None:
     async def run() -> dict[str, object]:
         carrier = Carrier(Cast([Act(2), Act()]), Patience(0.1, 5), IngressMetrics("here"), NoOpTracer())
-        mail = carrier._channels._mail
+        mailbox = carrier._channels._mailbox
         async for _ in carrier.run(REQUEST, KIND.fingerprint):
             pass
-        return dict(mail.waiting) | dict(carrier._channels._mail.waiting)
+        return dict(mailbox.waiting) | dict(carrier._channels._mailbox.waiting)
 
     assert asyncio.run(run()) == {}
 
@@ -45,8 +45,8 @@ def test_patience_begins_anew_with_each_loss() -> None:
     """A stream that lost a replica long ago may lose another."""
 
     class Slow(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-            call = super().generate(request, mailbox, kind, way)
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
+            call = super().generate(request, mailbox, kind, route)
             if len(self.calls) == 2:
                 say = call.say
                 call.say = lambda *events: (time.sleep(0.1), say(*events))[1]  # type: ignore[method-assign]
@@ -62,8 +62,8 @@ def test_a_replica_that_is_lost_again_and_again_is_not_tried_for_ever() -> None:
     """As one that takes every request on, and says nothing."""
 
     class Same(Cast):
-        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, way: Way) -> Scripted:
-            super().generate(request, mailbox, kind, way).name = "r0"
+        def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
+            super().generate(request, mailbox, kind, route).name = "r0"
             return self.calls[-1]
 
         def listen(self, replica: str, mailbox: str) -> Listening:

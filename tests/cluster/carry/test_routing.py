@@ -9,7 +9,7 @@ from ray.serve._private.utils import generate_request_id
 from ray.serve.request_router import PendingRequest
 
 from cluster.carry.routing import ReplicaRouter
-from cluster.line import ANYWHERE, Way
+from cluster.line import ANYWHERE, Route
 
 DEPLOYMENT = DeploymentID("Engine", "api")
 
@@ -35,15 +35,15 @@ def test_a_call_that_fits_nobody_is_told_so_and_not_kept() -> None:
         router.initialize_state()
         router.update_replicas([Running()])  # type: ignore[list-item]
 
-        async def choose(way: Way) -> str:
+        async def choose(route: Route) -> str:
             metadata = RequestMetadata(request_id="x", internal_request_id=generate_request_id())
-            pending = PendingRequest(args=["a long prompt"], kwargs={"way": way}, metadata=metadata)
+            pending = PendingRequest(args=["a long prompt"], kwargs={"route": route}, metadata=metadata)
             async with asyncio.timeout(10):
                 return (await router._choose_replica_for_request(pending)).replica_id.unique_id
 
         for _ in range(20):
             with pytest.raises(LookupError):
-                await choose(Way(never=frozenset({"r0"})))
+                await choose(Route(never=frozenset({"r0"})))
         assert await choose(ANYWHERE) == "r0"
         await asyncio.sleep(0.1)
         assert router._pending_requests_by_id == {}
@@ -67,21 +67,21 @@ def test_what_was_just_chosen_counts() -> None:
             router.initialize_state()
             return router
 
-        async def chosen(router: ReplicaRouter, way: Way) -> str:
+        async def chosen(router: ReplicaRouter, route: Route) -> str:
             metadata = RequestMetadata(request_id="x", internal_request_id=generate_request_id())
-            pending = PendingRequest(args=[], kwargs={"way": way}, metadata=metadata)
+            pending = PendingRequest(args=[], kwargs={"route": route}, metadata=metadata)
             ranks = await router.choose_replicas(two, pending)  # type: ignore[arg-type]
             return ranks[0][0].replica_id.unique_id
 
         router = fresh()
-        assert len({await chosen(router, Way(marks=b"prefix 1")) for _ in range(4)}) == 1
+        assert len({await chosen(router, Route(marks=b"prefix 1")) for _ in range(4)}) == 1
         router = fresh()
         for _ in range(10):
             assert {await chosen(router, ANYWHERE), await chosen(router, ANYWHERE)} == {"r0", "r1"}
         router = fresh()
         router.replica_queue_len_cache.update(two[0].replica_id, 0)
         router.replica_queue_len_cache.update(two[1].replica_id, 8)
-        assert [await chosen(router, Way(moved=True)) for _ in range(2)] == ["r0", "r1"], "shared out"
+        assert [await chosen(router, Route(moved=True)) for _ in range(2)] == ["r0", "r1"], "shared out"
         router = fresh()
         router.replica_queue_len_cache.update(two[0].replica_id, 0)
         router.replica_queue_len_cache.update(two[1].replica_id, 8)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from cluster.carry.handover import News
+from cluster.carry.handover import Update
 from cluster.errors import ApiError
 from cluster.ingress.streams import LONGEST_INTERVAL_SECONDS, Admission, Pace, finished_well, merge, pieces_of
 from cluster.line import Refusal
@@ -94,12 +94,12 @@ def test_places_are_given_back_however_a_request_ends() -> None:
 class Told:
     """A carrier that brings what the test says."""
 
-    def __init__(self, *news: tuple[StepOutput | Refusal, ...]):
-        self._news = news
+    def __init__(self, *updates: tuple[StepOutput | Refusal, ...]):
+        self._updates = updates
 
-    async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
-        for events in self._news:
-            yield News("r1", events)
+    async def run(self, request: Request, base: str) -> AsyncGenerator[Update, None]:
+        for events in self._updates:
+            yield Update("r1", events)
 
 
 def pieces_from(told: Told, pace: Pace | None = None, trace: bool = False) -> tuple[list[Piece], ApiError | None]:
@@ -159,10 +159,10 @@ def test_a_stream_counts_from_its_first_piece_to_its_end() -> None:
     pace, seen = Pace(1000), []
 
     class Looking(Told):
-        async def run(self, request: Request, base: str) -> AsyncGenerator[News, None]:
-            async for news in super().run(request, base):
+        async def run(self, request: Request, base: str) -> AsyncGenerator[Update, None]:
+            async for update in super().run(request, base):
                 seen.append(pace.interval("cpu") > 0)
-                yield news
+                yield update
 
     pieces_from(Looking(*[(step,) for step in (*STEPS, LAST)]), pace)
     assert seen == [False, True, True, True]
