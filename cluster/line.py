@@ -77,10 +77,11 @@ class ReplicaCounts:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """All that a request's own call says: who has it."""
+    """All that a request's own call says: who has it. max_model_len: as of `Alive`."""
 
     replica: str
     kind: EngineKind
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True)

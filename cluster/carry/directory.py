@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
-from cluster.card import ModelCard, tokenizer_backend
+from cluster.card import ModelCard, PackedCard, tokenizer_backend, unpacked_tokenizer
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
 from cluster.line import (
@@ -67,6 +67,8 @@ class Directory:
         self._heard: dict[str, int] = {}  # the tick of each one's last word
         self._max_model_lens: dict[str, int] = {}
         self._model: tuple[ModelCard, Tokenizer] | None = None
+        self._digest = ""  # of the model's tokenizer
+        self._not_read = ""  # why the card could not be read
         self._task: asyncio.Task[None] | None = None
         self._described: set[str] = set()  # the replicas of which one, `_describer`, gave the card
         self._describer: str | None = None
@@ -102,8 +104,8 @@ class Directory:
 
     @property
     def model(self) -> tuple[ModelCard, Tokenizer]:
-        """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, unless
-        the model only sleeps."""
+        """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, or none
+        has told its card, unless the model only sleeps."""
         if self._model is None or not self.serves:
             raise not_ready()
         return self._model
@@ -121,21 +123,25 @@ class Directory:
     @property
     def serves(self) -> bool:
         """Whether a request has somebody to answer it, even if it must wake the model first."""
-        return bool(self.replicas) or self._wake is not None
+        return self._known_and_there or self._wake is not None
+
+    @property
+    def _known_and_there(self) -> bool:
+        return bool(self.replicas) and self._model is not None
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
         Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
-        if not self.replicas and self._wake is None:
+        if not self._known_and_there and self._wake is None:
             await self._look_at_once()
-        if self._wake is None or self.replicas:
+        if self._wake is None or self._known_and_there:
             return self.model
         if self._held >= self._wake.most:
             raise full()
         self._held += 1
         try:
             async with asyncio.timeout(self._wake.seconds):
-                while not self.replicas:
+                while not self._known_and_there:
                     self.wake()
                     assert self._waking is not None
                     await asyncio.wait({self._waking})
@@ -157,8 +163,10 @@ class Directory:
         """A call that waits for a replica is what Serve starts one for."""
         try:
             with cancelled_there():
-                await ask(self.engine, "alive", self._name)
+                await ask(self.engine, "alive", self._name, self._count())
             await self._look()
+            if self._model is None:
+                await asyncio.sleep(POLL_SECONDS)
         except Exception as error:
             log.warning("the model could not be woken yet: %s", error)
             await asyncio.sleep(POLL_SECONDS)
@@ -306,6 +314,19 @@ class Directory:
         Where it does not answer, the card that is known stays until the next look.
         """
         name = min(alive - self._described or alive)
-        card = (await self._try_each([name], METRICS_SECONDS, "describe"))[name]
-        if not isinstance(card, BaseException):
-            self._model, self._described, self._describer = (card, tokenizer_backend(card)), alive, name
+        known, digest = self._model, self._digest
+        packed = (await self._try_each([name], METRICS_SECONDS, "describe", digest))[name]
+        if not isinstance(packed, PackedCard):
+            if repr(packed) != self._not_read:
+                self._not_read = repr(packed)
+                log.warning("%s does not tell what it serves: %s", name, self._not_read)
+            return
+        if known is not None and packed.digest == digest:
+            model = ModelCard(**packed.facts, tokenizer=known[0].tokenizer), known[1]
+        else:
+            # In a thread: streams must go on meanwhile.
+            tokenizer = await asyncio.to_thread(unpacked_tokenizer, packed)
+            card = ModelCard(**packed.facts, tokenizer=tokenizer)
+            model = card, tokenizer_backend(card)
+        self._model, self._digest, self._not_read = model, packed.digest, ""
+        self._described, self._describer = alive, name

@@ -76,7 +76,8 @@ class CarriedRequest:
     """A request, and how far it came.
 
     base: the fingerprint of the model that it is for. emitted: the tokens that were passed on, the last of them at
-    `heard_at`. kind: of the engine that has it, or had it last.
+    `heard_at`. kind: of the engine that has it, or had it last. longest: tokens that it may come to, those of its
+    prompt among them, at the engine that had it first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
     `losing_since`; refused: those that said no, objection: what the last of them said;
@@ -92,6 +93,7 @@ class CarriedRequest:
     emitted: list[int] = field(default_factory=list)
     heard_at: float = field(default_factory=time.monotonic)
     kind: EngineKind | None = None
+    longest: int | None = None
     replica: str | None = None
     step: int = 0
     losses: list[str] = field(default_factory=list)
@@ -117,6 +119,14 @@ class CarriedRequest:
         failed = output.finish is not None and output.finish.reason is FinishReason.ERROR
         resumed = len(start.request.emitted) == len(self.emitted)
         return failed and resumed and bool(self.emitted)
+
+    def cut_short(self, output: StepOutput) -> bool:
+        """Whether an answer, with this step, is at its end only because this engine has fewer positions than the first
+        one had."""
+        assert self.longest is not None
+        ended = output.finish is not None and output.finish.reason is FinishReason.LENGTH
+        wanted = min(self.longest, len(self.request.prompt) + self.request.params.max_tokens)
+        return ended and len(self.request.prompt) + len(self.emitted) + len(output.tokens) < wanted
 
     def take(self, output: StepOutput, start: Start) -> StepOutput:
         """Note what a step of an attempt brought; the output as if there had been no other attempt before."""
@@ -228,7 +238,11 @@ class Carrier:
                 elif isinstance(item, StepOutput) and not (ended_badly(item) or carried.at_fault(item, attempt.start)):
                     if carried.rival is not None:  # it goes on from before this step
                         self._drop_rival(carried, "late")
-                    said.append(carried.take(item, attempt.start))
+                    short = carried.cut_short(item)
+                    said.append(carried.take(item._replace(finish=None) if short else item, attempt.start))
+                    if short:
+                        yield Update(name, tuple(said))
+                        raise Lost("fewer positions", refused=name)
                     attempt.finished = item.finish is not None
                 else:
                     if said:
@@ -301,6 +315,7 @@ class Carrier:
             }
             log.warning("stream handed over %s", json.dumps(said))
         carried.replica, carried.kind = accepted.replica, accepted.kind
+        carried.longest = accepted.max_model_len if carried.longest is None else carried.longest
         carried.tries, carried.lost_at = 0, None
         return accepted.replica
 

@@ -44,9 +44,11 @@ from tidar_core.request import Sampling
 
 API, PAGE_APPLICATION = "api", "playground"
 # What is said between processes goes by gRPC and past no second event loop: on 2 cores that took a third less processor
-# time a token than Ray's own streams did. Serve reads these when its processes start.
+# time a token than Ray's own streams did. By itself gRPC takes 4 MiB at once, which log-probabilities of a long prompt
+# exceed. Serve reads these when its processes start.
 SHORT_WAYS = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": "1073741824",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }

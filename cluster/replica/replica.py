@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
-from cluster.card import ModelCard
+from cluster.card import ModelCard, PackedCard, pack_card
 from cluster.line import (
     ANYWHERE,
     HEARTBEAT_SECONDS,
@@ -153,7 +153,7 @@ class EngineReplica:
             raise
         info = engine.info
         self._kind = EngineKind(info.fingerprint, info.dtype, info.device, info.arithmetic, info.exact, info.mask_token)
-        self._card = ModelCard(
+        card = ModelCard(
             name=name,
             root=config.model,
             created=int(time.time()),
@@ -172,6 +172,7 @@ class EngineReplica:
             step_cost=info.cost.describe(),
             tokenizer=engine.tokenizer,
         )
+        self._card, self._max_model_len = pack_card(card), card.max_model_len
         self._full_batch = info.cost.full_batch(info.max_running)
         self._metrics = ReplicaMetrics(name, self._replica, info.block_length)
         self._loop.call_later(TICK_SECONDS, self._tick)
@@ -189,8 +190,9 @@ class EngineReplica:
         """
         if request.request_id in self._subscribers:  # Serve sends a call again whose line was cut
             raise LookupError(f"{request.request_id} is under way already")
+        accepted = Accepted(self._replica, self._kind, self._max_model_len)
         if kind not in (None, self._kind):
-            yield Accepted(self._replica, self._kind)
+            yield accepted
             return
         self._silences[address.ingress] = 0
         box = self._mailboxes.setdefault(address, ReplicaMailbox())
@@ -200,7 +202,7 @@ class EngineReplica:
         self._metrics.arrived(timing)
         self._thread.submit(request)
         try:
-            yield Accepted(self._replica, self._kind)
+            yield accepted
             await subscriber.over.wait()
         finally:
             del self._subscribers[request.request_id], box.requests[request.request_id]
@@ -226,6 +228,8 @@ class EngineReplica:
         busy = time.monotonic()
         try:
             while box.events or box.requests or time.monotonic() - busy < IDLE_SECONDS:
+                if self._mailboxes.get(address) is not box and not box.events:  # taken away in a silence that is over
+                    return
                 if box.requests:
                     busy = time.monotonic()
                 events = await box.take()
@@ -237,9 +241,9 @@ class EngineReplica:
             if self._mailboxes.get(address) is box:
                 del self._mailboxes[address]
 
-    async def describe(self, route: Route = ANYWHERE) -> ModelCard:
-        """What the ingress must know of the model."""
-        return self._card
+    async def describe(self, known: str, route: Route = ANYWHERE) -> PackedCard:
+        """What the ingress must know of the model. known: the digest of the tokenizer that it has, if any."""
+        return replace(self._card, tokenizer=b"") if known == self._card.digest else self._card
 
     async def alive(self, ingress: str, counts: IngressCounts | None, route: Route = ANYWHERE) -> Alive:
         """Raises where the engine failed or hangs. To ask is a sign of life of the ingress, which tells its counts with
@@ -248,7 +252,7 @@ class EngineReplica:
         if counts is not None:
             self._ingress_counts[ingress] = counts
         self.check_health()
-        return Alive(self._replica, self._card.max_model_len)
+        return Alive(self._replica, self._max_model_len)
 
     async def metrics(self, route: Route = ANYWHERE) -> ReplicaCounts:
         """All Prometheus series of this replica, and those of the ingresses that it hears."""

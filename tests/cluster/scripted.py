@@ -19,12 +19,13 @@ KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
 OTHER = EngineKind("f1", "bfloat16", "cpu", "other kernels", True)
 OF_ANOTHER_MODEL = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
+POSITIONS, FEWER_POSITIONS = 4096, 8  # the latter are less than prompt and answer
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))
 NOTHING_COUNTED = IngressCounts("here", 0, b"")
 End = Literal[
     "dies", "silent", "breaks", "aborts", "ends early", "never accepts", "refuses", "other kind", "cancelled",
     "other model", "fails",
-    "deleted", "fits nobody",
+    "deleted", "fits nobody", "fewer positions",
 ]  # fmt: skip
 
 
@@ -74,7 +75,9 @@ class Scripted:
         if self.act.end == "deleted":
             raise DeploymentUnavailableError(DeploymentID("Engine", "api"))
         mine = {"other kind": OTHER, "other model": OF_ANOTHER_MODEL}.get(self.act.end, KIND)
-        yield Accepted(self.name, mine)
+        positions = FEWER_POSITIONS if self.act.end == "fewer positions" else POSITIONS
+        most = min(positions, len(REQUEST.prompt) + LENGTH)
+        yield Accepted(self.name, mine, positions)
         if self.kind not in (None, mine):
             return
         if self.act.end == "refuses":
@@ -90,10 +93,10 @@ class Scripted:
             await asyncio.sleep(0)
             self.say()
             said: list[int] = []
-            while len(said) < self.act.run and len(known) < len(REQUEST.prompt) + LENGTH:
+            while len(said) < self.act.run and len(known) < most:
                 said.append(token_after(known))
                 known.append(said[-1])
-            finish = Finish(FinishReason.LENGTH) if len(known) == len(REQUEST.prompt) + LENGTH else None
+            finish = Finish(FinishReason.LENGTH) if len(known) == most else None
             trace = StepTrace(int(step), 0.001, tuple(said[:-1]), len(said) - 1, said[-1], 4, (), None, len(said), 0)
             late = StepOutput("answer-0.-1", (99, 99, 99))
             self.say(late, StepOutput(self.request.request_id, tuple(said), trace, finish))

@@ -15,7 +15,7 @@ from cluster.carry.handover import Carrier, Patience, Update
 from cluster.carry.routing import fitting
 from cluster.line import Accepted, EngineKind, Event, EventBatch, Route
 from cluster.observe.ingress_metrics import IngressMetrics
-from tests.cluster.scripted import KIND, token_after
+from tests.cluster.scripted import KIND, POSITIONS, token_after
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
 LENGTH = 150
@@ -77,7 +77,7 @@ class Asked:
                 await asyncio.sleep(60)
             if isinstance(engine.answer, Exception):
                 raise engine.answer
-            yield Accepted(engine.name, engine.kind)
+            yield Accepted(engine.name, engine.kind, POSITIONS)
             if self.kind not in (None, engine.kind):
                 return
             if engine.answer is not None:

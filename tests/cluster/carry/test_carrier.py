@@ -21,7 +21,7 @@ from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.line import Accepted, EngineKind, EventBatch, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics, render
-from tests.cluster.scripted import KIND, REQUEST, Act, Cast, Scripted, carry, undisturbed
+from tests.cluster.scripted import FEWER_POSITIONS, KIND, POSITIONS, REQUEST, Act, Cast, Scripted, carry, undisturbed
 from tidar_core.request import Finish, FinishReason, Request, StepOutput
 
 ACTS = st.builds(Act, st.integers(1, 5), st.integers(1, 3), st.sampled_from(["dies", "breaks", "aborts", "cancelled"]))
@@ -47,10 +47,29 @@ def test_whatever_befalls_replicas_the_stream_is_the_same(acts: list[Act], quiet
     assert kept == [(REQUEST.prompt, REQUEST.params)] * len(kept)
 
 
+@pytest.mark.parametrize("run", [1, 3])
+def test_where_a_replica_has_fewer_positions_another_finishes_the_answer(run: int) -> None:
+    """Its end of an answer that began elsewhere is none; where an answer begins there, it is."""
+    cast = Cast([Act(2), Act(run=run, end="fewer positions"), Act()])
+    outputs, metrics = carry(cast)
+    assert [token for output in outputs for token in output.tokens] == undisturbed()
+    assert [output.finish for output in outputs if output.finish] == [Finish(FinishReason.LENGTH)]
+    assert "r1" in cast.ways[2].never
+    assert (
+        'tidar:stream_handovers_total{cause="fewer positions",ingress="here"} 1.0'
+        in render([metrics.collect()]).decode()
+    )
+    outputs, _ = carry(Cast([Act(run=run, end="fewer positions"), Act()]))
+    assert [token for output in outputs for token in output.tokens] == undisturbed()[
+        : FEWER_POSITIONS - len(REQUEST.prompt)
+    ]
+    assert outputs[-1].finish == Finish(FinishReason.LENGTH)
+
+
 def test_end_and_failure_that_are_read_together_are_an_end() -> None:
     class Both(Scripted):
         async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
-            yield Accepted("r0", KIND)
+            yield Accepted("r0", KIND, POSITIONS)
             self.say(StepOutput(self.request.request_id, tuple(undisturbed()), finish=Finish(FinishReason.LENGTH)))
             self.said.put_nowait(ActorUnavailableError("gone", b"0" * 16))
             await asyncio.sleep(60)
@@ -93,7 +112,7 @@ def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
 def test_whatever_a_gone_replicas_call_ends_of_another_goes_on(error: Exception) -> None:
     class Cut(Scripted):
         async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
-            yield Accepted(self.name, KIND)
+            yield Accepted(self.name, KIND, POSITIONS)
             self.said.put_nowait(error)
             raise error
 
@@ -344,7 +363,7 @@ def test_a_call_that_ends_without_an_end_of_its_answer_is_not_waited_for() -> No
 
     class Over(Scripted):
         async def __aiter__(self) -> AsyncIterator[Accepted | EventBatch]:
-            yield Accepted(self.name, KIND)
+            yield Accepted(self.name, KIND, POSITIONS)
             for beat in range(50):
                 asyncio.get_running_loop().call_later(beat * 0.02, self.say)
 

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 from ray import serve
+from transformers import PreTrainedTokenizerFast
 
+from cluster.card import unpacked_tokenizer
 from cluster.line import Accepted, Address, EventBatch, IngressCounts
 from cluster.replica import replica as room
 from cluster.replica.replica import EngineReplica
@@ -125,7 +127,7 @@ def test_a_call_that_is_sent_again_ends_in_the_engine_too(started: Start) -> Non
 def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
     started: Start, monkeypatch: pytest.MonkeyPatch, fetches: bool
 ) -> None:
-    monkeypatch.setattr(room, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(room, "TICK_SECONDS", 3600.0)  # a tick comes with each batch: how fast answers are is no matter
 
     async def run() -> None:
         async with started() as replica:
@@ -138,6 +140,7 @@ def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
             tokens, when_they_ended = 0, 0
             async for batch in replica.listen(there):
                 await replica.alive("there", None)
+                replica._tick()
                 tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
                 if not all(one.done() for one in left):
                     when_they_ended = tokens
@@ -147,6 +150,50 @@ def test_what_a_silent_ingress_asked_for_ends_and_other_requests_go_on(
             assert await running(replica) == 0
             if fetching is not None:
                 await asyncio.wait_for(fetching, 10)
+
+    asyncio.run(run())
+
+
+def test_an_ingress_that_comes_back_from_a_silence_hears_of_new_requests_at_once(
+    started: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mailbox was taken away meanwhile: the call that still fetches from it would bring nothing."""
+
+    async def run() -> None:
+        async with started() as replica:
+            back = Address("back", "box")
+            before = await accepted(replica, Request("before", (5, 6, 7), LONG), back)
+            old_call = replica.listen(back)
+            await anext(old_call)
+            await replica.alive("there", None)
+            for _ in range(room.GONE_TICKS + 1):
+                replica._silences["there"] = 0
+                replica._tick()
+            await asyncio.wait_for(before, 10)
+            monkeypatch.setattr(room, "IDLE_SECONDS", 60.0)
+            after = await accepted(replica, Request("after", (5, 6, 7), LONG), back)
+            await asyncio.wait_for(exhaust(old_call), 10)
+            tokens = 0
+            async for batch in replica.listen(back):
+                tokens += sum(len(event.tokens) for event in batch.events if isinstance(event, StepOutput))
+                if after.done():
+                    break
+            assert tokens == LONG.max_tokens
+
+    asyncio.run(run())
+
+
+def test_a_card_brings_its_tokenizer_to_whoever_does_not_have_it(started: Start) -> None:
+    async def run() -> None:
+        async with started() as replica:
+            packed = await replica.describe("")
+            assert unpacked_tokenizer(packed)("a b c") == replica_tokenizer(replica)("a b c")
+            assert (await replica.describe(packed.digest)).tokenizer == b""
+            assert (await replica.describe("another's")) == packed
+
+    def replica_tokenizer(replica: EngineReplica) -> PreTrainedTokenizerFast:
+        engine = replica._thread.ready.result()
+        return engine.tokenizer
 
     asyncio.run(run())
 
