@@ -38,9 +38,11 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What decides an engine's tokens: only between engines of one kind may a stream move once it has begun."""
+    """What decides an engine's tokens: only between engines of one kind may a stream move once it has begun.
+    fingerprint, identity: of its model (`tidar_core.model.fingerprint`)."""
 
     fingerprint: str
+    identity: str
     dtype: str
     device: str
     arithmetic: str

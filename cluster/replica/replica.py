@@ -152,7 +152,9 @@ class EngineReplica:
             progress.fail(f"the engine could not be started: {error}")
             raise
         info = engine.info
-        self._kind = EngineKind(info.fingerprint, info.dtype, info.device, info.arithmetic, info.exact, info.mask_token)
+        self._kind = EngineKind(
+            info.fingerprint, info.identity, info.dtype, info.device, info.arithmetic, info.exact, info.mask_token
+        )
         card = ModelCard(
             name=name,
             root=config.model,

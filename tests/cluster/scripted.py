@@ -15,9 +15,9 @@ from cluster.line import Accepted, EngineKind, Event, EventBatch, Failure, Ingre
 from cluster.observe.ingress_metrics import IngressMetrics
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput, StepTrace
 
-KIND = EngineKind("f1", "bfloat16", "cpu", "cpu kernels", True)
-OTHER = EngineKind("f1", "bfloat16", "cpu", "other kernels", True)
-OF_ANOTHER_MODEL = EngineKind("f2", "bfloat16", "cpu", "cpu kernels", True)
+KIND = EngineKind("f1", "i1", "bfloat16", "cpu", "cpu kernels", True)
+OTHER = EngineKind("f1", "i1", "bfloat16", "cpu", "other kernels", True)
+OF_ANOTHER_MODEL = EngineKind("f2", "i2", "bfloat16", "cpu", "cpu kernels", True)
 LENGTH = 12
 POSITIONS, FEWER_POSITIONS = 4096, 8  # the latter are less than prompt and answer
 REQUEST = Request("answer-0", (3, 1, 4), SamplingParams(max_tokens=LENGTH, temperature=0.6, top_k=20))

@@ -35,8 +35,9 @@ READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilitie
 class EngineInfo:
     """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
     often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
-    the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic` the kernels, the torch and the
-    kind of processor that compute with them; `mask_token` is the one that is never said, where one stands for a mask;
+    the batch, as proven at warm-up; `fingerprint` names the base weights, `identity` all of the model that decides a
+    token (`tidar_core.model.fingerprint`), `arithmetic` the kernels, the torch and the kind of processor that compute
+    with them; `mask_token` is the one that is never said, where one stands for a mask;
     `cost` is what a step's rows were measured to cost at warm-up.
     `sampling_defaults` is for whoever makes requests: the engine does as their parameters say."""
 
@@ -57,6 +58,7 @@ class EngineInfo:
     page_size: int
     max_running: int
     fingerprint: str
+    identity: str
     arithmetic: str
     mask_token: int | None
     cost: StepCost

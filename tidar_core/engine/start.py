@@ -31,6 +31,7 @@ from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
+from tidar_core.model.fingerprint import identity
 from tidar_core.model.loading import load_weights
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
@@ -54,6 +55,7 @@ class _Loaded:
 
     model: ModelConfig
     base: BaseIdentity
+    identity: str
     weights: ModelWeights
     adapter: Adapter | None
     vocabulary: Tensor | None
@@ -124,6 +126,7 @@ def load_engine(
         page_size=config.page_size,
         max_running=config.max_running,
         fingerprint=loaded.base.fingerprint,
+        identity=loaded.identity,
         arithmetic=arithmetic,
         mask_token=runner.mask_token,
         cost=cost,
@@ -153,6 +156,7 @@ def _load(
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
     base = identify_base(source.name, model, weights, tokenizer)
+    all_of_it = identity(base, model, weights)
     with enough_memory(f"it does not hold the drafter beside {source.name}: take a larger GPU, or --adapter none"):
         adapter = _adapter(config.adapter, source, model, base, weights.embedding, report)
     if config.drafts == "full" and adapter is None:
@@ -165,7 +169,7 @@ def _load(
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
-    return _Loaded(model, base, weights, adapter, vocabulary, ops, kv_dtype)
+    return _Loaded(model, base, all_of_it, weights, adapter, vocabulary, ops, kv_dtype)
 
 
 def _adapter(

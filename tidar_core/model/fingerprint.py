@@ -1,11 +1,14 @@
-"""Which weights a model has, as a short hash."""
+"""Which model was loaded, as short hashes: by a sample of its weights, and by all that decides its tokens."""
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tidar_core.config import ModelConfig
+from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.weights import LayerWeights, ModelWeights
 
 _SAMPLED_ROWS = 16
@@ -22,6 +25,27 @@ def fingerprint(weights: ModelWeights) -> str:
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
     return digest.hexdigest()[:16]
+
+
+def identity(base: BaseIdentity, config: ModelConfig, weights: ModelWeights) -> str:
+    """A hash of all that decides a model's tokens beside the arithmetic: every bit of the weights as they were loaded,
+    the configuration (but for how many positions there are) and the tokenizer. 16 hex digits.
+
+    Files may be replaced while an engine that read them runs; the fingerprint, which adapters name, sees a sample.
+    """
+    digest = hashlib.sha256(f"{base.fingerprint} {base.tokenizer} {base.cuts}".encode())
+    digest.update(repr(replace(config, max_positions=0, stretches_to=None)).encode())
+    for name, tensor in _named_tensors(weights):
+        digest.update(f"{name} {_sum_of_bits(tensor)} ".encode())
+    return digest.hexdigest()[:16]
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Of all numbers of a tensor, eight bytes at a time, modulo 2^64."""
+    numbers = tensor.detach().contiguous().flatten().view(torch.uint8)
+    numbers = numbers.clone() if numbers.storage_offset() % 8 else numbers  # which a view as int64 refuses
+    whole = len(numbers) - len(numbers) % 8
+    return int(numbers[:whole].view(torch.int64).sum()) + int(numbers[whole:].sum(dtype=torch.int64))
 
 
 def _some_rows(tensor: Tensor) -> Tensor:

@@ -266,7 +266,7 @@ def test_a_second_listener_is_refused(started: Start) -> None:
 def test_a_stream_of_another_kind_of_engine_is_not_gone_on_with(started: Start) -> None:
     async def run() -> None:
         async with started() as replica:
-            other = room.EngineKind("another", "float32", "cpu", "", True)
+            other = room.EngineKind("another", "", "float32", "cpu", "", True)
             said = [each async for each in replica.generate(Request("a", (5, 6, 7), LONG), BOX, other)]
             assert [each.kind == other for each in said] == [False]
             assert await running(replica) == 0
