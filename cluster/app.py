@@ -80,7 +80,7 @@ def application(options: ServeOptions, router: str = ROUTER) -> Application:
         request_router_config=RequestRouterConfig.model_validate(
             {"request_router_class": router, "request_routing_stats_period_s": PUBLISH_SECONDS}
         ),
-        max_constructor_retry_count=2,
+        max_constructor_retry_count=options.start_retries,
         ray_actor_options={"num_cpus": 1, **gpu},
     )(EngineReplica)
     names = engine_names(options)

@@ -4,6 +4,8 @@ Ray hears that the node will go. Serve then starts its replicas elsewhere where 
 they have begun (their `graceful_shutdown_timeout_s` bounds it), and the node's proxy tells load balancers to stay away
 but carries its streams to their end; `leaving` asks its clients to go elsewhere. This waits for it all. On Ctrl-C the
 drain goes on.
+
+Where the cluster is deleted its head goes first, and nothing can be drained any more: who waited on would keep a GPU.
 """
 
 import argparse
@@ -16,32 +18,64 @@ import ray
 from ray.util.state import list_actors
 from ray.util.state.exception import RayStateApiException
 
+from cluster.operate.ray_cluster import running_cluster
+from tidar_core.config import ConfigError
+
 SERVE_CLASSES = ("ServeReplica:", "ProxyActor")
 LOOK_SECONDS = 1.0
+HEAD_SECONDS = 120.0  # a head that starts anew is back by then
+
+
+class HeadGone(Exception):
+    """The cluster's head has not answered for HEAD_SECONDS."""
 
 
 def drain(seconds: int, node: str | None) -> bool:
     """Drain a node of the cluster that runs here (RAY_ADDRESS); whether it was empty before the time was over.
 
-    node: its id; by default that of the node that this runs on. Raises CalledProcessError where Ray refuses.
+    node: its id; by default that of the node that this runs on. Raises HeadGone, and CalledProcessError where Ray
+    refuses.
     """
-    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    end = time.monotonic() + seconds
+    # Ray itself would try for as long as Kubernetes lets a pod end.
+    ray.init(address=head_address(min(seconds, HEAD_SECONDS)), log_to_driver=False, logging_level=logging.ERROR)
     context = ray.get_runtime_context()
     node = node or context.get_node_id()
-    end = time.monotonic() + seconds
     tell = ["drain-node", "--address", context.gcs_address, "--node-id", node]
     tell += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the node is asked to go"]
     tell += ["--deadline-remaining-seconds", str(seconds)]
-    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True)
-    said = None
+    try:
+        subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True, timeout=HEAD_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise HeadGone from None
+    said, answered = None, time.monotonic()
     while (left := serve_actors(node)) != []:
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             return False
+        answered = now if left is not None else answered
+        if now - answered > HEAD_SECONDS:
+            raise HeadGone
         if left is not None and left != said:
             print(f"draining: {', '.join(left)}", flush=True)
             said = left
         time.sleep(LOOK_SECONDS)
     return True
+
+
+def head_address(seconds: float) -> str:
+    """Where the cluster's head answers, waiting for it for so long. Raises HeadGone."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            address = running_cluster()
+        except ConfigError:
+            address = None
+        if address is not None:
+            return address
+        if time.monotonic() > end:
+            raise HeadGone
+        time.sleep(LOOK_SECONDS)
 
 
 def serve_actors(node: str) -> list[str] | None:
@@ -59,7 +93,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=730, help="how long at most (default %(default)s)")
     parser.add_argument("--node", help="the node's id; by default the node that this runs on")
     chosen = parser.parse_args()
-    print("empty" if drain(chosen.seconds, chosen.node) else "the time is over, and Serve is still here", flush=True)
+    try:
+        empty = drain(chosen.seconds, chosen.node)
+    except HeadGone:
+        print("the cluster's head is gone, and nothing can be drained any more", flush=True)
+    else:
+        print("empty" if empty else "the time is over, and Serve is still here", flush=True)
 
 
 if __name__ == "__main__":

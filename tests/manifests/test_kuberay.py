@@ -1,5 +1,6 @@
 """The KubeRay manifests, rendered by kustomize as `kubectl apply -k` does, held against their schemas."""
 
+import json
 import os
 import re
 import shutil
@@ -181,7 +182,7 @@ def test_a_drain_lasts_as_long_as_the_answers_that_it_waits_for(overlay: str) ->
 def test_the_head_serves_nothing(overlay: str) -> None:
     cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
     head = cluster["headGroupSpec"]
-    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert head["rayStartParams"]["num-cpus"] == head["rayStartParams"]["num-gpus"] == "0"
     assert "nvidia.com/gpu" not in head["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert cluster["autoscalerOptions"]["version"] == "v2"
     assert cluster["authOptions"]["mode"] == "token"
@@ -189,6 +190,25 @@ def test_the_head_serves_nothing(overlay: str) -> None:
         for entry in app["deployments"]:
             cpus = entry.get("ray_actor_options", {}).get("num_cpus", 1 if entry["name"] == "Engine" else 0)
             assert cpus > 0, f"{entry['name']} could be put on the head"
+
+
+@pytest.mark.parametrize("overlay", GPU_OVERLAYS)
+def test_no_worker_carries_all_ingresses_in_an_update_either(overlay: str) -> None:
+    """Those of a new cluster would all come to the first worker, whose loss would cut every stream."""
+    ingress, engine = deployment(overlay, "Ingress"), deployment(overlay, "Engine")
+    a_node, workers = ingress["max_replicas_per_node"], engine["autoscaling_config"]["min_replicas"]
+    assert a_node < ingress["num_replicas"]
+    assert a_node * workers >= 2 * ingress["num_replicas"], "in an update each has its successor beside it"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_no_container_may_gain_rights(overlay: str) -> None:
+    """As namespaces ask for that keep to the restricted of the pod security standards."""
+    cluster = ray_service(overlay)["spec"]["rayClusterConfig"]
+    pods = [cluster["headGroupSpec"]["template"]["spec"], engine_group(overlay)["template"]["spec"]]
+    containers = [container for pod in pods for container in pod["containers"]]
+    for part in (*containers, cluster["autoscalerOptions"]):
+        assert part["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 @pytest.mark.parametrize(("overlay", "gpu"), GPU_OVERLAYS.items())
@@ -205,6 +225,13 @@ def test_gpus_engines_and_pods_agree(overlay: str, gpu: str) -> None:
     assert offered["resources"]["GPU"] == 1
     assert offered["resources"][f"accelerator_type:{gpu}"] == 1
     assert offered["resources"]["CPU"] > args["threads"]
+    params = group["rayStartParams"]
+    # KubeRay reads them too, as JSON within quotes, and leaves out what stands behind what it cannot read.
+    assert json.loads(params["resources"].strip("'\"` ")) == {f"accelerator_type:{gpu}": 1}
+    assert params["num-gpus"] == "1"
+    kept = group["template"]["metadata"]["annotations"]
+    assert kept["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+    assert kept["karpenter.sh/do-not-disrupt"] == "true"
     scaling = engine["autoscaling_config"]
     assert offered["min_workers"] == 0, "an upgrade's new cluster would ask for all of them at once"
     surge = -(-scaling["max_replicas"] * engine["max_surge_percent"] // 100)
