@@ -21,7 +21,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, DeploymentStatus
 
 from cluster import app
-from cluster.card import ModelCard
+from cluster.card import PackedCard
 from cluster.operate.haproxy import haproxy_settings
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import (
@@ -295,15 +295,15 @@ def announce(base: str, options: ServeOptions, say: Say) -> None:
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
     served = options.served
     for name, deployment in app.engine_names(options).items():
-        card = asyncio.run(card_of(deployment, wait))
-        exact = "exact" if card.exact else "not exact: a token may differ where two scores nearly tie"
-        drafter = f"{card.adapter}, block length {card.block_length}" if card.adapter else "none"
-        say(f"{card.name} is served in {card.dtype} on {card.device} ({exact})")
-        say(f"  drafter     {drafter}; drafts {card.drafts}")
+        card = asyncio.run(facts_of(deployment, wait))
+        exact = "exact" if card["exact"] else "not exact: a token may differ where two scores nearly tie"
+        drafter = f"{card['adapter']}, block length {card['block_length']}" if card["adapter"] else "none"
+        say(f"{card['name']} is served in {card['dtype']} on {card['device']} ({exact})")
+        say(f"  drafter     {drafter}; drafts {card['drafts']}")
         wanted = f"{options.min_replicas} to {served[name].engines}, as the load wants"
         say(f"  replicas    {served[name].engines if options.max_replicas is None else wanted}")
-        if card.sampling_defaults != Sampling():
-            say(f"  sampling    {', '.join(told_of(card.sampling_defaults))}, where a request says nothing")
+        if card["sampling_defaults"] != Sampling():
+            say(f"  sampling    {', '.join(told_of(card['sampling_defaults']))}, where a request says nothing")
     if options.playground:
         say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
@@ -316,11 +316,12 @@ def told_of(sampling: Sampling) -> list[str]:
     return [f"{name} {value:g}" for name, value in asdict(sampling).items() if value != neutral[name]]
 
 
-async def card_of(deployment: str, seconds: float) -> ModelCard:
-    """Ask a replica; in an event loop, which a handle needs where the environment says so (`SHORT_WAYS`)."""
+async def facts_of(deployment: str, seconds: float) -> Mapping[str, Any]:
+    """A card's fields but the tokenizer, by a replica; in an event loop, which a handle needs where the environment
+    says so (`SHORT_WAYS`)."""
     async with asyncio.timeout(seconds):
-        card: ModelCard = await serve.get_deployment_handle(deployment, API).describe.remote()
-    return card
+        card: PackedCard = await serve.get_deployment_handle(deployment, API).describe.remote(None)
+    return card.facts
 
 
 def watch(say: Say, interrupts: Interrupts) -> Never:

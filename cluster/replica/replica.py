@@ -243,9 +243,10 @@ class EngineReplica:
             if self._mailboxes.get(address) is box:
                 del self._mailboxes[address]
 
-    async def describe(self, known: str, route: Route = ANYWHERE) -> PackedCard:
-        """What the ingress must know of the model. known: the digest of the tokenizer that it has, if any."""
-        return replace(self._card, tokenizer=b"") if known == self._card.digest else self._card
+    async def describe(self, known: str | None, route: Route = ANYWHERE) -> PackedCard:
+        """What an ingress must know of the model. known: the digest of the tokenizer that it has, "" where it has none,
+        None for who needs none."""
+        return replace(self._card, tokenizer=b"") if known in (None, self._card.digest) else self._card
 
     async def alive(self, ingress: str, counts: IngressCounts | None, route: Route = ANYWHERE) -> Alive:
         """Raises where the engine failed or hangs. To ask is a sign of life of the ingress, which tells its counts with
