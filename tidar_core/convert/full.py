@@ -30,7 +30,8 @@ from tidar_core.layout import WithinBlock
 class FullConfig:
     """block: slots a proposal. alpha: how much the autoregressive half counts. learning_rate falls by a cosine to
     final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step.
-    dtype: of its products on a GPU; weights, and all on a CPU, are fp32."""
+    dtype: of its products on a GPU; weights, and all on a CPU, are fp32. patience: measurements without gain before
+    training ends."""
 
     block: int = 8
     within_block: WithinBlock = "bidirectional"
@@ -42,10 +43,13 @@ class FullConfig:
     clip: float = 1.0
     seed: int = 0
     dtype: DTypeName = "bfloat16"
+    patience: int = 8
 
     def settings(self) -> dict[str, Any]:
         """What the record of the weights tells of their training."""
-        return {"mode": "full", **asdict(self)}
+        settings = {"mode": "full", **asdict(self)}
+        del settings["patience"]
+        return settings
 
     def fixed(self) -> dict[str, Any]:
         """What must not change when a training goes on: all but what the user is told to lower when it fails, what

@@ -5,14 +5,14 @@ The same command started again goes on from there. While it runs no other may us
 """
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig
+from tidar_core.convert.base import Base, load_base_weights, read_base
 from tidar_core.convert.card import (
     check_folder,
     counts_of,
@@ -50,14 +50,10 @@ from tidar_core.convert.template import can_chat
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
-from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, shape_of, tokenizer_fingerprint
-from tidar_core.model.adapter_config import BaseIdentity
-from tidar_core.model.configuration import load_config
+from tidar_core.model.adapter import WEIGHTS_FILE, shape_of, tokenizer_fingerprint
 from tidar_core.model.dense import check_dense, dense_model
-from tidar_core.model.loading import load_weights
-from tidar_core.model.sources import ModelSource, find_model
-from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
+from tidar_core.model.sources import find_model
+from tidar_core.model.weights import AdapterWeights, widened
 from tidar_core.transfer import choose_device, enough_memory
 
 TEXT_LONGEST = 512  # tokens of a document from a file
@@ -65,16 +61,6 @@ GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
 LEAST_TRAINING = 0.1
 CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """The model that learns to draft, before its weights are read, and where it computes."""
-
-    source: ModelSource
-    config: ModelConfig
-    tokenizer: PreTrainedTokenizerFast
-    device: torch.device
 
 
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
@@ -85,10 +71,10 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    base = _base_of(find_model(options.model), choose_device(options.device))
+    base = read_base(find_model(options.model), choose_device(options.device))
     corpus = ShardStore(options.shards, read_header(options.shards)).read().corpus
     _check_known(options, base, corpus)
-    identity, weights = _load_weights(options, base, screen)
+    identity, weights = load_base_weights(base, options.dtype, screen)
     if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
         weights = widened(weights)
@@ -143,7 +129,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         if options.shards.resolve().is_relative_to(options.out.resolve()):  # which would then hold something else
             raise ConfigError(f"{options.shards} lies in {options.out}: choose a folder outside of --out for --data")
     _check_result(options)
-    base = _base_of(source, device)
+    base = read_base(source, device)
     if options.mode == "full" or options.generator == "transformers":
         check_dense(source)
     if options.mode == "adapter":
@@ -178,11 +164,6 @@ def _check_result(options: ConvertOptions) -> None:
         )
 
 
-def _base_of(source: ModelSource, device: torch.device) -> _Base:
-    tokenizer = load_tokenizer(source)
-    return _Base(source, with_all_ends(load_config(source), source, tokenizer), tokenizer, device)
-
-
 def _told_of(stored: Corpus) -> str:
     learnt, held = counts_of(stored)
     return (
@@ -191,7 +172,7 @@ def _told_of(stored: Corpus) -> str:
     )
 
 
-def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpus, float]:
+def _gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus, float]:
     """The documents, and the seconds spent on generating them."""
     source, tokenizer = base.source, base.tokenizer
     goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
@@ -240,7 +221,7 @@ def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpu
     return store.read().corpus, gathered.seconds
 
 
-def _add_text(options: ConvertOptions, base: _Base, store: ShardStore, screen: Screen) -> None:
+def _add_text(options: ConvertOptions, base: Base, store: ShardStore, screen: Screen) -> None:
     """The user's text goes into the data directory, as far as it is not there yet."""
     if options.text is None:
         return
@@ -262,7 +243,7 @@ def _has_all(goal: Goal, store: ShardStore) -> bool:
     return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 
-def _source(options: ConvertOptions, base: _Base, plan: DocumentPlan, screen: Screen) -> tuple[TextSource, str]:
+def _source(options: ConvertOptions, base: Base, plan: DocumentPlan, screen: Screen) -> tuple[TextSource, str]:
     """What generates the text, and the fingerprint of its weights."""
     capacity = CAPACITY.get(base.device.type, 64)
     if options.generator == "engine":
@@ -278,7 +259,8 @@ def _source(options: ConvertOptions, base: _Base, plan: DocumentPlan, screen: Sc
             screen.loading,
         )  # fmt: skip
         return EngineSource(engine, capacity), engine.info.fingerprint
-    fingerprint = _load_weights(options, base, screen)[0].fingerprint  # they are gone before they come once more
+    # Of the weights the fingerprint alone is kept: they are gone before transformers reads them once more.
+    fingerprint = load_base_weights(base, options.dtype, screen)[0].fingerprint
     screen.line("generating with transformers")
     dtype = fast_dtype(base.device, getattr(torch, options.dtype))
     with enough_memory("it does not hold what transformers generates with, leave --generator out"):
@@ -286,27 +268,17 @@ def _source(options: ConvertOptions, base: _Base, plan: DocumentPlan, screen: Sc
     return TransformersSource(model, base.tokenizer, base.config.eos_ids, capacity, plan.longest), fingerprint
 
 
-def _load_weights(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[BaseIdentity, ModelWeights]:
-    name, dtype = base.source.name, getattr(torch, options.dtype)
-    with enough_memory(f"it does not hold the weights of {name} in {options.dtype}"):
-        weights = load_weights(base.source, base.config, dtype, base.device, screen.loading)
-    return identify_base(name, base.config, weights, base.tokenizer), weights
-
-
-def _train_full(options: ConvertOptions, base: _Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
+def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
     train, longest = options.train, min(FullConfig().longest, base.config.max_positions)
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
-        dtype=options.dtype,
+        dtype=options.dtype, patience=train.patience,
     )  # fmt: skip
     with enough_memory(
         f"training all weights of {base.source.name} wants more, or lower --rows (now {config.tokens_a_step})"
     ):
-        return train_full(
-            base.source, base.tokenizer, corpus, config, _budget(options, spent), train.patience, base.device,
-            options.out, options.work / "training", screen,
-        )  # fmt: skip
+        return train_full(base, corpus, config, _budget(options, spent), options.out, options.work / "training", screen)
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:
@@ -327,7 +299,7 @@ def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: C
         )
 
 
-def _check_known(options: ConvertOptions, base: _Base, corpus: Corpus) -> None:
+def _check_known(options: ConvertOptions, base: Base, corpus: Corpus) -> None:
     """Raises ConfigError for tokens beyond the embedding: --data may be of a model that has the same tokenizer, and
     more rows for it."""
     rows, highest = base.config.vocab_size, int(corpus.tokens.max(initial=0))

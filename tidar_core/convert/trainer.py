@@ -20,12 +20,13 @@ from tidar_core.convert.blocks import (
     narrowed,
     pack_documents,
 )
-from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
+from tidar_core.convert.checkpoint import Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import rank_of, trainable
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
+from tidar_core.convert.pace import Pace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.vocabulary import Columns, Vocabulary
 from tidar_core.layout import WithinBlock
@@ -33,7 +34,7 @@ from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 from tidar_core.transfer import enough_memory
 
 CHECKPOINT_SECONDS = 45.0
-MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
+MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # see `Pace`
 SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
@@ -171,19 +172,15 @@ def train_drafter(
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
     with enough_memory("it does not hold what proves the kernels, free some of it"):
         base.attends.prepare(base.config, base.weights, sizes, config.within_block)
-    last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
+    pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, config.measure_every)
+    last_saved = time.monotonic()
     while True:
         over = budget.used(progress) >= 1.0
-        now = progress.seconds
-        due = max(MEASURE_SECONDS, measuring / MEASURE_SHARE) if not config.measure_every else math.inf
-        by_step = config.measure_every and progress.step % config.measure_every == 0
-        if over or by_step or not progress.step or now - last_measured >= due:
-            began, first = time.monotonic(), not training.looked
-            training.measure(held_out, budget.used(progress) >= SETTLED)
-            took = crew.agree(time.monotonic() - began)
-            measuring = 0.0 if first else took  # on a GPU the first compiles what the others find
-            progress.seconds += took
-            last_measured = progress.seconds
+        if over or pace.due(progress):
+            began = time.monotonic()
+            training.measure(held_out, pace.counts(budget.used(progress)))
+            seconds = crew.agree(time.monotonic() - began)
+            pace.measured(progress, seconds, typical=pace.looked)  # on a GPU the first compiles what the others find
         if over or progress.stale >= config.patience:
             break
         training.step(sampler, vocabulary, budget.used(progress))
@@ -210,7 +207,7 @@ class _Training:
         origin: Origin,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
-        self.adapter, self.looked = trainable(start), False
+        self.adapter = trainable(start)
         self.saving = 0.0  # seconds that this worker took over checkpoints, for the next step to count
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
@@ -235,18 +232,15 @@ class _Training:
         if self.crew.leads:
             save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
 
-    def measure(self, held_out: HeldOut, settled: bool) -> None:
-        """Tokens per step on held-out documents; the best drafter so far is handed to the caller. settled: one that
-        gains nothing brings the end nearer."""
+    def measure(self, held_out: HeldOut, counts: bool) -> None:
+        """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         with enough_memory("it does not hold the held-out documents that are measured on, free some of it"):
             result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         best = found >= progress.best  # one as good as the best has learnt more, and a drafter is quickly written
-        # A run's first look finds what the run before it had found: it is no sign that nothing is gained any more.
-        progress.take(found, settled and self.looked)
-        self.looked = True
+        progress.take(found, counts)
         if best:  # before the caller keeps it: a run that goes on from an older best would put a worse one in its place
             self.save()
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)

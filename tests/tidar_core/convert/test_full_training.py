@@ -21,11 +21,13 @@ from tests.tidar_core.model.loaded import load
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
 from tidar_core.convert import full, full_run
+from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import check_replaceable, full_steps, kept_tokens_per_step, part_of
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import Budget
+from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
 from tidar_core.model.sources import ModelSource, find_model
@@ -54,10 +56,10 @@ class Tiny:
         config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
         config = replace(config, **changed)
         budget = steps if isinstance(steps, Budget) else Budget(steps)
+        base = Base(self.source, load_config(self.source), self.tokenizer, torch.device("cpu"))
         return full_run.train_full(
-            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, budget, 8,
-            torch.device("cpu"), self.out, self.directory / "work", self,
-        )  # fmt: skip
+            base, corpus_of(random_documents(self.documents)), config, budget, self.out, self.directory / "work", self
+        )
 
 
 @pytest.fixture
