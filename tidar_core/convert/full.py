@@ -25,19 +25,20 @@ from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import StepReport
 from tidar_core.layout import WithinBlock
 
+ALPHA = 1.0  # how much the autoregressive half counts (paper, section 3)
+SAVED_NAMES = {"final_learning_rate": "final_rate"}  # in checkpoints of any version, which are compared by name
+
 
 @dataclass(frozen=True, slots=True)
 class FullConfig:
-    """block: slots a proposal. alpha: how much the autoregressive half counts. learning_rate falls by a cosine to
-    final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step.
-    dtype: of its products on a GPU; weights, and all on a CPU, are fp32. patience: measurements without gain before
-    training ends."""
+    """block: slots a proposal. learning_rate falls by a cosine to final_learning_rate over the budget, as in the paper.
+    tokens_a_step: of documents whose gradients make one optimizer step. dtype: of its products on a GPU; weights, and
+    all on a CPU, are fp32. patience: measurements without gain before training ends."""
 
     block: int = 8
     within_block: WithinBlock = "bidirectional"
-    alpha: float = 1.0
     learning_rate: float = 1e-5
-    final_rate: float = 3e-6
+    final_learning_rate: float = 3e-6
     tokens_a_step: int = 4096
     longest: int = 1024
     clip: float = 1.0
@@ -46,10 +47,9 @@ class FullConfig:
     patience: int = 8
 
     def settings(self) -> dict[str, Any]:
-        """What the record of the weights tells of their training."""
-        settings = {"mode": "full", **asdict(self)}
-        del settings["patience"]
-        return settings
+        """What the record of the weights tells of their training, by the names that files have."""
+        settings = {SAVED_NAMES.get(name, name): value for name, value in asdict(self).items() if name != "patience"}
+        return {"mode": "full", "alpha": ALPHA, **settings}
 
     def fixed(self) -> dict[str, Any]:
         """What must not change when a training goes on: all but what the user is told to lower when it fails, what
@@ -194,9 +194,7 @@ class FullTraining:
             with bf16:
                 following, masked = document_logits(self.model, document)
             targets = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
-            part = (
-                joint_loss(following, masked, targets, torch.from_numpy(own).to(targets.device), config.alpha) / total
-            )
+            part = joint_loss(following, masked, targets, torch.from_numpy(own).to(targets.device), ALPHA) / total
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
@@ -207,7 +205,7 @@ class FullTraining:
             )
         cosine = 0.5 * (1 + math.cos(math.pi * used))
         for group in self.optimizer.param_groups:
-            final = min(config.final_rate, config.learning_rate)
+            final = min(config.final_learning_rate, config.learning_rate)
             group["lr"] = final + (config.learning_rate - final) * cosine
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

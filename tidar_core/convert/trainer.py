@@ -39,6 +39,7 @@ SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
 ROWS_A_PASS = {"cpu": 2048, "cuda": 32768}
+SAVED_NAMES = {"final_share": "final_rate"}  # in checkpoints of any version, which are compared by name, and in records
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class TrainConfig:
 
     rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
     are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
-    steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends,
+    steps and falls by a cosine to `final_share` of itself. patience: measurements without gain before training ends,
     none of them from before `SETTLED`, where the rate is so high that a drafter may stand still and gain in the end.
     vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
     measurements, 0 for what time allows.
@@ -65,7 +66,7 @@ class TrainConfig:
     rows_a_pass: int = 0
     learning_rate: float = 1.5e-3
     warmup: int = 30
-    final_rate: float = 0.03
+    final_share: float = 0.03
     clip: float = 1.0
     vocabulary: int = 8192
     patience: int = 8
@@ -73,8 +74,9 @@ class TrainConfig:
     seed: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """What a drafter's record tells of its training."""
-        return _without(asdict(self), "patience", "measure_every", "rows_a_pass")
+        """What a drafter's record tells of its training, by the names that files have."""
+        settings = _without(asdict(self), "patience", "measure_every", "rows_a_pass")
+        return {SAVED_NAMES.get(name, name): value for name, value in settings.items()}
 
     def fixed(self) -> dict[str, Any]:
         """What must not change when a training goes on: all but what the user is told to lower when it fails."""
@@ -316,8 +318,8 @@ class _Training:
 
 
 def learning_rate(config: TrainConfig, step: int, used: float) -> float:
-    """Linear warm-up, then a cosine over the budget down to `final_rate` of the highest."""
-    cosine = config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * used))
+    """Linear warm-up, then a cosine over the budget down to `final_share` of the highest."""
+    cosine = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * used))
     return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup)) * cosine
 
 

@@ -1,6 +1,7 @@
 """The training of full weights: it resumes, knows its best after a kill, and survives bad luck."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -53,7 +54,7 @@ class Tiny:
         self.lines.append(text)
 
     def train(self, steps: int | Budget, **changed: float) -> Progress:
-        config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
+        config = FullConfig(block=4, learning_rate=0.0, final_learning_rate=0.0, tokens_a_step=100)
         config = replace(config, **changed)
         budget = steps if isinstance(steps, Budget) else Budget(steps)
         base = Base(self.source, load_config(self.source), self.tokenizer, torch.device("cpu"))
@@ -112,8 +113,20 @@ def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny):
     tiny.train(1)
     assert tiny.train(2, learning_rate=1e-6, tokens_a_step=50).step == 2
     assert read_own_drafter(tiny.out).training.keys() >= {"learning_rate", "tokens_a_step"}
-    with pytest.raises(ConfigError, match=r"alpha 1\.0, not 0\.5"):
-        tiny.train(3, alpha=0.5)
+    with pytest.raises(ConfigError, match=r"clip 1\.0, not 0\.5"):
+        tiny.train(3, clip=0.5)
+
+
+def test_a_training_that_an_earlier_version_began_goes_on(tiny):
+    """Its settings are compared by the names that it gave them."""
+    tiny.train(1)
+    (checkpoint,) = (tiny.directory / "work").glob("step-*.safetensors")
+    with safe_open(checkpoint, framework="pt") as file:
+        settings = json.loads(file.metadata()["about"])["settings"]
+    assert settings.keys() == {
+        "base", "mode", "block", "within_block", "alpha", "final_rate", "clip", "seed",
+    }  # fmt: skip
+    assert (settings["alpha"], settings["final_rate"]) == (1.0, 0.0)
 
 
 def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
@@ -129,7 +142,7 @@ def test_a_resumed_training_has_the_same_losses(tiny):
     for runs in ((4,), (2, 4)):
         torch.manual_seed(0)  # the mask's row of the embedding is drawn
         for steps in runs:
-            tiny.train(steps, learning_rate=1e-3, final_rate=1e-3)
+            tiny.train(steps, learning_rate=1e-3, final_learning_rate=1e-3)
         found.append(losses.copy())
         losses.clear()
         shutil.rmtree(tiny.out)

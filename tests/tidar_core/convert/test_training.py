@@ -217,7 +217,7 @@ def test_a_new_drafter_adapts_what_was_asked_for_and_changes_nothing_yet(tiny):
 
 
 def test_the_learning_rate_rises_and_falls():
-    config = TrainConfig(learning_rate=1.0, warmup=10, final_rate=0.1)
+    config = TrainConfig(learning_rate=1.0, warmup=10, final_share=0.1)
     assert learning_rate(config, 0, 0.0) == pytest.approx(0.1)
     assert learning_rate(config, 9, 0.0) == pytest.approx(1.0)
     assert learning_rate(config, 500, 0.5) == pytest.approx(0.55)
