@@ -63,8 +63,8 @@ class Made:
 
 def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
     """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
-    learnt, held = counts_of(corpus)
-    return Made(base, model, learnt, held, config, device, start)
+    learnt, held_out = counts_of(corpus)
+    return Made(base, model, learnt, held_out, config, device, start)
 
 
 def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
@@ -77,8 +77,8 @@ def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
             {kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum())
         )
 
-    learnt, held = corpus.split()
-    return counted(learnt), counted(held)
+    learnt, held_out = corpus.split()
+    return counted(learnt), counted(held_out)
 
 
 def check_folder(out: Path) -> None:
@@ -164,7 +164,8 @@ def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> d
 
 def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress, result: HeldOutResult) -> str:
     """The README of a published adapter: a front matter that model hubs read, and what was measured."""
-    config, base, held = made.config, made.base, made.held_out
+    config, base = made.config, made.base
+    documents, tokens = made.held_out.of_all_kinds, made.held_out.own_tokens
     data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.trained.documents.items() if count]
     kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
     slots = " ".join(f"{share:.3f}" for share in result.all_right)
@@ -205,7 +206,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 {chr(10).join(data)}
 
-{made.trained.own_tokens:,} tokens to learn from. {held.of_all_kinds:,} more documents, with {held.own_tokens:,} such
+{made.trained.own_tokens:,} tokens to learn from. {documents:,} more documents, with {tokens:,} such
 tokens, were held out.
 
 {_whose(made)}

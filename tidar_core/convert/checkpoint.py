@@ -73,8 +73,8 @@ def save_training(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(directory, error) from None
-    held = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
-    save_checkpoint(directory, settings, progress, held)
+    saved = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
+    save_checkpoint(directory, settings, progress, saved)
 
 
 def resume_training(
@@ -101,11 +101,11 @@ def resume_training(
 
 def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progress, tensors: dict[str, Tensor]) -> None:
     """Writes a checkpoint and removes all but the newest two. Raises ConfigError on a full disk."""
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     about = json.dumps({"settings": settings, "progress": asdict(progress)})
     for left in directory.glob("step-*.part"):  # of a run that was killed while it wrote
         left.unlink(missing_ok=True)
-    write_atomically(_path(directory, progress.step), save(held, metadata={"about": about}))
+    write_atomically(_path(directory, progress.step), save(copied, metadata={"about": about}))
     for old in _checkpoints(directory)[:-KEPT]:
         old.unlink(missing_ok=True)
 

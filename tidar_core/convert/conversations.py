@@ -136,10 +136,10 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": answer})
         return self._wish_question("")
 
-    def cut(self, said: tuple[int, ...]) -> bool:
-        """Ends it in the midst of a wish that has brought `said` so far, where a document comes of it; else leaves it
-        as it is."""
-        kept = () if self.asking else said[: loop_start(said)]
+    def cut(self, so_far: tuple[int, ...]) -> bool:
+        """Ends it in the midst of a wish that has brought `so_far`, where a document comes of it; else leaves it as it
+        is."""
+        kept = () if self.asking else so_far[: loop_start(so_far)]
         if sum(self.own) + len(kept) < LEAST_OWN_TOKENS:
             return False
         self.tokens += kept
@@ -175,10 +175,10 @@ class Conversation:
 
     def _take_question(self, completion: Completion) -> Wish | None:
         """A question counts where it ended by itself, says something and was not asked before."""
-        said = completion.tokens if completion.stop is not None else completion.tokens[:-1]
-        if not completion.ended or has_special(self.tokenizer, said):
+        words = completion.tokens if completion.stop is not None else completion.tokens[:-1]
+        if not completion.ended or has_special(self.tokenizer, words):
             return None
-        text = decode(self.tokenizer, said)
+        text = decode(self.tokenizer, words)
         if completion.stop is not None:
             text = text[: text.find(completion.stop)]
         opening = self.job.opening if not self.turns else ""

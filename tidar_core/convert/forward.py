@@ -139,7 +139,7 @@ def run_slot_head(
     own = drafted.view(len(blocks), blocks.block, -1)
     # The row whose answer a slot should match is that of the token before it.
     before = base.weights.embedding[clean.pack.tokens[blocks.target_rows]]
-    told = corrected(adapter.slot_head, own, before)
+    informed = corrected(adapter.slot_head, own, before)
     if alone is not None:
-        told = torch.where(alone[:, None, None], own, told)
-    return told.reshape(drafted.shape)
+        informed = torch.where(alone[:, None, None], own, informed)
+    return informed.reshape(drafted.shape)

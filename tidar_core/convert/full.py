@@ -146,11 +146,11 @@ def measure_full(
         following, masked = (scores.argmax(-1).cpu() for scores in document_logits(model, document))
         agrees = masked[1:] == following[:-1]
         for start in judged_blocks(own, config.block):
-            held = agrees[start : start + config.block - 1].long().cumprod(0)
-            lengths.append(int(held.sum()))
+            holds = agrees[start : start + config.block - 1].long().cumprod(0)
+            lengths.append(int(holds.sum()))
     reached = [sum(length >= slot for length in lengths) for slot in range(config.block)]
-    holds = tuple(held / before if before else 0.0 for before, held in pairwise(reached))
-    return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), holds)
+    shares = tuple(after / before if before else 0.0 for before, after in pairwise(reached))
+    return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), shares)
 
 
 def digest_of_weights(model: Any) -> str:

@@ -33,7 +33,7 @@ DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: as soon as there are `own_tokens` that the model said (0: no such limit) or `seconds` were spent
+    """When to stop: as soon as there are `own_tokens` (0: no such limit) or `seconds` were spent
     (0: no limit). The user's prompts are answered all the same, and have `seconds` in each run."""
 
     own_tokens: int = 0
@@ -163,19 +163,19 @@ class _Run:
     def cut_open(self) -> None:
         """Ends what is on its way, where it is long enough to be learnt from; never answers to prompts."""
         for key, conversation in list(self.open.items()):
-            if conversation.job.kind != "prompt" and conversation.cut(self.source.said(key)):
+            if conversation.job.kind != "prompt" and conversation.cut(self.source.so_far(key)):
                 self.books.finish(self.open.pop(key))
 
     def cut_left(self) -> None:
         """Ends what a run that was killed has left, and this one had no time to go on with."""
         for kept in [kept for kept in self.left.values() if kept.number >= 0]:
             conversation = Conversation(plan_job(self.plan, kept.number), self.plan, self.tokenizer, self.seen)
-            _, said = take_up(conversation, self.left.pop(kept.job))
-            conversation.cut(said)
+            _, so_far = take_up(conversation, self.left.pop(kept.job))
+            conversation.cut(so_far)
             self.books.finish(conversation)
 
     def flush(self) -> None:
-        growing = [growing_of(conversation, self.source.said(key)) for key, conversation in self.open.items()]
+        growing = [growing_of(conversation, self.source.so_far(key)) for key, conversation in self.open.items()]
         self.books.flush([*growing, *self.left.values()])
 
     def _next_job(self, growing: int) -> Job | None:
@@ -186,9 +186,9 @@ class _Run:
         over = enough or self.books.in_vain or not self.has_time(self.goal.seconds - self.drain)
         return None if self.asked or over else next(self.planned)
 
-    def _go_on(self, key: int, conversation: Conversation, wish: Wish | None, said: tuple[int, ...] = ()) -> None:
+    def _go_on(self, key: int, conversation: Conversation, wish: Wish | None, so_far: tuple[int, ...] = ()) -> None:
         """Submits what the conversation needs next; it is finished where that is nothing, or does not fit."""
-        if wish is not None and self.source.submit(key, wish.prompt, wish.params, said):
+        if wish is not None and self.source.submit(key, wish.prompt, wish.params, so_far):
             self.open[key] = conversation
         else:
             self.books.finish(conversation)

@@ -84,12 +84,12 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     _check_alike(options, corpus, f"{identity.fingerprint} {begun_from}", crew)
     if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
         config = replace(config, slot_head=start.slot_head.out.shape[1])
-    learnt, held = corpus.split()
+    learnt, held_out = corpus.split()
     longest = base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
     sampler = Sampler(corpus.document, anchors, longest, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
-    held_out = choose_windows(corpus, held.tolist(), config.block, longest)
+    windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
     budget = _budget(options, spent)
     work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
     made = made_from(identity, options.model, corpus, config, device_name(base.device, crew.size), begun_from)
@@ -109,7 +109,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
     directory = options.work / "training"
     origin = Origin(identity.fingerprint, begun_from)
-    return train_drafter(frozen, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
+    return train_drafter(frozen, start, sampler, vocabulary, windows, config, budget, directory, watch, crew, origin)
 
 
 def convert(options: ConvertOptions, screen: Screen, train: Train = train_gathered) -> Progress:
@@ -142,7 +142,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         with alone_in(options.shards, "gathering", "--data"):
             stored, spent = _gather(options, base, screen)
         gc.collect()
-        screen.line(_told_of(stored))
+        screen.line(_counts_line(stored))
         if options.mode == "full":
             return _train_full(options, base, stored, spent, screen)
         del stored  # which `train` reads anew, perhaps elsewhere
@@ -156,19 +156,19 @@ def _check_result(options: ConvertOptions) -> None:
     steps = trained_steps(options.out) if adapter else full_steps(options.out)
     goes_on = adapter and Path(options.start).resolve() == options.out.resolve()
     if steps != 0 and not goes_on and not has_checkpoint(options.work / "training"):
-        held = "a drafter" if steps is None else f"what {steps:,} steps have trained"
+        content = "a drafter" if steps is None else f"what {steps:,} steps have trained"
         instead = f", or go on from it with --start {options.out}" if adapter else ""
         raise ConfigError(
-            f"{options.out} holds {held}, and the training itself is not in {options.work}: choose another "
+            f"{options.out} holds {content}, and the training itself is not in {options.work}: choose another "
             f"--out{instead}"
         )
 
 
-def _told_of(stored: Corpus) -> str:
-    learnt, held = counts_of(stored)
+def _counts_line(stored: Corpus) -> str:
+    learnt, held_out = counts_of(stored)
     return (
         f"{learnt.of_all_kinds:,} documents, {learnt.own_tokens:,} tokens to learn from; "
-        f"{held.of_all_kinds:,} more, with {held.own_tokens:,} such tokens, are held out"
+        f"{held_out.of_all_kinds:,} more, with {held_out.own_tokens:,} such tokens, are held out"
     )
 
 
@@ -209,7 +209,7 @@ def _gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus
     generator, fingerprint = _source(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(source.name, base.config, tokenizer, fingerprint))
-    if note := store.said_by(header.model_copy(update={"fingerprint": fingerprint})):
+    if note := store.words_come_from(header.model_copy(update={"fingerprint": fingerprint})):
         screen.line(note)
     gathered = gather_own_words(
         generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)

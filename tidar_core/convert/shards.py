@@ -34,7 +34,7 @@ KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")
 
 HEADER_FILE = "data.json"
 HELD_OUT_SHARE = 0.04
-_TOLD_NUMBER = re.compile(r"\(os error (\d+)\)")
+_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 _COLUMNS = {
     "tokens": np.int32, "own": np.uint8, "ends": np.int64, "keys": np.int64,
     "kinds": np.int64, "jobs": np.int64, "done": np.int64, "seconds": np.float64,
@@ -90,8 +90,8 @@ class Corpus:
 
     def generated_tokens(self) -> int:
         """Tokens to learn from that the model said itself."""
-        said = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
-        return int(self.own[said].sum(dtype=np.int64))
+        generated = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
+        return int(self.own[generated].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
         """Indices of the documents to train on and of those held out, told apart by hash: one to train on is never
@@ -100,8 +100,8 @@ class Corpus:
         higher one joins."""
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
-        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
-        return np.sort(order[held:]), order[:held]
+        held_out = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
+        return np.sort(order[held_out:]), order[:held_out]
 
 
 def content_key(tokens: Sequence[int]) -> int:
@@ -141,17 +141,17 @@ def cannot_write(path: Path, error: Exception) -> ConfigError:
     """What to tell the user where a file cannot be written."""
     number = system_error(error)
     full = number in (errno.ENOSPC, errno.EDQUOT)
-    said = os.strerror(number) if number else _first_line(error)
-    why = "the disk is full: free some space" if full else f"it cannot be written ({said})"
+    reason = os.strerror(number) if number else _first_line(error)
+    why = "the disk is full: free some space" if full else f"it cannot be written ({reason})"
     return ConfigError(f"{path}: {why}; what was written before is kept, and the same command goes on from there")
 
 
 def system_error(error: Exception) -> int | None:
-    """The system's number of an error, also where a library tells it in words alone; None for any other error."""
+    """The system's number of an error, also where a library names it in its message alone; None for any other error."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    told = _TOLD_NUMBER.search(str(error))
-    return int(told[1]) if told else None
+    found = _ERROR_NUMBER.search(str(error))
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +206,9 @@ class ShardStore:
                 f"{self.directory} was begun with --seed {self.header.seed}: use it, or another directory"
             )
 
-    def said_by(self, header: DataHeader) -> str:
-        """Takes note of whose words come next, where none are here yet. Gives a line worth telling where those that
-        are here are of other weights, else an empty one."""
+    def words_come_from(self, header: DataHeader) -> str:
+        """To be called before a model's words are stored. Its header is kept where there are no words yet; gives a line
+        for the user where there are words of other weights, else an empty one."""
         known = self.header
         if not known.fingerprint:
             _write_header(self.directory / HEADER_FILE, header)

@@ -101,8 +101,8 @@ def has_special(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...]) -> 
 
 def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], answer: bool, thinks: bool) -> str:
     # Templates of models that do not think never look at it.
-    told: dict[str, Any] = {} if thinks else {"enable_thinking": False}
-    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **told)
+    variables: dict[str, Any] = {} if thinks else {"enable_thinking": False}
+    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **variables)
     return str(rendered)
 
 

@@ -291,9 +291,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_model_before(tiny, monkeypatch, e
 
     measured_as(monkeypatch, 5.0, 5.0)
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-    with pytest.raises(ConfigError, match="the disk is full: free some space") as told:
+    with pytest.raises(ConfigError, match="the disk is full: free some space") as raised:
         tiny.train(2)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert {path.name for path in tiny.out.iterdir()} == set(before)
     assert (tiny.out / "README.md").read_text() == "as it was"
     assert not part_of(tiny.out).exists()

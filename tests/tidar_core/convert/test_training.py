@@ -185,10 +185,10 @@ def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypat
 def test_the_slot_head_is_trained_and_faster_than_the_rest(tiny, corpus, tmp_path):
     seen: list[dict[str, torch.Tensor]] = []
 
-    def told(result, adapter, *_) -> None:
+    def measured(result, adapter, *_) -> None:
         seen.append({name: tensor.clone() for name, tensor in named_tensors(adapter)})
 
-    train(tiny, corpus, tmp_path, 1, replace(CONFIG, measure_every=1), 16, measured=told)
+    train(tiny, corpus, tmp_path, 1, replace(CONFIG, measure_every=1), 16, measured=measured)
     moved = {name: (seen[1][name] - tensor).abs().max().item() for name, tensor in seen[0].items()}
     assert moved["mask_embedding"] > 0
     assert moved["slot_head.out"] / moved["mask_embedding"] == pytest.approx(trainer.SLOT_HEAD_FASTER, rel=0.01)
