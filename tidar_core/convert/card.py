@@ -13,8 +13,9 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import rank_of
+from tidar_core.convert.files import cannot_write, write_atomically
 from tidar_core.convert.held_out import HeldOutResult
-from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
+from tidar_core.convert.shards import KINDS, Corpus, Kind
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
 from tidar_core.model.adapter_config import CONFIG_FILE, PROJECTIONS, AdapterConfig, BaseIdentity, read_adapter_config

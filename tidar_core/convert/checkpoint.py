@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.shards import cannot_write, write_atomically
+from tidar_core.convert.files import cannot_write, write_atomically
 
 KEPT = 2
 PARAMETER = "parameter/"

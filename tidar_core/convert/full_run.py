@@ -22,12 +22,13 @@ from transformers import PreTrainedTokenizerFast
 from tidar_core.config import ConfigError
 from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
+from tidar_core.convert.files import cannot_write, system_error
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
 from tidar_core.convert.options import Screen
 from tidar_core.convert.pace import Pace
 from tidar_core.convert.sampler import Sampler
-from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
+from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model

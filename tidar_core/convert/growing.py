@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidar_core.convert.conversations import Conversation, Wish
-from tidar_core.convert.shards import write_atomically
+from tidar_core.convert.files import write_atomically
 from tidar_core.convert.sources import Completion
 
 GROWING_FILE = "growing.json"

@@ -127,7 +127,8 @@ class _Run:
         documents, own_tokens = len(stored.corpus), stored.corpus.generated_tokens()
         self.books = _Books(store, documents, own_tokens, stored.seconds, hopeless)
         self.asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
-        self.planned = (plan_job(plan, number) for number in count() if number not in stored.done)
+        done = stored.done  # not all that is stored: the documents need not stay in memory
+        self.planned = (plan_job(plan, number) for number in count() if number not in done)
         self.left = _left_growing(store.directory, tokenizer, stored)
         self.drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
         self.open: dict[int, Conversation] = {}

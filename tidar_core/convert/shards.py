@@ -13,10 +13,7 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
     seconds float64 [1]        time spent on generating it
 """
 
-import errno
 import hashlib
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +25,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tidar_core.config import ConfigError
+from tidar_core.convert.files import first_line, write_atomically
 
 Kind = Literal["chat", "code", "text", "prompt", "file"]
 KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")
 
 HEADER_FILE = "data.json"
 HELD_OUT_SHARE = 0.04
-_ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 _COLUMNS = {
     "tokens": np.int32, "own": np.uint8, "ends": np.int64, "keys": np.int64,
     "kinds": np.int64, "jobs": np.int64, "done": np.int64, "seconds": np.float64,
@@ -121,37 +118,6 @@ def digest_of(columns: Iterable[np.ndarray]) -> str:
 def prompt_number(key: int) -> int:
     """Stands for the prompt with this key among the jobs that are done: a negative number, which no job has."""
     return ~(key & (2**63 - 1))
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all, also where the process is killed. Raises ConfigError on a full disk."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: Exception) -> ConfigError:
-    """What to tell the user where a file cannot be written."""
-    number = system_error(error)
-    full = number in (errno.ENOSPC, errno.EDQUOT)
-    reason = os.strerror(number) if number else _first_line(error)
-    why = "the disk is full: free some space" if full else f"it cannot be written ({reason})"
-    return ConfigError(f"{path}: {why}; what was written before is kept, and the same command goes on from there")
-
-
-def system_error(error: Exception) -> int | None:
-    """The system's number of an error, also where a library names it in its message alone; None for any other error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    found = _ERROR_NUMBER.search(str(error))
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,16 +272,12 @@ def _read_shard(path: Path) -> dict[str, np.ndarray]:
             "and start again"
         ) from None
     except SafetensorError as error:
-        raise _TornShard(f"the shard {path} cannot be read ({_first_line(error)}): {made_anew}") from None
+        raise _TornShard(f"the shard {path} cannot be read ({first_line(error)}): {made_anew}") from None
     except ValueError as error:
-        problem = _first_line(error)
+        problem = first_line(error)
     if problem is not None:
         raise ConfigError(f"the shard {path} cannot be read ({problem}): {made_anew}")
     return columns
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _problems(columns: dict[str, np.ndarray]) -> Iterator[str]:

@@ -165,11 +165,11 @@ def train_drafter(
         )
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
-    seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
+    judged_on = crew.agree_digest(held_out.digest)
     if progress.step:
         watch.kept(progress)
         progress.best = crew.agree(progress.best)
-    progress.measured_on(f"{seen:012x}")
+    progress.measured_on(judged_on)
     progress.goes_on(budget.used(progress))
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
     with enough_memory("it does not hold what proves the kernels, free some of it"):

@@ -19,7 +19,7 @@ from tests.tidar_core.convert.trained import BRIEF, SMALL, random_documents, run
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
-from tidar_core.convert import run, speed
+from tidar_core.convert import gathering, run, speed
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import add_text
@@ -250,7 +250,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, mon
     # Prompts that come later are answered, and those that were asked cost no start of the generator.
     (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?\n" + "And so on? " * 500)
     read: list[Path] = []
-    monkeypatch.setattr(run, "add_text", lambda *given: read.append(given[1]) or add_text(*given))
+    monkeypatch.setattr(gathering, "add_text", lambda *given: read.append(given[1]) or add_text(*given))
     for generating in (True, False):
         status, output = run_command(
             model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",

@@ -1,6 +1,7 @@
 """Gathering own words: both generators, the user's prompts among them, limits of time and number, kills."""
 
 import itertools
+import json
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
-from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
+from tidar_core.convert.growing import GROWING_FILE, Growing, read_growing, waits_to_be_cut, write_growing
 from tidar_core.convert.own_words import Goal, SortedPrompts, add_text, gather_own_words, sort_prompts, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
@@ -151,6 +152,13 @@ def test_what_cannot_be_taken_up_begins_anew(engine, tmp_path, monkeypatch):
     gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=400))
     jobs = store.read().corpus.jobs.tolist()
     assert len(jobs) == len(set(jobs)) > 10
+
+
+def test_conversations_on_their_way_have_the_same_names_on_disk_in_all_versions(tmp_path):
+    write_growing(tmp_path, [Growing(number=3, prompt="", heard=(), said=(1, 2))])
+    kept = {"number": 3, "prompt": "", "heard": [], "said": [1, 2]}
+    assert json.loads((tmp_path / GROWING_FILE).read_text()) == {"format": 2, "conversations": [kept]}
+    assert [growing.so_far for growing in read_growing(tmp_path)] == [(1, 2)]
 
 
 def test_gathering_goes_on_where_it_was_killed(engine, tmp_path, monkeypatch):
