@@ -34,7 +34,7 @@ BLOCKS_SEEN: dict[BlockSizes, str] = {
     "mixed": "blocks had from 2 to all slots, as drawn for each step",
     "growing": "blocks grew from 2 slots to all in the first half of the training",
 }
-GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it the base model did not say
+GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # kinds with tokens that the base did not generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class DocumentCounts:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a card tells: for which base, trained on which documents, which were held out, how trained, how good."""
+    """How a drafter was made, for its card. model: how the user called the base. trained, held_out: the documents.
+    start: what training began from, as in `Origin`."""
 
     base: BaseIdentity
     model: str
@@ -63,7 +64,7 @@ class Made:
 
 
 def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
-    """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
+    """The same with the documents of `corpus` counted."""
     learnt, held_out = counts_of(corpus)
     return Made(base, model, learnt, held_out, config, device, start)
 
@@ -225,7 +226,7 @@ tokens, were held out.
 
 
 def _whose(made: Made) -> str:
-    """Who said what it learnt from, and so whose terms apply."""
+    """Who wrote what the drafter learnt from, and so whose terms apply."""
     given = [what for kind, what in GIVEN.items() if made.trained.documents[kind]]
     if not given:
         return (

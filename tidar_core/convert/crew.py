@@ -26,6 +26,7 @@ class Crew:
 
     @property
     def leads(self) -> bool:
+        """Whether this worker writes what is written."""
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:

@@ -150,7 +150,7 @@ def measure(run: FullRun, counts: bool) -> tuple[FullDrafts, bool]:
 
 
 def state_dtype(config: Path, dtype: str) -> None:
-    """Writes into a config.json what the weights beside it are in: transformers writes what they are trained in."""
+    """Writes the weights' dtype into the config.json beside them: transformers writes the one they are trained in."""
     stated = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**stated, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
@@ -181,10 +181,10 @@ def write_model(run: FullRun, drafts: FullDrafts) -> None:
         remove(part)
         part.mkdir(parents=True)
         (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        # Not its state: that names a tied head beside the embedding, and in another dtype these are two tensors.
+        # By its parameters: its state has a tied head beside the embedding, and as bf16 copies these are two tensors.
         named = zip(training.names, training.tensors, strict=True)
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
-        # By these experts are chosen: no gradient reaches them, and in some models they are no parameters.
+        # What experts are chosen by gets no gradient, and is no parameter in some models.
         state = training.model.state_dict().items()
         weights |= {name: tensor for name, tensor in state if name.endswith("e_score_correction_bias")}
         training.model.save_pretrained(part, state_dict=weights)
@@ -212,7 +212,7 @@ def _card(name: str, record: dict[str, Any]) -> str:
 
 
 def resume(run: FullRun) -> None:
-    """From the last checkpoint in `work`, where there is one."""
+    """Goes on from the last checkpoint in `work`, where there is one."""
     training = run.training
     found = resume_training(
         run.work, training.settings, training.names, training.tensors, training.optimizer, run.screen.line
@@ -223,8 +223,8 @@ def resume(run: FullRun) -> None:
 
 
 def save(run: FullRun) -> float:
-    """Writes a checkpoint, whose time counts: it has all of the model and its moments. Gives the moment at which it was
-    written."""
+    """Writes a checkpoint of the whole model and its moments; gives the moment at which it was written. The seconds it
+    took count as training."""
     began, training = time.monotonic(), run.training
     save_training(run.work, training.settings, training.progress, training.names, training.tensors, training.optimizer)
     done = time.monotonic()

@@ -66,7 +66,7 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
 def _to_be_asked(
     options: ConvertOptions, base: Base, plan: DocumentPlan, store: ShardStore, given: list[str], screen: Screen
 ) -> list[str]:
-    """Those of the given prompts that have no answer yet and can have one; how many cannot is told."""
+    """Those of the given prompts that have no answer yet and can have one; the user is told how many cannot."""
     screen.line(f"reading {options.prompts}")
     found = sort_prompts(base.tokenizer, plan, unanswered(base.tokenizer, given, store.read()))
     if found.too_long:
@@ -89,7 +89,7 @@ def _generate(
     prompts: list[str],
     screen: Screen,
 ) -> tuple[Corpus, float]:
-    """Loads the generator and lets it answer and speak into `store`; as `gather` from there."""
+    """Loads the generator, has it answer the prompts and write its own words; gives what `gather` gives."""
     generator, fingerprint = _generator(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(base.source.name, base.config, base.tokenizer, fingerprint))

@@ -18,8 +18,8 @@ GROWING_FILE = "growing.json"
 
 
 class Growing(BaseModel):
-    """One conversation. number: its job's, -1 for the user's `prompt`. heard: what its wishes have brought so far.
-    so_far: the beginning of what the next one brings."""
+    """One conversation. number: its job's, -1 for the user's `prompt`. heard: the completions of its wishes. so_far:
+    what the wish on its way has brought."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class Growing(BaseModel):
 
     @property
     def job(self) -> int | str:
-        """What tells it from the others."""
+        """Which job it is: the prompt, or the number of a planned one."""
         return self.prompt if self.number < 0 else self.number
 
 
@@ -49,17 +49,18 @@ def growing_of(conversation: Conversation, so_far: tuple[int, ...]) -> Growing:
 
 
 def take_up(conversation: Conversation, kept: Growing | None) -> tuple[Wish | None, tuple[int, ...]]:
-    """Leads a new conversation to where it was; gives its wish, and what that has brought already."""
+    """Leads a new conversation to where `kept` was; gives its next wish, and what that has brought already."""
     wish, so_far = conversation.start(), kept.so_far if kept else ()
     for completion in kept.heard if kept else ():
         if wish is not None:
             wish = conversation.advance(completion)
-    fits = wish is not None and len(so_far) < wish.params.max_tokens  # no longer, where answers are to be shorter now
+    # It does not fit where the answers of this run are to be shorter than those of the last one.
+    fits = wish is not None and len(so_far) < wish.params.max_tokens
     return wish, so_far if fits else ()
 
 
 def waits_to_be_cut(directory: Path, done: Collection[int]) -> bool:
-    """Whether a run that was killed left conversations of its own plan there that are not `done`."""
+    """Whether a run that was killed left planned conversations there that are not `done`."""
     return any(kept.number >= 0 and kept.number not in done for kept in read_growing(directory))
 
 

@@ -52,6 +52,7 @@ class HeldOut:
 
     @property
     def digest(self) -> str:
+        """12 hex digits that stand for these documents and windows."""
         columns = ((*document, places) for document, places in zip(self.documents, self.windows, strict=True))
         return digest_of(column for each in columns for column in each)
 
@@ -101,15 +102,15 @@ def measure_held_out(
 def judge_windows(
     base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
 ) -> list[np.ndarray]:
-    """For each window bool [context ends, block]: whether the slot says what the base says there; never where the
-    document's own words are over."""
+    """For each window bool [context ends, block]: whether the slot says what the base says there; False behind the end
+    of the document's own words."""
     return [
         holds for group in _groups(held_out) for holds in _judge(base, adapter, held_out, group, block, within_block)
     ]
 
 
 def _groups(held_out: HeldOut) -> Iterator[range]:
-    """Documents that are read together."""
+    """Runs of documents that are read together, of about `TOKENS_AT_ONCE` tokens."""
     first, tokens = 0, 0
     for index, (document, _) in enumerate(held_out.documents):
         if tokens and tokens + len(document) > TOKENS_AT_ONCE:

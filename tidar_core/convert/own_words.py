@@ -27,14 +27,18 @@ from tidar_core.convert.template import encode, text_lead
 
 FLUSH_SECONDS = 30.0
 FLUSH_TOKENS = 1_000_000
-HOPELESS = 500  # jobs without a single document, or twice what is generated at once: short ones end before good ones
-DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that are on their way
+# Jobs without a single document, after which the model is given up; at least twice as many as are generated at once,
+# since those that come to nothing end first.
+HOPELESS = 500
+DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # the end of the time, in which nothing new begins and answers may end
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: as soon as there are `own_tokens` (0: no such limit) or `seconds` were spent
-    (0: no limit). The user's prompts are answered all the same, and have `seconds` in each run."""
+    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit.
+
+    The user's prompts are answered even where the goal is reached. They have `seconds` in each run.
+    """
 
     own_tokens: int = 0
     seconds: float = 0.0
@@ -42,10 +46,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class GatherProgress:
-    """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
-    way. asked: the user's prompts that are still to be answered. until: where `seconds` ends at the latest, 0 where
-    that has no limit. refused: prompts of this run that have no answer to learn from. useless: the model says nothing
-    of use by itself, and is not asked on."""
+    """How far gathering is, earlier runs included. own_tokens: in finished documents; growing: in those on their way.
+    asked: the user's prompts that are still to be answered. until: what `seconds` may reach at most, 0 for no limit.
+    refused: prompts of this run whose answers teach nothing. useless: what the model says by itself is of no use, and
+    it is asked nothing more."""
 
     documents: int
     own_tokens: int
@@ -59,8 +63,8 @@ class GatherProgress:
 
 @dataclass(slots=True)
 class _Books:
-    """What a run has counted, and what it has yet to write. hopeless: documents of no use, without a single one of
-    use, from which on the model is asked nothing more."""
+    """What a run has counted, and what it has yet to write. hopeless: so many jobs that came to nothing, without a
+    single one that did not, and the model is given up."""
 
     store: ShardStore
     documents: int
@@ -77,9 +81,11 @@ class _Books:
 
     @property
     def seconds(self) -> float:
+        """Spent on gathering, earlier runs included."""
         return self.seconds_before + time.monotonic() - self.began
 
     def finish(self, conversation: Conversation) -> None:
+        """Counts a conversation that is over, and keeps its document to be written."""
         document, number = conversation.document(), conversation.job.number
         given = conversation.job.kind == "prompt"
         if document is None:
@@ -94,15 +100,17 @@ class _Books:
 
     @property
     def in_vain(self) -> bool:
+        """Whether the model is given up: nothing came of anything it said by itself."""
         return self.useless >= self.hopeless and not self.useful
 
     @property
     def due(self) -> bool:
+        """Whether it is time to write."""
         waited = time.monotonic() - self.flushed
         return waited > FLUSH_SECONDS or sum(len(document.tokens) for document in self.fresh) > FLUSH_TOKENS
 
     def flush(self, growing: Sequence[Growing]) -> None:
-        """Writes what is fresh, and what is still growing."""
+        """Writes a shard of what is fresh, and what is still growing."""
         self.store.append(self.fresh, self.fresh_done, time.monotonic() - self.flushed)
         write_growing(self.store.directory, growing)
         self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
@@ -136,6 +144,7 @@ class _Run:
         self.emitted_before, self.landed = source.emitted, 0  # landed: tokens of completions
 
     def progress(self) -> GatherProgress:
+        """How far it is now."""
         books, goal = self.books, self.goal
         growing = max(0, self.source.emitted - self.emitted_before - self.landed)
         asking = len(self.asked) + sum(conversation.job.kind == "prompt" for conversation in self.open.values())
@@ -143,6 +152,7 @@ class _Run:
         return GatherProgress(books.documents, books.own_tokens, growing, books.seconds, asking, until)
 
     def has_time(self, end: float) -> bool:
+        """Whether fewer than `end` seconds were spent; always where the goal has no limit of time."""
         return not self.goal.seconds or self.books.seconds < end
 
     def fill(self, growing: int) -> None:
@@ -176,6 +186,7 @@ class _Run:
             self.books.finish(conversation)
 
     def flush(self) -> None:
+        """Writes all documents that are finished, and all conversations that are not."""
         growing = [growing_of(conversation, self.source.so_far(key)) for key, conversation in self.open.items()]
         self.books.flush([*growing, *self.left.values()])
 
@@ -236,7 +247,7 @@ def gather_own_words(
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:
-    """What an earlier run left unfinished and no document has finished since, by the job that it belongs to."""
+    """The conversations that an earlier run left unfinished, by their jobs; without those that were finished since."""
     kept_ones = read_growing(directory)
     still_open = set(unanswered(tokenizer, [kept.prompt for kept in kept_ones if kept.number < 0], stored))
     return {
@@ -296,9 +307,9 @@ class AddedText:
 def add_text(
     tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int, vocab_size: int
 ) -> AddedText:
-    """Cuts the text of a file into documents of at most `longest` tokens, behind those with which the tokenizer begins
-    each text; what is stored already is left out. vocab_size: rows of the embedding, of which a tokenizer may have
-    more tokens. Raises ConfigError where the file cannot be read or is too short, or the disk is full."""
+    """Cuts the text of a file into documents of at most `longest` tokens, each behind the tokens with which the
+    tokenizer begins a text. What is stored already is left out. vocab_size: rows of the embedding; a tokenizer may have
+    more tokens. Raises ConfigError where the file cannot be read or is too short, and where the disk is full."""
     seen = set(store.read().corpus.keys.tolist())
     lead = text_lead(tokenizer)
     fresh: list[Document] = []
@@ -312,7 +323,7 @@ def add_text(
         if key in seen or len(tokens) <= LEAST_OWN_TOKENS:
             continue
         seen.add(key)
-        given = len(lead) or 1  # nothing foretells the first token of all
+        given = len(lead) or 1  # nothing comes before the very first token, so that none could be learnt there
         own = [False] * given + [True] * (len(lead) + len(tokens) - given)
         fresh.append(Document(lead + tokens, tuple(own), key, "file", -1))
         added += 1

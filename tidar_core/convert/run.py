@@ -66,7 +66,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     config = options.train
     start, begun_from = begin(options, identity, weights, screen)
     _check_alike(options, corpus, f"{identity.fingerprint} {begun_from}", crew)
-    if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
+    if start.slot_head is not None:  # an adapter that it goes on from keeps the width of its own
         config = replace(config, slot_head=start.slot_head.out.shape[1])
     learnt, held_out = corpus.split()
     longest = base.config.max_positions
@@ -110,7 +110,7 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_replaceable(options.out, [path for path in read if path is not None])
     else:
         check_folder(options.out)
-        if options.shards.resolve().is_relative_to(options.out.resolve()):  # which would then hold something else
+        if options.shards.resolve().is_relative_to(options.out.resolve()):  # the next start would refuse such a folder
             raise ConfigError(f"{options.shards} lies in {options.out}: choose a folder outside of --out for --data")
     _check_result(options)
     base = read_base(source, device)
@@ -134,8 +134,8 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
 
 
 def _check_result(options: ConvertOptions) -> None:
-    """Raises ConfigError where `out` holds what a training made that is gone: one that begins anew would at once put
-    something untrained in its place."""
+    """Raises ConfigError where `out` holds the result of a training whose checkpoints are gone: a new training would
+    replace it at once by something untrained."""
     adapter = options.mode == "adapter"
     steps = trained_steps(options.out) if adapter else full_steps(options.out)
     goes_on = adapter and Path(options.start).resolve() == options.out.resolve()
@@ -149,6 +149,7 @@ def _check_result(options: ConvertOptions) -> None:
 
 
 def _counts_line(stored: Corpus) -> str:
+    """How many documents there are, for the user."""
     learnt, held_out = counts_of(stored)
     return (
         f"{learnt.of_all_kinds:,} documents, {learnt.own_tokens:,} tokens to learn from; "
@@ -157,6 +158,7 @@ def _counts_line(stored: Corpus) -> str:
 
 
 def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
+    """As `train_gathered`, for `--mode full`."""
     train, longest = options.train, min(FullConfig().longest, base.config.max_positions)
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
@@ -170,13 +172,14 @@ def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: floa
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:
+    """What is left for training after `spent` seconds of gathering; a share of the time in any case."""
     seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
     return Budget(options.steps, 0.0 if options.steps else seconds)
 
 
 def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: Crew) -> None:
-    """Raises ConfigError where this worker reads others than the first does: each learns its part of what all draw, so
-    that parts of different things would be put together, and nobody saw it. known_by: stands for model and start."""
+    """Raises ConfigError where this worker reads other documents, or another model or start, than the first worker:
+    their gradients would be added up all the same, and nobody would notice. known_by: stands for model and start."""
     if crew.size == 1:
         return
     mine = digest_of((corpus.tokens, corpus.own, corpus.ends, np.frombuffer(known_by.encode(), np.uint8)))

@@ -39,6 +39,7 @@ class Rate:
 
 
 def time_left(seconds: float | None) -> str:
+    """In words; None where nobody knows."""
     if seconds is None:
         return "time left unknown yet"
     if seconds < 90:

@@ -55,7 +55,7 @@ class Document:
 
 class DataHeader(BaseModel):
     """`data.json`: the model whose words these are, and the seed that fixes the planned jobs. fingerprint: of its
-    weights; empty until they say something, where there is nothing but given text."""
+    weights; empty as long as there is nothing but given text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -86,15 +86,17 @@ class Corpus:
         return self.tokens[span], self.own[span].astype(bool)
 
     def generated_tokens(self) -> int:
-        """Tokens to learn from that the model said itself."""
+        """Tokens to learn from that the model generated."""
         generated = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
         return int(self.own[generated].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the documents to train on and of those held out, told apart by hash: one to train on is never
-        held out, however many others join. Of few the two with the lowest hashes are held out, so that there is
-        nothing to train on before there are three: of two, one to train on would be among the lowest two once a
-        higher one joins."""
+        """Indices of the documents to train on and of those that are held out, int64 each.
+
+        The key decides, so that a document that was trained on is never held out later, whatever is added: those below
+        `HELD_OUT_SHARE` of all keys are held out, and at least the two lowest. With two documents both are held out:
+        if one of them were trained on, it could be among the two lowest once a higher one is added.
+        """
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
         held_out = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
@@ -108,7 +110,7 @@ def content_key(tokens: Sequence[int]) -> int:
 
 
 def digest_of(columns: Iterable[np.ndarray]) -> str:
-    """12 hex digits that stand for these arrays, in this order: others where a value or a length differs."""
+    """A hash of these arrays in this order, 12 hex digits; a value or a length that differs changes it."""
     digest = hashlib.blake2b(digest_size=6)
     for column in columns:
         digest.update(len(column).to_bytes(8, "little") + column.tobytes())
@@ -116,7 +118,7 @@ def digest_of(columns: Iterable[np.ndarray]) -> str:
 
 
 def prompt_number(key: int) -> int:
-    """Stands for the prompt with this key among the jobs that are done: a negative number, which no job has."""
+    """The number of the prompt with this key in the column `done`: negative, as no planned job's is."""
     return ~(key & (2**63 - 1))
 
 
@@ -185,10 +187,10 @@ class ShardStore:
 
 
 def open_store(directory: Path, header: DataHeader) -> ShardStore:
-    """The data directory, created with this header or continued. `notes` of the result has lines worth telling.
+    """The data directory, created with this header or continued. `notes` of the result has lines for the user.
 
-    A torn last shard is removed: its jobs run again. Raises ConfigError where the directory's tokens are another
-    model's or cannot be read.
+    A last shard that was not written to its end is removed: its jobs run again. Raises ConfigError where the tokens
+    there come from another tokenizer, and where the directory cannot be made or read.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -240,16 +242,16 @@ def read_header(directory: Path) -> DataHeader:
 
 
 def _shard_paths(directory: Path, suffix: str = "") -> list[Path]:
-    """Those that a store wrote: a user's copy of one beside it is not read."""
-    named = [path for path in directory.glob(f"shard-*.safetensors{suffix}") if _numbered(path).isdecimal()]
+    """The shards in order; without what has such a name but no number, as a user's copy of one."""
+    named = [path for path in directory.glob(f"shard-*.safetensors{suffix}") if _digits(path).isdecimal()]
     return sorted(named, key=_number)
 
 
 def _number(path: Path) -> int:
-    return int(_numbered(path))
+    return int(_digits(path))
 
 
-def _numbered(path: Path) -> str:
+def _digits(path: Path) -> str:
     return path.name.partition(".")[0].removeprefix("shard-")
 
 
@@ -262,6 +264,7 @@ class _TornShard(ConfigError):
 
 
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a shard. Raises `_TornShard` where it was not written to its end, ConfigError for all else."""
     made_anew = "delete it, and its part is made anew"
     try:
         columns = load_file(path)
@@ -281,6 +284,7 @@ def _read_shard(path: Path) -> dict[str, np.ndarray]:
 
 
 def _problems(columns: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is wrong with a shard that could be read."""
     for name, kind in _COLUMNS.items():
         if name not in columns or columns[name].dtype != kind or columns[name].ndim != 1:
             yield f"it has no column {name}"

@@ -29,14 +29,16 @@ class Completion:
 
 
 class TextSource(Protocol):
-    """Completes prompts. `capacity` is how many it works on at once; `emitted` counts the tokens made so far, those
-    that a submission brought along among them."""
+    """Completes prompts. capacity: how many it works on at once. emitted: tokens of all submissions so far, including
+    those that an earlier run had made."""
 
     capacity: int
     emitted: int
 
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """How many completions were submitted and are not complete."""
+        ...
 
     def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, so_far: tuple[int, ...] = ()) -> bool:
         """Queues one completion, of which an earlier run made `so_far`; False where it does not fit the model."""
@@ -94,6 +96,8 @@ class EngineSource:
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
+    """A completion on its way; so_far: its tokens from earlier waves or an earlier run."""
+
     key: int
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -109,9 +113,9 @@ class _Submission:
 
 
 class TransformersSource:
-    """transformers' `generate`, a wave of prompts at a time. Slower than the engine: a wave lasts as long as its
-    longest answer, or `WAVE_SECONDS`, and what is incomplete then goes on in another; needs nothing of ours but the
-    checkpoint. The checkpoint's own settings for generation (a penalty, say) are dropped: the text is to be what the
+    """transformers' `generate`, a wave of prompts at a time. It needs nothing but the checkpoint, and is slower than
+    the engine: a wave lasts as long as its longest answer. After `WAVE_SECONDS` it ends, and what is incomplete goes on
+    in another. The checkpoint's own settings for generation (a penalty, say) are dropped: the text is to be what the
     weights say."""
 
     def __init__(
