@@ -100,26 +100,26 @@ def _train(
         device="cuda" if gpus else "cpu",
     )
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    said = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+    queue = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
     trainer = TorchTrainer(
-        partial(work, everywhere, spent, said),  # type: ignore[arg-type]
+        partial(work, everywhere, spent, queue),  # type: ignore[arg-type]
         scaling_config=ScalingConfig(
             num_workers=count, use_gpu=gpus, resources_per_worker=dict(_resources(gpus, options.threads))
         ),
         run_config=RunConfig(name="ray", storage_path=str(options.work), failure_config=PATIENCE),
     )
     screen.line(f"training on {count} workers, which share every step")
-    return follow(beside(trainer.fit, "train"), said, screen, interrupts)
+    return follow(beside(trainer.fit, "train"), queue, screen, interrupts)
 
 
-def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts) -> Progress:
+def follow(run: Future[Any], queue: Queue, screen: Screen, interrupts: Interrupts) -> Progress:
     """Shows what the workers say until they are done. Raises ConfigError where they cannot go on."""
     over = False
     try:
         while not over:
             check_ray(interrupts)
             over = run.done()
-            for news in map(pickle.loads, said.get_nowait_batch(said.qsize())):
+            for news in map(pickle.loads, queue.get_nowait_batch(queue.qsize())):
                 if isinstance(news, ConfigError):
                     raise news
                 news(screen)
@@ -127,12 +127,12 @@ def follow(run: Future[Any], said: Queue, screen: Screen, interrupts: Interrupts
         progress = run.result().return_value
     except (TrainingFailedError, ray.exceptions.RayError) as error:
         check_ray(interrupts)
-        raise ConfigError(f"{_told_of(error)}; the same command goes on from here") from error
+        raise ConfigError(f"{_reason(error)}; the same command goes on from here") from error
     assert isinstance(progress, Progress)
     return progress
 
 
-def _told_of(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What went wrong with the workers, or with Ray under them."""
     match error:
         case WorkerGroupError(worker_failures=failures) if failures:

@@ -21,15 +21,15 @@ from tidar_core.convert.run import train_gathered
 from tidar_core.convert.trainer import StepReport
 
 
-def work(options: ConvertOptions, spent: float, said: Queue) -> Progress:
-    """`train_gathered` as one of the crew; `said` gets, pickled, calls for the user's screen and what ends the run.
+def work(options: ConvertOptions, spent: float, queue: Queue) -> Progress:
+    """`train_gathered` as one of the crew; `queue` gets, pickled, calls for the user's screen and what ends the run.
 
     Raises ConfigError for what the user can mend.
     """
     crew = crew_of_this_process()
 
     def tell(news: object) -> None:
-        said.put(pickle.dumps(news))  # as bytes, or the queue's process would import all that is in it
+        queue.put(pickle.dumps(news))  # as bytes, or the queue's process would import all that is in it
 
     try:
         check_seen(options)
@@ -61,9 +61,9 @@ def crew_of_this_process() -> Crew:
             tensor.copy_(total.view_as(tensor))
 
     def agree(number: float) -> float:
-        held = torch.tensor(number, dtype=torch.float64, device=device)
-        dist.broadcast(held, src=0)
-        return float(held)
+        agreed = torch.tensor(number, dtype=torch.float64, device=device)
+        dist.broadcast(agreed, src=0)
+        return float(agreed)
 
     return Crew(dist.get_rank(), dist.get_world_size(), add_up, agree)
 

@@ -5,7 +5,9 @@ there what the base says a few tokens later. The data are the model's own words,
 needed.
 
     run.py            the whole way, resumable: gather, train, write (`command.py`, `screen.py`: the terminal's side)
+    gathering.py      its first part: which documents there are, which are still to be made
     options.py        what a user chooses of it; lock.py: one run at a time in a folder
+    base.py           the base model: what it is, and its weights when they are needed
     start.py          what training begins from, checked before anything takes long
 
     seeds.py          first words that give the questions their variety
@@ -13,7 +15,8 @@ needed.
     conversations.py  jobs fixed by number and seed, each led to a finished document
     sources.py        who generates: the engine, or transformers
     own_words.py      drives jobs through a source into shards; given.py: the user's prompts and text, read
-    shards.py         documents on disk: append-only, whole or absent; growing.py: those that are not finished
+    shards.py         documents on disk: append-only, whole or absent; growing.py: those that are not finished;
+                      files.py: how a file is written
 
     blocks.py         anchors at random, mask blocks behind them, whole or of several sizes
     forward.py        the two passes of a step: clean rows once without gradient, mask rows behind them
@@ -24,7 +27,8 @@ needed.
     vocabulary.py     the part of the vocabulary that a step's loss is computed over
     drafter.py        the trained tensors; sampler.py: what a step sees; checkpoint.py: kill it any time
     crew.py           several workers on one drafter: the few calls by which they stay together (`cluster.training`)
-    trainer.py        the loop; held_out.py: tokens per step, as decoding would go; speed.py: rows against the peak
+    trainer.py        the loop; pace.py: when it is measured; held_out.py: tokens per step, as decoding would go;
+                      speed.py: rows against the peak
     card.py           the folder that comes out
 
     full.py           the paper's own training instead: one set of weights for both roles (`--mode full`)

@@ -117,6 +117,7 @@ def mask_attention(
 
 
 def norm_heads(qkv: Tensor, config: ModelConfig, norms: QKNorm) -> Tensor:
+    """RMSNorm of each query and key head of rows [rows, (heads + 2 kv_heads) * head_dim]; values as they are."""
     q, k, v = split_heads(qkv, config.kv_heads, config.head_dim)
     q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     return torch.cat((q, k, v), dim=1).view(qkv.shape)
@@ -149,6 +150,7 @@ class _Chunk:
 
 
 def _chunks_of(pack: Pack, blocks: Blocks) -> Iterator[_Chunk]:
+    """Blocks in runs of at most `BLOCKS_AT_ONCE`, each within one document."""
     if blocks.block > LEAD:
         raise ValueError(f"blocks of {blocks.block} slots, where {LEAD} have room")
     device = blocks.positions.device

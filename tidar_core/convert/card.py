@@ -13,8 +13,9 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import rank_of
+from tidar_core.convert.files import cannot_write, write_atomically
 from tidar_core.convert.held_out import HeldOutResult
-from tidar_core.convert.shards import KINDS, Corpus, Kind, cannot_write, write_atomically
+from tidar_core.convert.shards import KINDS, Corpus, Kind
 from tidar_core.convert.trainer import TrainConfig
 from tidar_core.model.adapter import WEIGHTS_FILE, Adapter, save_adapter
 from tidar_core.model.adapter_config import CONFIG_FILE, PROJECTIONS, AdapterConfig, BaseIdentity, read_adapter_config
@@ -33,7 +34,7 @@ BLOCKS_SEEN: dict[BlockSizes, str] = {
     "mixed": "blocks had from 2 to all slots, as drawn for each step",
     "growing": "blocks grew from 2 slots to all in the first half of the training",
 }
-GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # what of it the base model did not say
+GIVEN: dict[Kind, str] = {"prompt": "prompts", "file": "texts"}  # kinds with tokens that the base did not generate
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class DocumentCounts:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a card tells: for which base, trained on which documents, which were held out, how trained, how good."""
+    """How a drafter was made, for its card. model: how the user called the base. trained, held_out: the documents.
+    start: what training began from, as in `Origin`."""
 
     base: BaseIdentity
     model: str
@@ -62,9 +64,9 @@ class Made:
 
 
 def made_from(base: BaseIdentity, model: str, corpus: Corpus, config: TrainConfig, device: str, start: str) -> Made:
-    """model: how the user called the base on the command line. start: what training began from, as in `Origin`."""
-    learnt, held = counts_of(corpus)
-    return Made(base, model, learnt, held, config, device, start)
+    """The same with the documents of `corpus` counted."""
+    learnt, held_out = counts_of(corpus)
+    return Made(base, model, learnt, held_out, config, device, start)
 
 
 def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
@@ -77,8 +79,8 @@ def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
             {kind: int((kinds == index).sum()) for index, kind in enumerate(KINDS)}, int(own[indices].sum())
         )
 
-    learnt, held = corpus.split()
-    return counted(learnt), counted(held)
+    learnt, held_out = corpus.split()
+    return counted(learnt), counted(held_out)
 
 
 def check_folder(out: Path) -> None:
@@ -164,7 +166,8 @@ def _training_record(made: Made, progress: Progress, result: HeldOutResult) -> d
 
 def model_card(made: Made, adapter: AdapterConfig, name: str, progress: Progress, result: HeldOutResult) -> str:
     """The README of a published adapter: a front matter that model hubs read, and what was measured."""
-    config, base, held = made.config, made.base, made.held_out
+    config, base = made.config, made.base
+    documents, tokens = made.held_out.of_all_kinds, made.held_out.own_tokens
     data = [f"- {count:,} × {KIND_NAMES[kind]}" for kind, count in made.trained.documents.items() if count]
     kinds = [f"| {KIND_NAMES[kind]} | {value:.2f} |" for kind, value in result.by_kind.items()]
     slots = " ".join(f"{share:.3f}" for share in result.all_right)
@@ -205,7 +208,7 @@ Slot 0 says what the base says: {result.slot_0:.3f}. Slots 1 … {adapter.block_
 
 {chr(10).join(data)}
 
-{made.trained.own_tokens:,} tokens to learn from. {held.of_all_kinds:,} more documents, with {held.own_tokens:,} such
+{made.trained.own_tokens:,} tokens to learn from. {documents:,} more documents, with {tokens:,} such
 tokens, were held out.
 
 {_whose(made)}
@@ -223,7 +226,7 @@ tokens, were held out.
 
 
 def _whose(made: Made) -> str:
-    """Who said what it learnt from, and so whose terms apply."""
+    """Who wrote what the drafter learnt from, and so whose terms apply."""
     given = [what for kind, what in GIVEN.items() if made.trained.documents[kind]]
     if not given:
         return (

@@ -12,20 +12,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.shards import cannot_write, write_atomically
+from tidar_core.convert.files import cannot_write, write_atomically
 
 KEPT = 2
 PARAMETER = "parameter/"
 LEAST_GAIN = 0.002  # of tokens per step, for a measurement to count as progress
-SETTLED = 0.8  # of the budget: from there on the rate is under an eighth of its highest, and lack of gain counts
+SETTLED = 0.8  # of the budget: the learning rate has fallen below an eighth of its highest, and lack of gain counts
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a training is. step: optimizer steps taken. epoch, place: documents of the epoch's order that were used.
-    documents: how many there were to order. seconds: spent on training. rows: mask rows trained.
-    best: highest tokens per step on held-out documents; stale: measurements since then without a new one.
-    held_out: digest of these documents; empty where none were seen, or by a version that did not tell."""
+    """Where a training is. step: optimizer steps taken. epoch: times that all documents were gone through; place: how
+    many of them were used since; documents: how many there are. seconds: spent on training. rows: mask rows trained.
+    best: highest tokens per step on held-out documents; stale: measurements without gain since then. held_out: digest
+    of those documents; empty before the first run, and in checkpoints of versions that did not keep it."""
 
     step: int = 0
     epoch: int = 0
@@ -38,23 +38,25 @@ class Progress:
     held_out: str = ""
 
     def measured_on(self, held_out: str) -> None:
-        """From here on these held-out documents are what is measured: what was found on others says nothing here."""
+        """To be called with the digest of the held-out documents when a run begins. Where it is another than before,
+        earlier measurements do not compare and are forgotten."""
         if self.held_out not in ("", held_out):
             self.best, self.stale = 0.0, 0
         self.held_out = held_out
 
     def knows(self, kept: float) -> None:
-        """What earlier runs left measures `kept`, which decides what is better: it may be newer than the checkpoint, or
-        older, where a kill came between the two. At 0 it is gone, and anything is better."""
+        """To be called when a run goes on: what lies in the output folder measured `kept` tokens per step, 0 where
+        nothing does. It decides what is better, since a kill may have left it newer or older than the checkpoint."""
         self.best = kept
 
     def goes_on(self, used: float) -> None:
-        """A run begins with this share of the budget used up: one that had come to its end has been given more."""
+        """To be called when a run begins. used: the share of the budget that is used up. A training that had ended and
+        was given a larger budget gets its patience back."""
         if used < SETTLED:
             self.stale = 0
 
     def take(self, found: float, counts: bool) -> None:
-        """Of a measurement. counts: whether one without gain brings the training's end nearer."""
+        """Takes note of a measurement. counts: whether one without gain brings the training's end nearer."""
         self.stale = 0 if found > self.best * (1 + LEAST_GAIN) else self.stale + counts
         self.best = max(self.best, found)
 
@@ -67,14 +69,14 @@ def save_training(
     tensors: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Writes a checkpoint of what is trained, and the moments of its optimizer; names: of the parameters of all its
-    groups, in order. Raises ConfigError on a full disk."""
+    """Writes a checkpoint: the trained tensors and their optimizer's moments. names: of the parameters, in the order of
+    the optimizer's groups. Raises ConfigError on a full disk."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(directory, error) from None
-    held = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
-    save_checkpoint(directory, settings, progress, held)
+    saved = _parameter_tensors(names, tensors) | _optimizer_tensors(optimizer, names)
+    save_checkpoint(directory, settings, progress, saved)
 
 
 def resume_training(
@@ -85,8 +87,8 @@ def resume_training(
     optimizer: torch.optim.Optimizer,
     tell: Callable[[str], None],
 ) -> Progress | None:
-    """Puts back what `save_training` wrote last, and tells so; None where there is nothing. Raises ConfigError as
-    `load_checkpoint`, and where it was saved of other tensors."""
+    """Puts back what `save_training` wrote last; None where there is nothing. tell: takes lines for the user. Raises
+    ConfigError as `load_checkpoint`, and where other tensors were saved."""
     found = load_checkpoint(directory, settings)
     if found is None:
         return None
@@ -101,20 +103,20 @@ def resume_training(
 
 def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progress, tensors: dict[str, Tensor]) -> None:
     """Writes a checkpoint and removes all but the newest two. Raises ConfigError on a full disk."""
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    copied = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     about = json.dumps({"settings": settings, "progress": asdict(progress)})
     for left in directory.glob("step-*.part"):  # of a run that was killed while it wrote
         left.unlink(missing_ok=True)
-    write_atomically(_path(directory, progress.step), save(held, metadata={"about": about}))
+    write_atomically(_path(directory, progress.step), save(copied, metadata={"about": about}))
     for old in _checkpoints(directory)[:-KEPT]:
         old.unlink(missing_ok=True)
 
 
 def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress, dict[str, Tensor], list[str]] | None:
-    """The newest checkpoint that can be read, and lines worth telling; None where there is none.
+    """The newest checkpoint that can be read, and lines for the user; None where there is none.
 
-    A torn one is removed. Raises ConfigError where it was made with other settings, where the disk does not let it be
-    read, and where another program or version wrote it: nothing is removed then.
+    One that was not written to its end is removed. Raises ConfigError, and removes nothing, where it was made with
+    other settings, where the disk does not let it be read, and where another program or version wrote it.
     """
     notes = []
     for path in reversed(_checkpoints(directory)):
@@ -150,7 +152,7 @@ def load_checkpoint(directory: Path, settings: dict[str, Any]) -> tuple[Progress
 
 
 def _restore_parameters(directory: Path, names: Sequence[str], own: Sequence[Tensor], saved: dict[str, Tensor]) -> None:
-    """Copies what was saved into a training's own tensors. Raises ConfigError where it was saved of others."""
+    """Copies what was saved into a training's own tensors. Raises ConfigError where names or shapes differ."""
     shapes = {f"{PARAMETER}{name}": tensor.shape for name, tensor in zip(names, own, strict=True)}
     if shapes != {name: tensor.shape for name, tensor in saved.items() if name.startswith(PARAMETER)}:
         raise ConfigError(
@@ -189,8 +191,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _progress(about: Any) -> Progress | None:
-    """Where a training was: what other versions count besides is left out, what they do not count is at its start.
-    None where the file does not tell."""
+    """Where a training was; None where the file does not say. Fields that this version does not know are left out,
+    those that the file's version did not know have their defaults."""
     if not isinstance(about, dict) or not all(isinstance(about.get(part), dict) for part in ("settings", "progress")):
         return None
     known = {field.name for field in fields(Progress)}
@@ -202,10 +204,11 @@ def _path(directory: Path, step: int) -> Path:
 
 
 def has_checkpoint(directory: Path) -> bool:
+    """Whether a training has left a checkpoint there, readable or not."""
     return bool(_checkpoints(directory))
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """A user's copy of one beside them is not among them."""
+    """Oldest first; without what has such a name but no number, as a user's copy of one."""
     found = directory.glob("step-*.safetensors")
     return sorted(path for path in found if path.stem.removeprefix("step-").isdecimal())

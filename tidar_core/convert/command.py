@@ -158,9 +158,9 @@ def convert_command(
     except KeyboardInterrupt:
         console.print("stopped; the same command goes on from here", highlight=False)
         raise typer.Exit(130) from None
-    said = shlex.join(["--model", model, "--adapter", str(out)] if mode == "adapter" else ["--model", str(out)])
+    arguments = shlex.join(["--model", model, "--adapter", str(out)] if mode == "adapter" else ["--model", str(out)])
     console.print(
-        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {said}",
+        f"{progress.best:.2f} tokens per step on held-out documents. Serve it:\n    tidar up {arguments}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
 

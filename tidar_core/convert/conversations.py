@@ -52,7 +52,7 @@ class DocumentPlan:
 @dataclass(frozen=True, slots=True)
 class Job:
     """number: -1 for the user's own prompts. opening: the first words given. seed: of its sampling. thinks: whether a
-    model that thinks before it answers does so here, and then seldom comes to the answer itself."""
+    model that can think before it answers does so here; if so, the document often ends before the answer begins."""
 
     number: int
     kind: Kind
@@ -97,9 +97,13 @@ class Wish:
 
 @dataclass(slots=True)
 class Conversation:
-    """One job on its way. `start` gives its first wish, `advance` the next one, or None when it is over: then
-    `document` is what came of it, None where that is worth nothing. heard: what its wishes have brought, from which
-    all else follows."""
+    """One job on its way. `start` gives its first wish and `advance` each next one, or None when the conversation is
+    over; then `document` is what came of it.
+
+    seen: keys of all documents so far, which no other may have. turns: as the template takes them. tokens, own: the
+    document so far, and which of its tokens are the model's own. key: of what the document answers. asking: the wish on
+    its way is for a question or a stem. heard: what all wishes have brought; with the job it determines the rest.
+    """
 
     job: Job
     plan: DocumentPlan
@@ -113,6 +117,7 @@ class Conversation:
     heard: list[Completion] = field(default_factory=list)
 
     def start(self) -> Wish | None:
+        """The first wish; None where the job cannot be done or was done before."""
         if self.job.kind in ("code", "text"):
             self._give(text_start(self.tokenizer, self.job.opening))
             return self._wish_stem()
@@ -121,7 +126,7 @@ class Conversation:
         return self._wish_question(self.job.opening)
 
     def advance(self, completion: Completion) -> Wish | None:
-        """Takes what a wish brought."""
+        """Takes what the last wish brought; gives the next one, None at the end."""
         self.heard.append(completion)
         if self.asking:
             self.asking = False
@@ -136,10 +141,10 @@ class Conversation:
         self.turns.append({"role": "assistant", "content": answer})
         return self._wish_question("")
 
-    def cut(self, said: tuple[int, ...]) -> bool:
-        """Ends it in the midst of a wish that has brought `said` so far, where a document comes of it; else leaves it
-        as it is."""
-        kept = () if self.asking else said[: loop_start(said)]
+    def cut(self, so_far: tuple[int, ...]) -> bool:
+        """Ends the conversation in the midst of a wish that has brought `so_far`. False where that is too little for a
+        document: then nothing has changed."""
+        kept = () if self.asking else so_far[: loop_start(so_far)]
         if sum(self.own) + len(kept) < LEAST_OWN_TOKENS:
             return False
         self.tokens += kept
@@ -147,11 +152,13 @@ class Conversation:
         return True
 
     def document(self) -> Document | None:
+        """What came of it; None where there is too little to learn from."""
         if sum(self.own) < LEAST_OWN_TOKENS:
             return None
         return Document(self.tokens, tuple(self.own), self.key, self.job.kind, self.job.number)
 
     def _wish_stem(self) -> Wish | None:
+        """Lets the model go on with the opening for a few tokens, so that no two texts begin alike."""
         self.asking = True
         count = random.Random(self.job.seed).randint(*STEM_TOKENS)
         return self._fitting(self.tokens, SamplingParams(count, top_p=TOP_P, top_k=TOP_K, seed=self.job.seed))
@@ -163,6 +170,7 @@ class Conversation:
         return self._wish_answer() if self._is_new(self.tokens) else None
 
     def _wish_question(self, opening: str) -> Wish | None:
+        """Lets the model go on with a user's turn that begins with `opening`."""
         turn = open_user_turn(self.tokenizer, self.turns, opening, self.job.thinks)
         if turn is None or not self._extends(turn.tokens):
             return None
@@ -175,16 +183,17 @@ class Conversation:
 
     def _take_question(self, completion: Completion) -> Wish | None:
         """A question counts where it ended by itself, says something and was not asked before."""
-        said = completion.tokens if completion.stop is not None else completion.tokens[:-1]
-        if not completion.ended or has_special(self.tokenizer, said):
+        words = completion.tokens if completion.stop is not None else completion.tokens[:-1]
+        if not completion.ended or has_special(self.tokenizer, words):
             return None
-        text = decode(self.tokenizer, said)
+        text = decode(self.tokenizer, words)
         if completion.stop is not None:
             text = text[: text.find(completion.stop)]
         opening = self.job.opening if not self.turns else ""
         return self._ask((opening + text).strip())
 
     def _ask(self, question: str) -> Wish | None:
+        """Puts the question to the model; None where it is too short, was asked before, or cannot be rendered."""
         words = encode(self.tokenizer, question)
         if len(words) < 3 and self.job.kind == "chat":
             return None
@@ -207,7 +216,7 @@ class Conversation:
         return self._fitting(self.tokens, params)
 
     def _is_new(self, tokens: tuple[int, ...]) -> bool:
-        """Names the document after what it answers or continues; False where that was there before."""
+        """Takes these tokens, which the document answers or continues, for its key; False where one has it already."""
         self.key = content_key(tokens)
         new = self.key not in self.seen
         self.seen.add(self.key)
@@ -217,7 +226,8 @@ class Conversation:
         return Wish(prompt, params) if len(prompt) + params.max_tokens <= self.plan.longest else None
 
     def _extends(self, tokens: tuple[int, ...]) -> bool:
-        """Whether the template reads back what was said as the very tokens that were said."""
+        """Whether `tokens`, a newly rendered conversation, begin with those that there are: a template may render
+        earlier turns in another way."""
         return tokens[: len(self.tokens)] == self.tokens
 
     def _give(self, tokens: tuple[int, ...]) -> None:
@@ -228,8 +238,8 @@ class Conversation:
 def loop_start(tokens: Sequence[int]) -> int:
     """How many tokens to keep of a text that may end in a loop: all, or those up to the loop's second round.
 
-    A loop is a run of up to 48 tokens said at least four times up to the end (twice that for a single token, as in
-    a row of dashes).
+    A loop is a run of up to 48 tokens that is repeated to the end, at least four times in all; a single token at least
+    eight times, since a short row of dashes is none.
     """
     length = len(tokens)
     for period in range(1, min(LONGEST_LOOP, length // LOOP_REPEATS) + 1):

@@ -20,8 +20,13 @@ class Crew:
     add_up: Callable[[Sequence[Tensor]], None] = lambda tensors: None
     agree: Callable[[float], float] = lambda number: number
 
+    def agree_digest(self, mine: str) -> str:
+        """Twelve hex digits (`shards.digest_of`) as the first worker has them."""
+        return f"{int(self.agree(int(mine, 16))):012x}"  # exact: a double holds their 48 bits
+
     @property
     def leads(self) -> bool:
+        """Whether this worker writes what is written."""
         return self.rank == 0
 
     def part(self, count: int) -> tuple[int, int]:

@@ -105,6 +105,7 @@ def fingerprint_of(weights: AdapterWeights) -> str:
 
 
 def rank_of(weights: AdapterWeights) -> int:
+    """The rank of an adapter's pairs."""
     return next(tensor.shape[1] for name, tensor in named_tensors(weights) if name.endswith(".B"))
 
 

@@ -131,15 +131,18 @@ def run_slot_head(
     drafted: Tensor,
     alone: Tensor | None = None,
 ) -> Tensor:
-    """Hidden states of `run_masks` when each slot knows the document's tokens before it; as they are where the drafter
-    has no slot head. A slot before which a draft was wrong counts for nothing, so the document's tokens are the right
-    ones to know. alone: bool [blocks], those that are left as they are."""
+    """`drafted`, the hidden states of `run_masks`, corrected by the slot head; unchanged where there is none. alone:
+    bool [blocks], blocks to leave unchanged.
+
+    Each slot knows the document's token before it. In decoding it knows the draft before it, which is that token as
+    long as drafts are right; behind a wrong one nothing counts.
+    """
     if adapter.slot_head is None:
         return drafted
     own = drafted.view(len(blocks), blocks.block, -1)
     # The row whose answer a slot should match is that of the token before it.
     before = base.weights.embedding[clean.pack.tokens[blocks.target_rows]]
-    told = corrected(adapter.slot_head, own, before)
+    informed = corrected(adapter.slot_head, own, before)
     if alone is not None:
-        told = torch.where(alone[:, None, None], own, told)
-    return told.reshape(drafted.shape)
+        informed = torch.where(alone[:, None, None], own, informed)
+    return informed.reshape(drafted.shape)

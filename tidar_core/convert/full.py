@@ -1,4 +1,4 @@
-"""Full TiDAR: one set of weights learns both roles (paper, section 3).
+"""Full TiDAR: one set of weights learns both roles (TiDAR, arXiv 2511.08923, section 3).
 
 A document goes through the model as [x | MASK …], twice as long as it is. The first half reads causally and learns the
 next token. The second half is cut into blocks; the masks of a block see the first half before it and one another, and
@@ -25,30 +25,34 @@ from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import StepReport
 from tidar_core.layout import WithinBlock
 
+ALPHA = 1.0  # how much the autoregressive half counts (paper, section 3)
+SAVED_NAMES = {"final_learning_rate": "final_rate"}  # in checkpoints of any version, which are compared by name
+
 
 @dataclass(frozen=True, slots=True)
 class FullConfig:
-    """block: slots a proposal. alpha: how much the autoregressive half counts. learning_rate falls by a cosine to
-    final_rate over the budget, as in the paper. tokens_a_step: of documents whose gradients make one optimizer step.
-    dtype: of its products on a GPU; weights, and all on a CPU, are fp32."""
+    """block: slots a proposal. learning_rate falls by a cosine to final_learning_rate over the budget, as in the paper.
+    tokens_a_step: of documents whose gradients make one optimizer step. dtype: of its products on a GPU; weights, and
+    all on a CPU, are fp32. patience: measurements without gain before training ends."""
 
     block: int = 8
     within_block: WithinBlock = "bidirectional"
-    alpha: float = 1.0
     learning_rate: float = 1e-5
-    final_rate: float = 3e-6
+    final_learning_rate: float = 3e-6
     tokens_a_step: int = 4096
     longest: int = 1024
     clip: float = 1.0
     seed: int = 0
     dtype: DTypeName = "bfloat16"
+    patience: int = 8
 
     def settings(self) -> dict[str, Any]:
-        """What the record of the weights tells of their training."""
-        return {"mode": "full", **asdict(self)}
+        """What the record of the weights tells of their training, by the names that files have."""
+        settings = {SAVED_NAMES.get(name, name): value for name, value in asdict(self).items() if name != "patience"}
+        return {"mode": "full", "alpha": ALPHA, **settings}
 
     def fixed(self) -> dict[str, Any]:
-        """What must not change when a training goes on: all but what the user is told to lower when it fails, what
+        """What must not change when a training goes on: all but what an error may advise the user to lower, what
         follows from the model, and how exact products are."""
         free = ("learning_rate", "tokens_a_step", "longest", "dtype")
         return {name: value for name, value in self.settings().items() if name not in free}
@@ -56,7 +60,8 @@ class FullConfig:
 
 @dataclass(frozen=True, slots=True)
 class Doubled:
-    """A document as the model sees it. tokens, positions: int64 [2 n]. visible: bool [2 n, 2 n], row sees column."""
+    """A document as the model sees it. tokens, positions: int64 [2 n]. visible: bool [2 n, 2 n], row sees column.
+    starts: where its blocks begin, 0 … n - 1."""
 
     tokens: Tensor
     positions: Tensor
@@ -65,7 +70,7 @@ class Doubled:
 
 
 def doubled(tokens: np.ndarray, mask: int, block: int, offset: int, within_block: WithinBlock) -> Doubled:
-    """[x | MASK …] with blocks from `offset` on; what lies before it is a shorter block."""
+    """[x | MASK …] with whole blocks from place `offset` on; the places before it are a shorter block."""
     n = len(tokens)
     place = torch.arange(n)
     starts = torch.where(place < offset, 0, (place - offset) // block * block + offset)
@@ -92,8 +97,8 @@ def document_logits(model: Any, document: Doubled) -> tuple[Tensor, Tensor]:
 
 
 def _visible(config: Any, document: Doubled, device: torch.device) -> Tensor | dict[str, Tensor]:
-    """What a row sees, bool [1, 1, 2 n, 2 n]; of each kind of layer where a model has such with a window. As in the
-    engine, a mask sees all of its block."""
+    """What a row sees, bool [1, 1, 2 n, 2 n]; one such mask for each kind of layer where some layers have a window. As
+    in the engine, the window never hides a mask's own block."""
     window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
     visible, positions = document.visible, document.positions
     if window is None or kinds == {"full_attention"}:
@@ -107,7 +112,8 @@ def _visible(config: Any, document: Doubled, device: torch.device) -> Tensor | d
 
 
 def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted: Tensor, alpha: float) -> Tensor:
-    """(α · AR + diffusion) / (1 + α) over the tokens that are wanted (bool [n]; the first never is), summed."""
+    """(α · AR + diffusion) / (1 + α), summed over the wanted tokens. next_scores, mask_scores: [n, vocab]. wanted: bool
+    [n], the tokens to learn; the first is left out, since nothing comes before it."""
     wanted = wanted.clone()
     wanted[0] = False
     rows = wanted.nonzero().squeeze(1)
@@ -118,16 +124,18 @@ def joint_loss(next_scores: Tensor, mask_scores: Tensor, tokens: Tensor, wanted:
 
 @dataclass(frozen=True, slots=True)
 class FullDrafts:
-    """tokens_per_step: one, and the masks behind a block's first that say in a row what the model's own next-token half
-    says there, the mean over blocks one behind the other. holds: how often slot s does where those before it do, for
-    s = 1, 2, …; 0 where these never did."""
+    """What drafts are worth. A draft holds where its mask says what the model's own next-token half says there.
+
+    tokens_per_step: one, and the drafts behind a block's first mask that hold in a row, the mean over blocks one behind
+    the other. holds: how often slot s holds where those before it do, for s = 1, 2, …; 0 where these never did.
+    """
 
     tokens_per_step: float
     holds: tuple[float, ...]
 
 
 def judged_blocks(own: np.ndarray, block: int) -> list[int]:
-    """Where the blocks of a document begin that a measurement counts: those of tokens that are generated alone."""
+    """Where in a document the blocks begin that are measured: those whose tokens are all its own (bool [n])."""
     return [start for start in range(1, len(own) - block + 1, block) if own[start : start + block].all()]
 
 
@@ -142,16 +150,16 @@ def measure_full(
         following, masked = (scores.argmax(-1).cpu() for scores in document_logits(model, document))
         agrees = masked[1:] == following[:-1]
         for start in judged_blocks(own, config.block):
-            held = agrees[start : start + config.block - 1].long().cumprod(0)
-            lengths.append(int(held.sum()))
+            holds = agrees[start : start + config.block - 1].long().cumprod(0)
+            lengths.append(int(holds.sum()))
     reached = [sum(length >= slot for length in lengths) for slot in range(config.block)]
-    holds = tuple(held / before if before else 0.0 for before, held in pairwise(reached))
-    return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), holds)
+    shares = tuple(after / before if before else 0.0 for before, after in pairwise(reached))
+    return FullDrafts(1.0 + sum(lengths) / max(1, len(lengths)), shares)
 
 
 def digest_of_weights(model: Any) -> str:
-    """A short hash of a model that was just loaded, whatever its folder is called: 16 hex digits over one row of each
-    of its parameters."""
+    """A short hash of a model that was just loaded, so that it is known by its weights and not by its folder's name: 16
+    hex digits, over one row of each of its parameters."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())
@@ -160,8 +168,8 @@ def digest_of_weights(model: Any) -> str:
 
 
 class FullTraining:
-    """The model that is trained, its optimizer, and where they are. sampler: by the tokens that documents have to learn
-    behind their first. settings: what a checkpoint of it may not differ in."""
+    """The model that is trained, its optimizer, and where in the training they are. sampler: counts the tokens to learn
+    in a document, without its first. settings: what must be the same in a checkpoint that it goes on from."""
 
     def __init__(self, model: Any, mask: int, config: FullConfig, sampler: Sampler):
         self.model, self.mask, self.config, self.sampler = model, mask, config, sampler
@@ -190,9 +198,7 @@ class FullTraining:
             with bf16:
                 following, masked = document_logits(self.model, document)
             targets = torch.from_numpy(tokens.astype(np.int64)).to(self.model.device)
-            part = (
-                joint_loss(following, masked, targets, torch.from_numpy(own).to(targets.device), config.alpha) / total
-            )
+            part = joint_loss(following, masked, targets, torch.from_numpy(own).to(targets.device), ALPHA) / total
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
         norm = torch.nn.utils.clip_grad_norm_(self.tensors, config.clip)
@@ -203,7 +209,7 @@ class FullTraining:
             )
         cosine = 0.5 * (1 + math.cos(math.pi * used))
         for group in self.optimizer.param_groups:
-            final = min(config.final_rate, config.learning_rate)
+            final = min(config.final_learning_rate, config.learning_rate)
             group["lr"] = final + (config.learning_rate - final) * cosine
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -15,9 +15,9 @@ from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafte
 
 
 def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
-    """Raises ConfigError where `out` must not be replaced: one of `needed`, or the current directory, is the folder or
-    lies in it, or it holds anything but full weights that were made here, or a folder that is removed with it does.
-    Changes nothing."""
+    """Raises ConfigError where `out` must not be replaced: where it is or holds one of `needed` or the current
+    directory, and where it holds anything but full weights that were made here. The same goes for the two folders
+    beside it that are removed on the way. Changes nothing."""
     folder = out.resolve()
     kept = [path.resolve() for path in (Path.cwd(), *needed)]
     beside = "move it away, or choose another --out"
@@ -36,8 +36,8 @@ def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
 
 
 def take_back(out: Path) -> None:
-    """Gives `out` again what a killed run had put aside. Only while no other run may replace it: between the two
-    renames of one that lives it looks as if that had been killed. Raises ConfigError."""
+    """Puts back what a killed run had moved aside. Only to be called under the run's lock: between its two renames a
+    living run looks like a killed one. Raises ConfigError."""
     folder = out.resolve()
     aside = _aside(folder)
     try:
@@ -71,7 +71,7 @@ def replace_folder(out: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Away with a folder of ours: its contract last, so that what a kill leaves of it is still known for that."""
+    """Removes a folder that was made here; its contract last, so that what a kill leaves is still known for one."""
     for path in folder.glob("*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -102,7 +102,8 @@ def _aside(folder: Path) -> Path:
 
 
 def _made_here(folder: Path) -> bool:
-    """Others' weights may have a contract too, but no record of a training from a base."""
+    """Whether the weights there were made here: others' may have a contract, but no record of a training from a
+    base."""
     contract = _contract(folder)
     return contract is not None and "base" in contract.training
 

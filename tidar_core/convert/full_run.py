@@ -7,8 +7,10 @@ is a GPU.
 """
 
 import json
+import math
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,82 +20,104 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
+from tidar_core.convert.base import Base
+from tidar_core.convert.checkpoint import Progress, resume_training, save_training
+from tidar_core.convert.files import cannot_write, system_error
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
 from tidar_core.convert.options import Screen
+from tidar_core.convert.pace import Pace
 from tidar_core.convert.sampler import Sampler
-from tidar_core.convert.shards import Corpus, cannot_write, digest_of, system_error
+from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
-from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
 from tidar_core.model.loading import check_tensors
-from tidar_core.model.sources import ModelSource
 
 MASK_TOKEN = "<|mask|>"
 HELD_OUT_DOCUMENTS = 24
-MEASURE_SHARE = 0.1  # of the time, at most
+MEASURE_SECONDS, MEASURE_SHARE = 30.0, 0.1  # see `Pace`; to write the best model is part of measuring
 LEAST_TOKENS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class FullRun:
+    """One run of a full training. judged: the held-out documents (tokens, own) that it is measured on. out: the folder
+    that has the best model so far; work: the one with the checkpoints."""
+
+    base: Base
+    training: FullTraining
+    judged: list[tuple[np.ndarray, np.ndarray]]
+    out: Path
+    work: Path
+    screen: Screen
+
+
 def train_full(
-    source: ModelSource,
-    tokenizer: PreTrainedTokenizerFast,
-    corpus: Corpus,
-    config: FullConfig,
-    budget: Budget,
-    patience: int,
-    device: torch.device,
-    out: Path,
-    work: Path,
-    screen: Screen,
+    base: Base, corpus: Corpus, config: FullConfig, budget: Budget, out: Path, work: Path, screen: Screen
 ) -> Progress:
     """Trains from the checkpoint, or from where an earlier run stopped; the best model so far is in `out`.
 
     Raises ConfigError where there is nothing to learn from, where weights are missing, where the loss is not a number
     and on a full disk.
     """
-    learnt, held = corpus.split()
+    run = begin(base, corpus, config, out, work, screen)
+    training, progress = run.training, run.training.progress
+    progress.goes_on(budget.used(progress))
+    pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, measured_at=-math.inf)  # so that each run begins with a measurement
+    saved_at = time.monotonic()
+    while True:
+        used, kept_at = budget.used(progress), None
+        if used >= 1.0 or pace.due(progress):
+            kept_at = look(run, pace, used)
+            saved_at = saved_at if kept_at is None else kept_at
+        if used >= 1.0 or progress.stale >= config.patience:
+            if kept_at is None:
+                save(run)
+            return progress
+        screen.trained(training.step(used), budget.used(progress), None)
+        if time.monotonic() - saved_at >= CHECKPOINT_SECONDS:
+            saved_at = save(run)
+
+
+def begin(base: Base, corpus: Corpus, config: FullConfig, out: Path, work: Path, screen: Screen) -> FullRun:
+    """What a run needs, where the last one stopped. Raises ConfigError as `train_full`."""
+    learnt, held_out = corpus.split()
     taught = {index: taught_by(*corpus.document(index), config.longest) for index in learnt.tolist()}
     sampler = Sampler(corpus.document, taught, config.longest, config.seed)
     judged = [
         (tokens[: config.longest], own[: config.longest])
-        for tokens, own in (corpus.document(int(index)) for index in held[:HELD_OUT_DOCUMENTS])
+        for tokens, own in (corpus.document(int(index)) for index in held_out[:HELD_OUT_DOCUMENTS])
         if judged_blocks(own[: config.longest], config.block)
     ]
     if not len(sampler) or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
-    check_tensors(source, load_config(source))  # transformers would make up what is missing
-    model = dense_model(source, torch.float32, attn_implementation="sdpa")
-    mask = add_mask(model, tokenizer)
-    training = FullTraining(model.to(device), mask, config, sampler)
-    resume(training, work, out, screen)
-    progress, measured_at, measuring, saved = training.progress, -1.0, 0.0, time.monotonic()
-    # Of a text all is its own: what was measured of it before that was told apart holds.
+    check_tensors(base.source, base.config)  # transformers would make up what is missing
+    model = dense_model(base.source, torch.float32, attn_implementation="sdpa")
+    mask = add_mask(model, base.tokenizer)
+    run = FullRun(base, FullTraining(model.to(base.device), mask, config, sampler), judged, out, work, screen)
+    resume(run)
+    # Earlier versions digested tokens alone: what they measured on documents that are learnt from as a whole holds.
     parts = [(tokens,) if own[1:].all() else (tokens, own) for tokens, own in judged]
-    progress.measured_on(digest_of(column for part in parts for column in part))
-    progress.goes_on(budget.used(progress))
-    while True:
-        used, kept = budget.used(progress), False
-        if used >= 1.0 or measured_at < 0 or progress.seconds - measured_at > max(30.0, measuring / MEASURE_SHARE):
-            began, before = time.monotonic(), progress.seconds
-            found, best = measure(training, judged, screen, counts=measured_at >= 0 and used >= SETTLED)
-            if kept := best and progress.step > 0:  # first: of a model in `out` that no checkpoint has nothing goes on
-                saved = save(training, work)
-            if best or not (out / CONTRACT_FILE).exists():
-                write_model(training, out, tokenizer, source, found, len(judged))
-            measuring = time.monotonic() - began - (progress.seconds - before)  # what the checkpoint took is counted
-            progress.seconds += measuring
-            measured_at = progress.seconds
-        over = used >= 1.0 or progress.stale >= patience
-        if over and not kept:
-            saved = save(training, work)
-        if over:
-            return progress
-        screen.trained(training.step(used), budget.used(progress), None)
-        if time.monotonic() - saved >= CHECKPOINT_SECONDS:
-            saved = save(training, work)
+    run.training.progress.measured_on(digest_of(column for part in parts for column in part))
+    return run
+
+
+def look(run: FullRun, pace: Pace, used: float) -> float | None:
+    """Measures the model and keeps the best: first a checkpoint of it, then the model itself in `out`, since from a
+    model in `out` that no checkpoint has nothing could go on. used: the share of the budget.
+
+    Gives the moment at which the checkpoint was written; None where there was no need for one.
+    """
+    progress = run.training.progress
+    began, before = time.monotonic(), progress.seconds
+    drafts, best = measure(run, pace.counts(used))
+    kept_at = save(run) if best and progress.step > 0 else None
+    if best or not (run.out / CONTRACT_FILE).exists():
+        write_model(run, drafts)
+    saving = progress.seconds - before  # which `save` has counted
+    pace.measured(progress, time.monotonic() - began - saving)
+    return kept_at
 
 
 def taught_by(tokens: np.ndarray, own: np.ndarray, longest: int) -> int:
@@ -110,54 +134,39 @@ def add_mask(model: Any, tokenizer: PreTrainedTokenizerFast) -> int:
     return mask
 
 
-def measure(
-    training: FullTraining,
-    documents: list[tuple[np.ndarray, np.ndarray]],
-    screen: Screen,
-    counts: bool = True,
-) -> tuple[FullDrafts, bool]:
-    """What drafts are worth on held-out documents, and whether this is the best model so far.
-
-    counts: whether a measurement without gain brings the training's end nearer; the first of a run does not, nor those
-    before the learning rate falls.
-    """
-    progress = training.progress
+def measure(run: FullRun, counts: bool) -> tuple[FullDrafts, bool]:
+    """What drafts are worth on held-out documents, and whether this is the best model so far. counts: see `Pace`."""
+    training, progress = run.training, run.training.progress
     training.model.eval()
-    found = measure_full(training.model, documents, training.mask, training.config)
+    found = measure_full(training.model, run.judged, training.mask, training.config)
     training.model.train()
     best = found.tokens_per_step > progress.best  # for one as good as the best a whole model is not written again
     progress.take(found.tokens_per_step, counts)
-    screen.line(
-        f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(documents)} held-out documents"
+    run.screen.line(
+        f"step {progress.step:,}: {found.tokens_per_step:.3f} tokens per step on {len(run.judged)} held-out documents"
         f"{', kept' if best else ''}"
     )
     return found, best
 
 
 def state_dtype(config: Path, dtype: str) -> None:
-    """Writes into a config.json what the weights beside it are in: transformers writes what they are trained in."""
+    """Writes the weights' dtype into the config.json beside them: transformers writes the one they are trained in."""
     stated = json.loads(config.read_text(encoding="utf-8"))
     config.write_text(json.dumps({**stated, "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
 
 
-def write_model(
-    training: FullTraining,
-    out: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    source: ModelSource,
-    drafts: FullDrafts,
-    documents: int,
-) -> None:
+def write_model(run: FullRun, drafts: FullDrafts) -> None:
     """The checkpoint in bf16, its contract and a card; the folder is replaced as a whole (`full_folder`).
 
     Raises ConfigError where it cannot be written.
     """
+    training, out = run.training, run.out
     config, progress = training.config, training.progress
     record = {
-        "base": source.name,
+        "base": run.base.source.name,
         "steps": progress.step,
         "tokens_per_step": round(drafts.tokens_per_step, 4),
-        "held_out_documents": documents,
+        "held_out_documents": len(run.judged),
         **config.settings(),
     }
     contract = OwnDrafter(
@@ -172,15 +181,15 @@ def write_model(
         remove(part)
         part.mkdir(parents=True)
         (part / CONTRACT_FILE).write_text(contract.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        # Not its state: that names a tied head beside the embedding, and in another dtype these are two tensors.
+        # By its parameters: its state has a tied head beside the embedding, and as bf16 copies these are two tensors.
         named = zip(training.names, training.tensors, strict=True)
         weights = {name: tensor.detach().to(torch.bfloat16) for name, tensor in named}
-        # By these experts are chosen: no gradient reaches them, and in some models they are no parameters.
+        # What experts are chosen by gets no gradient, and is no parameter in some models.
         state = training.model.state_dict().items()
         weights |= {name: tensor for name, tensor in state if name.endswith("e_score_correction_bias")}
         training.model.save_pretrained(part, state_dict=weights)
         state_dtype(part / "config.json", "bfloat16")
-        tokenizer.save_pretrained(part)
+        run.base.tokenizer.save_pretrained(part)
         (part / "README.md").write_text(_card(out.name, record), encoding="utf-8")
         replace_folder(out)
     except Exception as error:  # the tokenizer's library raises nothing more exact
@@ -202,19 +211,22 @@ def _card(name: str, record: dict[str, Any]) -> str:
     )
 
 
-def resume(training: FullTraining, work: Path, out: Path, screen: Screen) -> None:
-    """From the last checkpoint in `work`, where there is one."""
-    found = resume_training(work, training.settings, training.names, training.tensors, training.optimizer, screen.line)
+def resume(run: FullRun) -> None:
+    """Goes on from the last checkpoint in `work`, where there is one."""
+    training = run.training
+    found = resume_training(
+        run.work, training.settings, training.names, training.tensors, training.optimizer, run.screen.line
+    )
     if found is not None:
-        found.knows(kept_tokens_per_step(out))
+        found.knows(kept_tokens_per_step(run.out))
         training.progress = found
 
 
-def save(training: FullTraining, work: Path) -> float:
-    """Writes a checkpoint, whose time counts: it has all of the model and its moments. Gives the moment that it was
-    done."""
-    began = time.monotonic()
-    save_training(work, training.settings, training.progress, training.names, training.tensors, training.optimizer)
+def save(run: FullRun) -> float:
+    """Writes a checkpoint of the whole model and its moments; gives the moment at which it was written. The seconds it
+    took count as training."""
+    began, training = time.monotonic(), run.training
+    save_training(run.work, training.settings, training.progress, training.names, training.tensors, training.optimizer)
     done = time.monotonic()
     training.progress.seconds += done - began
     return done

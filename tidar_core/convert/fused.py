@@ -15,6 +15,7 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV
 from tidar_core.convert.blocks import Blocks, Pack
+from tidar_core.convert.files import first_line
 from tidar_core.convert.flex import flex_mask_attention, rotated
 from tidar_core.kernels.ops import Rotary, layer_windows
 from tidar_core.kernels.reference import attend_blocks, split_heads
@@ -77,8 +78,8 @@ def proven(sizes: BlockAttentionSizes, dtype: torch.dtype, device: torch.device)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise  # the one passes, with the other nothing goes on
     except Exception as failed:  # Triton and the compiler may fail in many ways
-        reason = str(failed).strip().partition("\n")[0]
-        log.warning("training with FlexAttention, which is slower: %s: %s", type(failed).__name__, reason)
+        name, reason = type(failed).__name__, first_line(failed)
+        log.warning("training with FlexAttention, which is slower: %s: %s", name, reason)
         return False
     if not error <= ALLOWED:
         log.warning("training with FlexAttention: the kernels are off by %.2g of the largest number here", error)

@@ -14,8 +14,8 @@ LONGEST_PROMPT = 1 << 16  # characters; far more than any document has room for,
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """The text of a file, some whole lines at a time; a line that is too long for that is cut at a space, if it has
-    one. Raises ConfigError, in one line, where it is no text, or one that is still being written."""
+    """The text of a file in pieces of whole lines; a line that is longer than a piece is cut at a space, if it has one.
+    Raises ConfigError, in one line, where the file is no text, and where it changes while it is read."""
     piece = ""
     with _opened("text", path) as file:
         while line := file.readline(TEXT_PIECE):
@@ -38,8 +38,8 @@ def check_text(path: Path) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line: plain text, or JSON with a "prompt". Raises ConfigError, in one line, that names the file's
-    where it is one line's fault."""
+    """One prompt a line: plain text, or JSON with a "prompt". Raises ConfigError, in one line of text; where a line of
+    the file is at fault, it names that line."""
     with _opened("prompts", path) as file:
         read = [_prompt(path, number, line) for number, line in enumerate(file, 1)]
     prompts = [prompt for prompt in read if prompt]
@@ -49,6 +49,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _prompt(path: Path, number: int, line: str) -> str:
+    """The prompt of one line, empty where there is none."""
     if "\0" in line:
         raise _not_text("prompts", path, f"line {number} holds NUL characters")
     prompt = line.strip()
@@ -68,9 +69,10 @@ def _prompt(path: Path, number: int, line: str) -> str:
 
 @contextmanager
 def _opened(what: str, path: Path) -> Iterator[TextIO]:
+    """The file, open; problems with it become ConfigErrors that say what to do. what: the option's name."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConfigError(  # a pipe may be waited for without end, too
+            raise ConfigError(  # besides, a pipe may never end
                 f"the {what} {path} cannot be read (it is a pipe or a device, and what is read must be there again): "
                 f"write what comes out of it to a file, and give that to --{what}"
             )

@@ -1,6 +1,6 @@
-"""Conversations on their way, on disk beside the shards: a run that is killed loses what the last minute said.
+"""Conversations on their way, on disk beside the shards: a run that is killed loses what the last minute brought.
 
-A conversation follows from its job and from what the model said to it, so that this is all that is kept. A slow machine
+A conversation follows from its job and from what the model answered, so that this is all that is kept. A slow machine
 needs minutes for the first whole document, and would begin anew each time.
 """
 
@@ -8,29 +8,29 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidar_core.convert.conversations import Conversation, Wish
-from tidar_core.convert.shards import write_atomically
+from tidar_core.convert.files import write_atomically
 from tidar_core.convert.sources import Completion
 
 GROWING_FILE = "growing.json"
 
 
 class Growing(BaseModel):
-    """One conversation. number: its job's, -1 for the user's `prompt`. heard: what its wishes have brought so far.
-    said: the beginning of what the next one brings."""
+    """One conversation. number: its job's, -1 for the user's `prompt`. heard: the completions of its wishes. so_far:
+    what the wish on its way has brought."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     number: int
     prompt: str
     heard: tuple[Completion, ...]
-    said: tuple[int, ...]
+    so_far: tuple[int, ...] = Field(alias="said")  # the file's name for it
 
     @property
     def job(self) -> int | str:
-        """What tells it from the others."""
+        """Which job it is: the prompt, or the number of a planned one."""
         return self.prompt if self.number < 0 else self.number
 
 
@@ -41,31 +41,32 @@ class _File(BaseModel):
     conversations: tuple[Growing, ...]
 
 
-def growing_of(conversation: Conversation, said: tuple[int, ...]) -> Growing:
-    """What to keep of a conversation whose wish has brought `said` so far."""
+def growing_of(conversation: Conversation, so_far: tuple[int, ...]) -> Growing:
+    """What to keep of a conversation whose wish has brought `so_far`."""
     job = conversation.job
     prompt = job.opening if job.kind == "prompt" else ""
-    return Growing(number=job.number, prompt=prompt, heard=tuple(conversation.heard), said=said)
+    return Growing(number=job.number, prompt=prompt, heard=tuple(conversation.heard), said=so_far)
 
 
 def take_up(conversation: Conversation, kept: Growing | None) -> tuple[Wish | None, tuple[int, ...]]:
-    """Leads a new conversation to where it was; gives its wish, and what that has brought already."""
-    wish, said = conversation.start(), kept.said if kept else ()
+    """Leads a new conversation to where `kept` was; gives its next wish, and what that has brought already."""
+    wish, so_far = conversation.start(), kept.so_far if kept else ()
     for completion in kept.heard if kept else ():
         if wish is not None:
             wish = conversation.advance(completion)
-    fits = wish is not None and len(said) < wish.params.max_tokens  # no longer, where answers are to be shorter now
-    return wish, said if fits else ()
+    # It does not fit where the answers of this run are to be shorter than those of the last one.
+    fits = wish is not None and len(so_far) < wish.params.max_tokens
+    return wish, so_far if fits else ()
 
 
 def waits_to_be_cut(directory: Path, done: Collection[int]) -> bool:
-    """Whether a run that was killed left conversations of its own plan there that are not `done`."""
+    """Whether a run that was killed left planned conversations there that are not `done`."""
     return any(kept.number >= 0 and kept.number not in done for kept in read_growing(directory))
 
 
 def write_growing(directory: Path, conversations: Iterable[Growing]) -> None:
     """Replaces what is kept in a data directory. Raises ConfigError on a full disk."""
-    content = _File(conversations=tuple(conversations)).model_dump_json()
+    content = _File(conversations=tuple(conversations)).model_dump_json(by_alias=True)
     write_atomically(directory / GROWING_FILE, content.encode())
 
 

@@ -52,13 +52,14 @@ class HeldOut:
 
     @property
     def digest(self) -> str:
+        """12 hex digits that stand for these documents and windows."""
         columns = ((*document, places) for document, places in zip(self.documents, self.windows, strict=True))
         return digest_of(column for each in columns for column in each)
 
 
-def choose_windows(corpus: Corpus, held: Sequence[int], block: int, max_positions: int) -> HeldOut:
-    """A window in each of the first documents of `held` that has room for one; the same on every call."""
-    found = [(index, anchor_places(corpus.document(index)[1], block, max_positions)) for index in held]
+def choose_windows(corpus: Corpus, held_out: Sequence[int], block: int, max_positions: int) -> HeldOut:
+    """A window in each of the first documents of `held_out` that has room for one; the same on every call."""
+    found = [(index, anchor_places(corpus.document(index)[1], block, max_positions)) for index in held_out]
     found = [(index, places) for index, places in found if len(places)][:DOCUMENTS]
     longest = max(WINDOW, DOCUMENTS * WINDOW // max(1, len(found)))
     documents: list[tuple[np.ndarray, np.ndarray]] = []
@@ -81,15 +82,15 @@ def measure_held_out(
     base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
 ) -> HeldOutResult:
     """Tokens per step of `adapter` (of the base's dtype) with proposals of `block` slots."""
-    held = judge_windows(base, adapter, held_out, block, within_block)
-    steps, tokens = zip(*(_walk(holds[:, 1:]) for holds in held), strict=True)
+    judged = judge_windows(base, adapter, held_out, block, within_block)
+    steps, tokens = zip(*(_walk(holds[:, 1:]) for holds in judged), strict=True)
     by_kind: dict[Kind, float] = {}
     for kind in dict.fromkeys(held_out.kinds):
         mine = [index for index, each in enumerate(held_out.kinds) if each == kind]
         by_kind[kind] = sum(tokens[index] for index in mine) / sum(steps[index] for index in mine)
-    rows = np.concatenate(held)
+    rows = np.concatenate(judged)
     return HeldOutResult(
-        documents=len(held),
+        documents=len(judged),
         tokens_per_step=sum(tokens) / sum(steps),
         by_kind=by_kind,
         slot_0=float(rows[:, 0].mean()),
@@ -101,15 +102,15 @@ def measure_held_out(
 def judge_windows(
     base: FrozenBase, adapter: AdapterWeights, held_out: HeldOut, block: int, within_block: WithinBlock
 ) -> list[np.ndarray]:
-    """For each window bool [context ends, block]: whether the slot says what the base says there; never where the
-    document's own words are over."""
+    """For each window bool [context ends, block]: whether the slot says what the base says there; False behind the end
+    of the document's own words."""
     return [
         holds for group in _groups(held_out) for holds in _judge(base, adapter, held_out, group, block, within_block)
     ]
 
 
 def _groups(held_out: HeldOut) -> Iterator[range]:
-    """Documents that are read together."""
+    """Runs of documents that are read together, of about `TOKENS_AT_ONCE` tokens."""
     first, tokens = 0, 0
     for index, (document, _) in enumerate(held_out.documents):
         if tokens and tokens + len(document) > TOKENS_AT_ONCE:
@@ -129,8 +130,8 @@ def _judge(
     for first in range(0, len(blocks), 256):
         part = blocks.part(first, min(first + 256, len(blocks)))
         alone = run_masks(base, adapter, clean, part, within_block)
-        told = run_slot_head(base, adapter, clean, part, alone)
-        holds.append(_agree(base, clean.hidden, part, _best(base, alone, told)))
+        informed = run_slot_head(base, adapter, clean, part, alone)
+        holds.append(_agree(base, clean.hidden, part, _best(base, alone, informed)))
     together = torch.cat(holds).cpu().numpy()
     return np.split(together, np.cumsum([len(held_out.windows[index]) for index in group])[:-1])
 
@@ -141,14 +142,14 @@ def _agree(base: FrozenBase, clean: Tensor, blocks: Blocks, drafted: Tensor) -> 
     return (drafted == truths).view(blocks.trained.shape) & blocks.trained
 
 
-def _best(base: FrozenBase, hidden: Tensor, told: Tensor | None = None) -> Tensor:
-    """The best token of each row, without ever holding all logits; told: hidden states after the slot head, which
-    chooses among the best tokens of `hidden`."""
+def _best(base: FrozenBase, hidden: Tensor, informed: Tensor | None = None) -> Tensor:
+    """The best token of each row, without ever holding all logits; informed: hidden states after the slot head,
+    which chooses among the best tokens of `hidden`."""
     rows = max(16, (8 << 20) // base.weights.head.shape[0])
-    if told is None or told is hidden:
+    if informed is None or informed is hidden:
         return torch.cat([base.ops.head(part, base.weights.head).max(-1).indices for part in hidden.split(rows)])
     best = []
-    for part, after in zip(hidden.split(rows), told.split(rows), strict=True):
+    for part, after in zip(hidden.split(rows), informed.split(rows), strict=True):
         logits = base.ops.head(part, base.weights.head)
         scores, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
         choice = rescored(scores, candidates, after - part, base.weights.head).argmax(-1)

@@ -25,5 +25,5 @@ def alone_in(folder: Path, doing: str, option: str) -> Iterator[None]:
                 f"another tidar convert is {doing} in {folder}: wait until it has ended, or choose another {option}"
             ) from None
         except OSError:
-            pass  # a folder that is only read, or a file system without locks: nobody can be told of
+            pass  # the folder may only be read, or its file system has no locks: no run can keep others out there
         yield

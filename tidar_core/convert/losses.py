@@ -127,10 +127,10 @@ class _Buffers:
     """Four [rows, columns] tensors that all parts of a step share."""
 
     def __init__(self, drafted: Tensor, columns: Columns, rows: int):
-        self._held = [drafted.new_empty(rows, len(columns.head)) for _ in range(4)]
+        self._tensors = [drafted.new_empty(rows, len(columns.head)) for _ in range(4)]
 
     def __call__(self, index: int, rows: int) -> Tensor:
-        return self._held[index][:rows]
+        return self._tensors[index][:rows]
 
 
 def _judge_rows(

@@ -22,9 +22,11 @@ class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, 0 for what
     fits into 45 % of the time. steps: optimizer steps, 0 for what fits into the rest. start: an adapter to go on
     from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a new one adapts,
-    or what is kept of the one to go on from. mode: a drafter beside the base, or full TiDAR weights, for which nothing
-    is generated where `text` is given, but for `prompts` or `own_tokens`: what `data` holds already is learnt from,
-    too."""
+    or what is kept of the one to go on from.
+
+    mode: a drafter beside the base, or full TiDAR weights. For full weights nothing is generated where `text` is given,
+    unless `prompts` or `own_tokens` are; what `data` holds already is learnt from as well.
+    """
 
     model: str
     out: Path
@@ -52,8 +54,8 @@ class ConvertOptions:
 
     @property
     def lock(self) -> Path:
-        """The folder of the run's lock: `work`, but beside the folder itself where `out` is a link to one, so that runs
-        by either name are known for the same."""
+        """The folder of the run's lock: `work`. Where `out` is a link it lies beside the folder that this leads to, so
+        that a run by the other name finds it."""
         out = self.out.resolve()
         return out.with_name(out.name + ".work") if os.access(out.parent, os.W_OK) else self.work
 
@@ -63,17 +65,27 @@ class ConvertOptions:
 
 
 class Screen(Protocol):
-    """Who is told how it goes. used: the share of the budget; fraction: of what the device can compute."""
+    """Who shows the user how it goes. used: the share of the budget; fraction: of what the device can compute."""
 
-    def line(self, text: str) -> None: ...
+    def line(self, text: str) -> None:
+        """A line of its own."""
+        ...
 
-    def loading(self, done: int, total: int) -> None: ...
+    def loading(self, done: int, total: int) -> None:
+        """So many of the weights are read."""
+        ...
 
-    def gathered(self, gathered: GatherProgress, goal: Goal) -> None: ...
+    def gathered(self, gathered: GatherProgress, goal: Goal) -> None:
+        """How far gathering is."""
+        ...
 
-    def trained(self, report: StepReport, used: float, fraction: float | None) -> None: ...
+    def trained(self, report: StepReport, used: float, fraction: float | None) -> None:
+        """A step was taken."""
+        ...
 
-    def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None: ...
+    def measured(self, result: HeldOutResult, progress: Progress, best: bool) -> None:
+        """A drafter was measured. best: it is the best so far, and was kept."""
+        ...
 
 
 Train = Callable[[ConvertOptions, float, Screen], Progress]

@@ -27,14 +27,18 @@ from tidar_core.convert.template import encode, text_lead
 
 FLUSH_SECONDS = 30.0
 FLUSH_TOKENS = 1_000_000
-HOPELESS = 500  # jobs without a single document, or twice what is generated at once: short ones end before good ones
-DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # of the time, for answers to end that are on their way
+# Jobs without a single document, after which the model is given up; at least twice as many as are generated at once,
+# since those that come to nothing end first.
+HOPELESS = 500
+DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # the end of the time, in which nothing new begins and answers may end
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: as soon as there are `own_tokens` that the model said (0: no such limit) or `seconds` were spent
-    (0: no limit). The user's prompts are answered all the same, and have `seconds` in each run."""
+    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit.
+
+    The user's prompts are answered even where the goal is reached. They have `seconds` in each run.
+    """
 
     own_tokens: int = 0
     seconds: float = 0.0
@@ -42,10 +46,10 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class GatherProgress:
-    """How far it is, runs before this one counted. own_tokens: of finished documents; growing: of those on their
-    way. asked: the user's prompts that are still to be answered. until: where `seconds` ends at the latest, 0 where
-    that has no limit. refused: prompts of this run that have no answer to learn from. useless: the model says nothing
-    of use by itself, and is not asked on."""
+    """How far gathering is, earlier runs included. own_tokens: in finished documents; growing: in those on their way.
+    asked: the user's prompts that are still to be answered. until: what `seconds` may reach at most, 0 for no limit.
+    refused: prompts of this run whose answers teach nothing. useless: what the model says by itself is of no use, and
+    it is asked nothing more."""
 
     documents: int
     own_tokens: int
@@ -58,8 +62,9 @@ class GatherProgress:
 
 
 @dataclass(slots=True)
-class _Run:
-    """One run's books."""
+class _Books:
+    """What a run has counted, and what it has yet to write. hopeless: so many jobs that came to nothing, without a
+    single one that did not, and the model is given up."""
 
     store: ShardStore
     documents: int
@@ -76,9 +81,11 @@ class _Run:
 
     @property
     def seconds(self) -> float:
+        """Spent on gathering, earlier runs included."""
         return self.seconds_before + time.monotonic() - self.began
 
     def finish(self, conversation: Conversation) -> None:
+        """Counts a conversation that is over, and keeps its document to be written."""
         document, number = conversation.document(), conversation.job.number
         given = conversation.job.kind == "prompt"
         if document is None:
@@ -93,18 +100,110 @@ class _Run:
 
     @property
     def in_vain(self) -> bool:
+        """Whether the model is given up: nothing came of anything it said by itself."""
         return self.useless >= self.hopeless and not self.useful
 
     @property
     def due(self) -> bool:
+        """Whether it is time to write."""
         waited = time.monotonic() - self.flushed
         return waited > FLUSH_SECONDS or sum(len(document.tokens) for document in self.fresh) > FLUSH_TOKENS
 
     def flush(self, growing: Sequence[Growing]) -> None:
-        """Writes what is fresh, and what is still growing."""
+        """Writes a shard of what is fresh, and what is still growing."""
         self.store.append(self.fresh, self.fresh_done, time.monotonic() - self.flushed)
         write_growing(self.store.directory, growing)
         self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
+
+
+class _Run:
+    """One run of `gather_own_words`: the jobs that it has yet to begin, the conversations on their way, its books."""
+
+    def __init__(
+        self,
+        source: TextSource,
+        tokenizer: PreTrainedTokenizerFast,
+        plan: DocumentPlan,
+        store: ShardStore,
+        goal: Goal,
+        prompts: Sequence[str],
+    ):
+        self.source, self.tokenizer, self.plan, self.goal = source, tokenizer, plan, goal
+        stored = store.read()
+        self.seen = set(stored.corpus.keys.tolist())
+        hopeless = max(HOPELESS, 2 * source.capacity)
+        documents, own_tokens = len(stored.corpus), stored.corpus.generated_tokens()
+        self.books = _Books(store, documents, own_tokens, stored.seconds, hopeless)
+        self.asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
+        done = stored.done  # not all that is stored: the documents need not stay in memory
+        self.planned = (plan_job(plan, number) for number in count() if number not in done)
+        self.left = _left_growing(store.directory, tokenizer, stored)
+        self.drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
+        self.open: dict[int, Conversation] = {}
+        self.next_key = 0
+        self.emitted_before, self.landed = source.emitted, 0  # landed: tokens of completions
+
+    def progress(self) -> GatherProgress:
+        """How far it is now."""
+        books, goal = self.books, self.goal
+        growing = max(0, self.source.emitted - self.emitted_before - self.landed)
+        asking = len(self.asked) + sum(conversation.job.kind == "prompt" for conversation in self.open.values())
+        until = goal.seconds and goal.seconds + (books.seconds_before if asking else 0.0)
+        return GatherProgress(books.documents, books.own_tokens, growing, books.seconds, asking, until)
+
+    def has_time(self, end: float) -> bool:
+        """Whether fewer than `end` seconds were spent; always where the goal has no limit of time."""
+        return not self.goal.seconds or self.books.seconds < end
+
+    def fill(self, growing: int) -> None:
+        """Begins jobs until the source has enough to do. growing: as in `GatherProgress`."""
+        most = self.source.capacity + self.source.capacity // 4
+        while self.source.in_flight < most and (job := self._next_job(growing)) is not None:
+            conversation = Conversation(job, self.plan, self.tokenizer, self.seen)
+            kept = self.left.pop(job.opening if job.kind == "prompt" else job.number, None)
+            self._go_on(self.next_key, conversation, *take_up(conversation, kept))
+            self.next_key += 1
+
+    def advance(self) -> None:
+        """Lets the source work, and leads on the conversations that it has completed something for."""
+        for completion in self.source.step():
+            self.landed += len(completion.tokens)
+            conversation = self.open.pop(completion.key)
+            self._go_on(completion.key, conversation, conversation.advance(completion))
+
+    def cut_open(self) -> None:
+        """Ends what is on its way, where it is long enough to be learnt from; never answers to prompts."""
+        for key, conversation in list(self.open.items()):
+            if conversation.job.kind != "prompt" and conversation.cut(self.source.so_far(key)):
+                self.books.finish(self.open.pop(key))
+
+    def cut_left(self) -> None:
+        """Ends what a run that was killed has left, and this one had no time to go on with."""
+        for kept in [kept for kept in self.left.values() if kept.number >= 0]:
+            conversation = Conversation(plan_job(self.plan, kept.number), self.plan, self.tokenizer, self.seen)
+            _, so_far = take_up(conversation, self.left.pop(kept.job))
+            conversation.cut(so_far)
+            self.books.finish(conversation)
+
+    def flush(self) -> None:
+        """Writes all documents that are finished, and all conversations that are not."""
+        growing = [growing_of(conversation, self.source.so_far(key)) for key, conversation in self.open.items()]
+        self.books.flush([*growing, *self.left.values()])
+
+    def _next_job(self, growing: int) -> Job | None:
+        """A prompt as long as there are any; then a planned job, unless the goal is reached or out of reach."""
+        if self.asked and self.has_time(self.books.seconds_before + self.goal.seconds - self.drain):
+            return self.asked.popleft()
+        enough = bool(self.goal.own_tokens) and self.books.own_tokens + growing >= self.goal.own_tokens
+        over = enough or self.books.in_vain or not self.has_time(self.goal.seconds - self.drain)
+        return None if self.asked or over else next(self.planned)
+
+    def _go_on(self, key: int, conversation: Conversation, wish: Wish | None, so_far: tuple[int, ...] = ()) -> None:
+        """Submits what the conversation needs next; it is finished where that is nothing, or does not fit."""
+        if wish is not None and self.source.submit(key, wish.prompt, wish.params, so_far):
+            self.open[key] = conversation
+        else:
+            self.books.finish(conversation)
 
 
 def gather_own_words(
@@ -118,83 +217,37 @@ def gather_own_words(
 ) -> GatherProgress:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
-    Prompts come first; they are asked once, and also where the goal is reached already. What was said is on disk within
-    a minute. Where the time is over, what is on its way is cut and learnt from as it is, but for answers to
-    prompts: a later run goes on with those, and with all that a kill interrupts as far as there is time. Raises
+    Prompts come first; they are asked once, and also where the goal is reached already. What was generated is on disk
+    within a minute. When the time is over, what is on its way is cut and learnt from as it is, except answers to
+    prompts: a later run goes on with those, and with all that a kill interrupts, as far as there is time. Raises
     ConfigError where the disk is full, and where nothing is stored and the model says nothing that can be used.
     """
-    stored = store.read()
-    seen = set(stored.corpus.keys.tolist())
-    hopeless = max(HOPELESS, 2 * source.capacity)
-    run = _Run(store, len(stored.corpus), stored.corpus.generated_tokens(), stored.seconds, hopeless)
-    asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
-    planned = (plan_job(plan, number) for number in count() if number not in stored.done)
-    left = _left_growing(store.directory, tokenizer, stored)
-    drain = min(DRAIN_SHARE * goal.seconds, DRAIN_SECONDS)
-    open_ones: dict[int, Conversation] = {}
-    first_emitted, landed, number = source.emitted, 0, 0
-
-    def next_job(growing: int) -> Job | None:
-        if asked and has_time(stored.seconds + goal.seconds - drain):
-            return asked.popleft()
-        enough = bool(goal.own_tokens) and run.own_tokens + growing >= goal.own_tokens
-        over = enough or run.in_vain or not has_time(goal.seconds - drain)
-        return None if asked or over else next(planned)
-
-    def has_time(end: float) -> bool:
-        return not goal.seconds or run.seconds < end
-
-    def go_on(key: int, conversation: Conversation, wish: Wish | None, said: tuple[int, ...] = ()) -> None:
-        if wish is not None and source.submit(key, wish.prompt, wish.params, said):
-            open_ones[key] = conversation
-        else:
-            run.finish(conversation)
-
-    def cut_what_is_long_enough() -> None:
-        for key, conversation in list(open_ones.items()):
-            if conversation.job.kind != "prompt" and conversation.cut(source.said(key)):
-                run.finish(open_ones.pop(key))
-
-    def flush() -> None:
-        growing = [growing_of(conversation, source.said(key)) for key, conversation in open_ones.items()]
-        run.flush([*growing, *left.values()])
-
+    run = _Run(source, tokenizer, plan, store, goal, prompts)
     while True:
-        growing = max(0, source.emitted - first_emitted - landed)
-        asking = len(asked) + sum(conversation.job.kind == "prompt" for conversation in open_ones.values())
-        until = goal.seconds and goal.seconds + (stored.seconds if asking else 0.0)
-        progress(GatherProgress(run.documents, run.own_tokens, growing, run.seconds, asking, until))
-        if not has_time(until):
-            cut_what_is_long_enough()
+        now = run.progress()
+        progress(now)
+        if not run.has_time(now.until):
+            run.cut_open()
             break
-        while source.in_flight < source.capacity + source.capacity // 4 and (job := next_job(growing)) is not None:
-            conversation = Conversation(job, plan, tokenizer, seen)
-            kept = left.pop(job.opening if job.kind == "prompt" else job.number, None)
-            go_on(number, conversation, *take_up(conversation, kept))
-            number += 1
-        if not open_ones:
+        run.fill(now.growing)
+        if not run.open:
             break
-        for completion in source.step():
-            landed += len(completion.tokens)
-            conversation = open_ones.pop(completion.key)
-            go_on(completion.key, conversation, conversation.advance(completion))
-        if run.due:
-            flush()
-    # Of a run that was killed, and there is no time to go on with it.
-    for kept in [kept for kept in left.values() if kept.number >= 0]:
-        conversation = Conversation(plan_job(plan, kept.number), plan, tokenizer, seen)
-        _, said = take_up(conversation, left.pop(kept.job))
-        conversation.cut(said)
-        run.finish(conversation)
-    if run.in_vain and not run.documents:
+        run.advance()
+        if run.books.due:
+            run.flush()
+    run.cut_left()
+    books = run.books
+    if books.in_vain and not books.documents:
         raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
-    if run.fresh_done or open_ones:
-        flush()
-    return GatherProgress(run.documents, run.own_tokens, 0, run.seconds, refused=run.refused, useless=run.in_vain)
+    if books.fresh_done or run.open:
+        run.flush()
+    return GatherProgress(
+        books.documents, books.own_tokens, 0, books.seconds, refused=books.refused, useless=books.in_vain
+    )
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:
-    """What an earlier run left unfinished and no document has finished since, by the job that it belongs to."""
+    """The conversations that an earlier run left unfinished, by their jobs; without those that were finished since."""
     kept_ones = read_growing(directory)
     still_open = set(unanswered(tokenizer, [kept.prompt for kept in kept_ones if kept.number < 0], stored))
     return {
@@ -254,9 +307,9 @@ class AddedText:
 def add_text(
     tokenizer: PreTrainedTokenizerFast, path: Path, store: ShardStore, longest: int, vocab_size: int
 ) -> AddedText:
-    """Cuts the text of a file into documents of at most `longest` tokens, behind those with which the tokenizer begins
-    each text; what is stored already is left out. vocab_size: rows of the embedding, of which a tokenizer may have
-    more tokens. Raises ConfigError where the file cannot be read or is too short, or the disk is full."""
+    """Cuts the text of a file into documents of at most `longest` tokens, each behind the tokens with which the
+    tokenizer begins a text. What is stored already is left out. vocab_size: rows of the embedding; a tokenizer may have
+    more tokens. Raises ConfigError where the file cannot be read or is too short, and where the disk is full."""
     seen = set(store.read().corpus.keys.tolist())
     lead = text_lead(tokenizer)
     fresh: list[Document] = []
@@ -270,7 +323,7 @@ def add_text(
         if key in seen or len(tokens) <= LEAST_OWN_TOKENS:
             continue
         seen.add(key)
-        given = len(lead) or 1  # nothing foretells the first token of all
+        given = len(lead) or 1  # nothing comes before the very first token, so that none could be learnt there
         own = [False] * given + [True] * (len(lead) + len(tokens) - given)
         fresh.append(Document(lead + tokens, tuple(own), key, "file", -1))
         added += 1

@@ -5,14 +5,14 @@ The same command started again goes on from there. While it runs no other may us
 """
 
 import gc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.config import ConfigError
+from tidar_core.convert.base import Base, load_base_weights, read_base
 from tidar_core.convert.card import (
     check_folder,
     counts_of,
@@ -22,59 +22,29 @@ from tidar_core.convert.card import (
     write_folder,
 )
 from tidar_core.convert.checkpoint import Progress, has_checkpoint
-from tidar_core.convert.conversations import DocumentPlan
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import check_replaceable, full_steps, take_back
 from tidar_core.convert.full_run import train_full
-from tidar_core.convert.given import check_text, read_prompts
-from tidar_core.convert.growing import waits_to_be_cut
+from tidar_core.convert.gathering import gather
+from tidar_core.convert.given import check_text
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
 from tidar_core.convert.lock import alone_in
 from tidar_core.convert.options import ConvertOptions, Screen, Train
-from tidar_core.convert.own_words import (
-    DRAIN_SHARE,
-    Goal,
-    add_text,
-    gather_own_words,
-    sort_prompts,
-    unanswered,
-)
 from tidar_core.convert.sampler import Sampler, anchor_counts
-from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, digest_of, open_store, read_header
-from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
+from tidar_core.convert.shards import Corpus, ShardStore, digest_of, read_header
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.start import begin, check_start
-from tidar_core.convert.template import can_chat
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
-from tidar_core.engine import load_engine
-from tidar_core.model.adapter import WEIGHTS_FILE, identify_base, shape_of, tokenizer_fingerprint
-from tidar_core.model.adapter_config import BaseIdentity
-from tidar_core.model.configuration import load_config
-from tidar_core.model.dense import check_dense, dense_model
-from tidar_core.model.loading import load_weights
-from tidar_core.model.sources import ModelSource, find_model
-from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import AdapterWeights, ModelWeights, widened
+from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
+from tidar_core.model.dense import check_dense
+from tidar_core.model.sources import find_model
+from tidar_core.model.weights import AdapterWeights, widened
 from tidar_core.transfer import choose_device, enough_memory
 
-TEXT_LONGEST = 512  # tokens of a document from a file
-GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
-LEAST_TRAINING = 0.1
-CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
-STEP_ROWS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """The model that learns to draft, before its weights are read, and where it computes."""
-
-    source: ModelSource
-    config: ModelConfig
-    tokenizer: PreTrainedTokenizerFast
-    device: torch.device
+LEAST_TRAINING = 0.1  # of the time, however long gathering took
 
 
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
@@ -85,10 +55,10 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    base = _base_of(find_model(options.model), choose_device(options.device))
+    base = read_base(find_model(options.model), choose_device(options.device))
     corpus = ShardStore(options.shards, read_header(options.shards)).read().corpus
     _check_known(options, base, corpus)
-    identity, weights = _load_weights(options, base, screen)
+    identity, weights = load_base_weights(base, options.dtype, screen)
     if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
         weights = widened(weights)
@@ -96,14 +66,14 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     config = options.train
     start, begun_from = begin(options, identity, weights, screen)
     _check_alike(options, corpus, f"{identity.fingerprint} {begun_from}", crew)
-    if start.slot_head is not None:  # that of an adapter it goes on from is as wide as it is
+    if start.slot_head is not None:  # an adapter that it goes on from keeps the width of its own
         config = replace(config, slot_head=start.slot_head.out.shape[1])
-    learnt, held = corpus.split()
+    learnt, held_out = corpus.split()
     longest = base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
     sampler = Sampler(corpus.document, anchors, longest, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
-    held_out = choose_windows(corpus, held.tolist(), config.block, longest)
+    windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
     budget = _budget(options, spent)
     work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
     made = made_from(identity, options.model, corpus, config, device_name(base.device, crew.size), begun_from)
@@ -123,7 +93,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
     directory = options.work / "training"
     origin = Origin(identity.fingerprint, begun_from)
-    return train_drafter(frozen, start, sampler, vocabulary, held_out, config, budget, directory, watch, crew, origin)
+    return train_drafter(frozen, start, sampler, vocabulary, windows, config, budget, directory, watch, crew, origin)
 
 
 def convert(options: ConvertOptions, screen: Screen, train: Train = train_gathered) -> Progress:
@@ -140,10 +110,10 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         check_replaceable(options.out, [path for path in read if path is not None])
     else:
         check_folder(options.out)
-        if options.shards.resolve().is_relative_to(options.out.resolve()):  # which would then hold something else
+        if options.shards.resolve().is_relative_to(options.out.resolve()):  # the next start would refuse such a folder
             raise ConfigError(f"{options.shards} lies in {options.out}: choose a folder outside of --out for --data")
     _check_result(options)
-    base = _base_of(source, device)
+    base = read_base(source, device)
     if options.mode == "full" or options.generator == "transformers":
         check_dense(source)
     if options.mode == "adapter":
@@ -154,9 +124,9 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
         if options.mode == "full":
             take_back(options.out)
         with alone_in(options.shards, "gathering", "--data"):
-            stored, spent = _gather(options, base, screen)
+            stored, spent = gather(options, base, screen)
         gc.collect()
-        screen.line(_told_of(stored))
+        screen.line(_counts_line(stored))
         if options.mode == "full":
             return _train_full(options, base, stored, spent, screen)
         del stored  # which `train` reads anew, perhaps elsewhere
@@ -164,170 +134,63 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
 
 
 def _check_result(options: ConvertOptions) -> None:
-    """Raises ConfigError where `out` holds what a training made that is gone: one that begins anew would at once put
-    something untrained in its place."""
+    """Raises ConfigError where `out` holds the result of a training whose checkpoints are gone: a new training would
+    replace it at once by something untrained."""
     adapter = options.mode == "adapter"
     steps = trained_steps(options.out) if adapter else full_steps(options.out)
     goes_on = adapter and Path(options.start).resolve() == options.out.resolve()
     if steps != 0 and not goes_on and not has_checkpoint(options.work / "training"):
-        held = "a drafter" if steps is None else f"what {steps:,} steps have trained"
+        content = "a drafter" if steps is None else f"what {steps:,} steps have trained"
         instead = f", or go on from it with --start {options.out}" if adapter else ""
         raise ConfigError(
-            f"{options.out} holds {held}, and the training itself is not in {options.work}: choose another "
+            f"{options.out} holds {content}, and the training itself is not in {options.work}: choose another "
             f"--out{instead}"
         )
 
 
-def _base_of(source: ModelSource, device: torch.device) -> _Base:
-    tokenizer = load_tokenizer(source)
-    return _Base(source, with_all_ends(load_config(source), source, tokenizer), tokenizer, device)
-
-
-def _told_of(stored: Corpus) -> str:
-    learnt, held = counts_of(stored)
+def _counts_line(stored: Corpus) -> str:
+    """How many documents there are, for the user."""
+    learnt, held_out = counts_of(stored)
     return (
         f"{learnt.of_all_kinds:,} documents, {learnt.own_tokens:,} tokens to learn from; "
-        f"{held.of_all_kinds:,} more, with {held.own_tokens:,} such tokens, are held out"
+        f"{held_out.of_all_kinds:,} more, with {held_out.own_tokens:,} such tokens, are held out"
     )
 
 
-def _gather(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[Corpus, float]:
-    """The documents, and the seconds spent on generating them."""
-    source, tokenizer = base.source, base.tokenizer
-    goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
-    prompts = read_prompts(options.prompts) if options.prompts else []
-    plan = DocumentPlan(options.train.seed, can_chat(tokenizer), answer_tokens=options.answer_tokens)
-    plan = plan.within(base.config.max_positions)
-    header = DataHeader(
-        model=source.name, fingerprint="", tokenizer=tokenizer_fingerprint(tokenizer), seed=options.train.seed
-    )
-    store = open_store(options.shards, header)
-    for note in store.notes:
-        screen.line(note)
-    text_alone = options.mode == "full" and options.text and not options.own_tokens and not prompts
-    if prompts:
-        screen.line(f"reading {options.prompts}")
-        prompts = unanswered(tokenizer, prompts, store.read())
-        found = sort_prompts(tokenizer, plan, prompts)
-        prompts = found.fitting
-        if found.too_long:
-            room = f"longer than the {plan.longest - plan.answer_tokens:,} tokens that documents have for one"
-            if plan.longest < base.config.max_positions:
-                room += "; --answer-tokens of at least their length makes room"
-            screen.line(f"{found.too_long:,} of --prompts left out: {room}")
-        if found.refused:
-            screen.line(f"{found.refused:,} of --prompts left out: the chat template refuses them")
-    if text_alone or (not prompts and _has_all(goal, store)):
-        if not text_alone and store.header.model != source.name:
-            screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
-        _add_text(options, base, store, screen)
-        stored = store.read()
-        return stored.corpus, 0.0 if text_alone else stored.seconds
-    store.check_seed(options.train.seed)
-    _add_text(options, base, store, screen)
-    generator, fingerprint = _source(options, base, plan, screen)
-    if options.mode == "adapter":  # again: only now is it known which weights these are
-        check_start(options, shape_of(source.name, base.config, tokenizer, fingerprint))
-    if note := store.said_by(header.model_copy(update={"fingerprint": fingerprint})):
-        screen.line(note)
-    gathered = gather_own_words(
-        generator, tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
-    )
-    if gathered.refused:
-        screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
-    if gathered.useless:
-        screen.line("the model's own words are of no use: it learns from what else there is")
-    return store.read().corpus, gathered.seconds
-
-
-def _add_text(options: ConvertOptions, base: _Base, store: ShardStore, screen: Screen) -> None:
-    """The user's text goes into the data directory, as far as it is not there yet."""
-    if options.text is None:
-        return
-    screen.line(f"reading {options.text}")
-    added = add_text(base.tokenizer, options.text, store, TEXT_LONGEST, base.config.vocab_size)
-    if added.documents:
-        screen.line(f"{added.documents:,} documents from {options.text.name}")
-    if added.unknown:
-        screen.line(
-            f"{added.unknown:,} more were left out: they hold tokens that {base.source.name} has no embedding for"
-        )
-
-
-def _has_all(goal: Goal, store: ShardStore) -> bool:
-    """Whether the goal is reached, and nothing waits to be taken up."""
-    stored = store.read()
-    enough = bool(goal.own_tokens) and stored.corpus.generated_tokens() >= goal.own_tokens
-    over = bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds
-    return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
-
-
-def _source(options: ConvertOptions, base: _Base, plan: DocumentPlan, screen: Screen) -> tuple[TextSource, str]:
-    """What generates the text, and the fingerprint of its weights."""
-    capacity = CAPACITY.get(base.device.type, 64)
-    if options.generator == "engine":
-        adapter = "default" if options.start == "none" else options.start
-        gc.collect()
-        gc.freeze()  # what is loaded by now stays: else the collector walks through all of it between the steps
-        engine = load_engine(
-            EngineConfig(
-                options.model, adapter, options.dtype, options.device, options.threads,
-                max_model_len=plan.longest, max_running=capacity, step_rows=STEP_ROWS.get(base.device.type, 512),
-            ),
-            screen.line,
-            screen.loading,
-        )  # fmt: skip
-        return EngineSource(engine, capacity), engine.info.fingerprint
-    fingerprint = _load_weights(options, base, screen)[0].fingerprint  # they are gone before they come once more
-    screen.line("generating with transformers")
-    dtype = fast_dtype(base.device, getattr(torch, options.dtype))
-    with enough_memory("it does not hold what transformers generates with, leave --generator out"):
-        model = dense_model(base.source, dtype).to(base.device).eval()
-    return TransformersSource(model, base.tokenizer, base.config.eos_ids, capacity, plan.longest), fingerprint
-
-
-def _load_weights(options: ConvertOptions, base: _Base, screen: Screen) -> tuple[BaseIdentity, ModelWeights]:
-    name, dtype = base.source.name, getattr(torch, options.dtype)
-    with enough_memory(f"it does not hold the weights of {name} in {options.dtype}"):
-        weights = load_weights(base.source, base.config, dtype, base.device, screen.loading)
-    return identify_base(name, base.config, weights, base.tokenizer), weights
-
-
-def _train_full(options: ConvertOptions, base: _Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
+def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: float, screen: Screen) -> Progress:
+    """As `train_gathered`, for `--mode full`."""
     train, longest = options.train, min(FullConfig().longest, base.config.max_positions)
     config = FullConfig(
         block=train.block, within_block=train.within_block, learning_rate=train.learning_rate,
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
-        dtype=options.dtype,
+        dtype=options.dtype, patience=train.patience,
     )  # fmt: skip
     with enough_memory(
         f"training all weights of {base.source.name} wants more, or lower --rows (now {config.tokens_a_step})"
     ):
-        return train_full(
-            base.source, base.tokenizer, corpus, config, _budget(options, spent), train.patience, base.device,
-            options.out, options.work / "training", screen,
-        )  # fmt: skip
+        return train_full(base, corpus, config, _budget(options, spent), options.out, options.work / "training", screen)
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:
+    """What is left for training after `spent` seconds of gathering; a share of the time in any case."""
     seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
     return Budget(options.steps, 0.0 if options.steps else seconds)
 
 
 def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: Crew) -> None:
-    """Raises ConfigError where this worker reads others than the first does: each learns its part of what all draw, so
-    that parts of different things would be put together, and nobody saw it. known_by: stands for model and start."""
+    """Raises ConfigError where this worker reads other documents, or another model or start, than the first worker:
+    their gradients would be added up all the same, and nobody would notice. known_by: stands for model and start."""
     if crew.size == 1:
         return
     mine = digest_of((corpus.tokens, corpus.own, corpus.ends, np.frombuffer(known_by.encode(), np.uint8)))
-    if crew.agree(int(mine, 16)) != int(mine, 16):  # exact: a double holds its 48 bits
+    if crew.agree_digest(mine) != mine:
         raise ConfigError(
             f"what lies in {options.shards}, the model or --start is not the same for all workers: put it where every "
             "node sees it, and let nobody gather into that folder while they start"
         )
 
 
-def _check_known(options: ConvertOptions, base: _Base, corpus: Corpus) -> None:
+def _check_known(options: ConvertOptions, base: Base, corpus: Corpus) -> None:
     """Raises ConfigError for tokens beyond the embedding: --data may be of a model that has the same tokenizer, and
     more rows for it."""
     rows, highest = base.config.vocab_size, int(corpus.tokens.max(initial=0))

@@ -39,6 +39,7 @@ class Rate:
 
 
 def time_left(seconds: float | None) -> str:
+    """In words; None where nobody knows."""
     if seconds is None:
         return "time left unknown yet"
     if seconds < 90:
@@ -99,11 +100,11 @@ class TerminalScreen:
         self._show("training", used, say)
 
     def measured(self, result: HeldOutResult, progress: TrainProgress, best: bool) -> None:
-        held = " ".join(f"{share:.2f}" for share in result.all_right)
+        slots = " ".join(f"{share:.2f}" for share in result.all_right)
         kinds = ", ".join(f"{kind} {value:.2f}" for kind, value in result.by_kind.items())
         self.line(
             f"step {progress.step:,}, {progress.rows:,} mask rows: {result.tokens_per_step:.3f} tokens per step on "
-            f"{result.documents} held-out documents ({kinds}); slots {held}{', kept' if best else ''}"
+            f"{result.documents} held-out documents ({kinds}); slots {slots}{', kept' if best else ''}"
         )
 
     def _begin(self, stage: str) -> None:

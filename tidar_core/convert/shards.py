@@ -13,10 +13,7 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
     seconds float64 [1]        time spent on generating it
 """
 
-import errno
 import hashlib
-import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +25,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tidar_core.config import ConfigError
+from tidar_core.convert.files import first_line, write_atomically
 
 Kind = Literal["chat", "code", "text", "prompt", "file"]
 KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")
 
 HEADER_FILE = "data.json"
 HELD_OUT_SHARE = 0.04
-_TOLD_NUMBER = re.compile(r"\(os error (\d+)\)")
 _COLUMNS = {
     "tokens": np.int32, "own": np.uint8, "ends": np.int64, "keys": np.int64,
     "kinds": np.int64, "jobs": np.int64, "done": np.int64, "seconds": np.float64,
@@ -58,7 +55,7 @@ class Document:
 
 class DataHeader(BaseModel):
     """`data.json`: the model whose words these are, and the seed that fixes the planned jobs. fingerprint: of its
-    weights; empty until they say something, where there is nothing but given text."""
+    weights; empty as long as there is nothing but given text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -89,19 +86,21 @@ class Corpus:
         return self.tokens[span], self.own[span].astype(bool)
 
     def generated_tokens(self) -> int:
-        """Tokens to learn from that the model said itself."""
-        said = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
-        return int(self.own[said].sum(dtype=np.int64))
+        """Tokens to learn from that the model generated."""
+        generated = np.repeat(self.kinds != KINDS.index("file"), np.diff(self.ends, prepend=0))
+        return int(self.own[generated].sum(dtype=np.int64))
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of the documents to train on and of those held out, told apart by hash: one to train on is never
-        held out, however many others join. Of few the two with the lowest hashes are held out, so that there is
-        nothing to train on before there are three: of two, one to train on would be among the lowest two once a
-        higher one joins."""
+        """Indices of the documents to train on and of those that are held out, int64 each.
+
+        The key decides, so that a document that was trained on is never held out later, whatever is added: those below
+        `HELD_OUT_SHARE` of all keys are held out, and at least the two lowest. With two documents both are held out:
+        if one of them were trained on, it could be among the two lowest once a higher one is added.
+        """
         shares = (self.keys.view(np.uint64) >> np.uint64(11)).astype(np.float64) / 2.0**53
         order = np.argsort(shares, kind="stable")
-        held = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
-        return np.sort(order[held:]), order[:held]
+        held_out = max(int((shares < HELD_OUT_SHARE).sum()), min(2, len(self)))
+        return np.sort(order[held_out:]), order[:held_out]
 
 
 def content_key(tokens: Sequence[int]) -> int:
@@ -111,7 +110,7 @@ def content_key(tokens: Sequence[int]) -> int:
 
 
 def digest_of(columns: Iterable[np.ndarray]) -> str:
-    """12 hex digits that stand for these arrays, in this order: others where a value or a length differs."""
+    """A hash of these arrays in this order, 12 hex digits; a value or a length that differs changes it."""
     digest = hashlib.blake2b(digest_size=6)
     for column in columns:
         digest.update(len(column).to_bytes(8, "little") + column.tobytes())
@@ -119,39 +118,8 @@ def digest_of(columns: Iterable[np.ndarray]) -> str:
 
 
 def prompt_number(key: int) -> int:
-    """Stands for the prompt with this key among the jobs that are done: a negative number, which no job has."""
+    """The number of the prompt with this key in the column `done`: negative, as no planned job's is."""
     return ~(key & (2**63 - 1))
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all, also where the process is killed. Raises ConfigError on a full disk."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise cannot_write(path, error) from None
-
-
-def cannot_write(path: Path, error: Exception) -> ConfigError:
-    """What to tell the user where a file cannot be written."""
-    number = system_error(error)
-    full = number in (errno.ENOSPC, errno.EDQUOT)
-    said = os.strerror(number) if number else _first_line(error)
-    why = "the disk is full: free some space" if full else f"it cannot be written ({said})"
-    return ConfigError(f"{path}: {why}; what was written before is kept, and the same command goes on from there")
-
-
-def system_error(error: Exception) -> int | None:
-    """The system's number of an error, also where a library tells it in words alone; None for any other error."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    told = _TOLD_NUMBER.search(str(error))
-    return int(told[1]) if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +174,9 @@ class ShardStore:
                 f"{self.directory} was begun with --seed {self.header.seed}: use it, or another directory"
             )
 
-    def said_by(self, header: DataHeader) -> str:
-        """Takes note of whose words come next, where none are here yet. Gives a line worth telling where those that
-        are here are of other weights, else an empty one."""
+    def words_come_from(self, header: DataHeader) -> str:
+        """To be called before a model's words are stored. Its header is kept where there are no words yet; gives a line
+        for the user where there are words of other weights, else an empty one."""
         known = self.header
         if not known.fingerprint:
             _write_header(self.directory / HEADER_FILE, header)
@@ -219,10 +187,10 @@ class ShardStore:
 
 
 def open_store(directory: Path, header: DataHeader) -> ShardStore:
-    """The data directory, created with this header or continued. `notes` of the result has lines worth telling.
+    """The data directory, created with this header or continued. `notes` of the result has lines for the user.
 
-    A torn last shard is removed: its jobs run again. Raises ConfigError where the directory's tokens are another
-    model's or cannot be read.
+    A last shard that was not written to its end is removed: its jobs run again. Raises ConfigError where the tokens
+    there come from another tokenizer, and where the directory cannot be made or read.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -274,16 +242,16 @@ def read_header(directory: Path) -> DataHeader:
 
 
 def _shard_paths(directory: Path, suffix: str = "") -> list[Path]:
-    """Those that a store wrote: a user's copy of one beside it is not read."""
-    named = [path for path in directory.glob(f"shard-*.safetensors{suffix}") if _numbered(path).isdecimal()]
+    """The shards in order; without what has such a name but no number, as a user's copy of one."""
+    named = [path for path in directory.glob(f"shard-*.safetensors{suffix}") if _digits(path).isdecimal()]
     return sorted(named, key=_number)
 
 
 def _number(path: Path) -> int:
-    return int(_numbered(path))
+    return int(_digits(path))
 
 
-def _numbered(path: Path) -> str:
+def _digits(path: Path) -> str:
     return path.name.partition(".")[0].removeprefix("shard-")
 
 
@@ -296,6 +264,7 @@ class _TornShard(ConfigError):
 
 
 def _read_shard(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a shard. Raises `_TornShard` where it was not written to its end, ConfigError for all else."""
     made_anew = "delete it, and its part is made anew"
     try:
         columns = load_file(path)
@@ -306,19 +275,16 @@ def _read_shard(path: Path) -> dict[str, np.ndarray]:
             "and start again"
         ) from None
     except SafetensorError as error:
-        raise _TornShard(f"the shard {path} cannot be read ({_first_line(error)}): {made_anew}") from None
+        raise _TornShard(f"the shard {path} cannot be read ({first_line(error)}): {made_anew}") from None
     except ValueError as error:
-        problem = _first_line(error)
+        problem = first_line(error)
     if problem is not None:
         raise ConfigError(f"the shard {path} cannot be read ({problem}): {made_anew}")
     return columns
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _problems(columns: dict[str, np.ndarray]) -> Iterator[str]:
+    """What is wrong with a shard that could be read."""
     for name, kind in _COLUMNS.items():
         if name not in columns or columns[name].dtype != kind or columns[name].ndim != 1:
             yield f"it has no column {name}"

@@ -14,7 +14,7 @@ from tidar_core.config import ConfigError
 from tidar_core.engine import Engine
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
-WAVE_SECONDS = 20.0  # what is said is on disk a minute later at most (`own_words.FLUSH_SECONDS`)
+WAVE_SECONDS = 20.0  # what is generated is on disk a minute later at most (`own_words.FLUSH_SECONDS`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,22 @@ class Completion:
 
 
 class TextSource(Protocol):
-    """Completes prompts. `capacity` is how many it works on at once; `emitted` counts the tokens made so far, those
-    that a submission brought along among them."""
+    """Completes prompts. capacity: how many it works on at once. emitted: tokens of all submissions so far, including
+    those that an earlier run had made."""
 
     capacity: int
     emitted: int
 
     @property
-    def in_flight(self) -> int: ...
-
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
-        """Queues one completion, of which an earlier run made `said`; False where it does not fit the model."""
+    def in_flight(self) -> int:
+        """How many completions were submitted and are not complete."""
         ...
 
-    def said(self, key: int) -> tuple[int, ...]:
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, so_far: tuple[int, ...] = ()) -> bool:
+        """Queues one completion, of which an earlier run made `so_far`; False where it does not fit the model."""
+        ...
+
+    def so_far(self, key: int) -> tuple[int, ...]:
         """What there is so far of a completion in flight."""
         ...
 
@@ -64,16 +66,16 @@ class EngineSource:
     def in_flight(self) -> int:
         return len(self._tokens)
 
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, so_far: tuple[int, ...] = ()) -> bool:
         try:
-            self.engine.submit(Request(str(key), prompt, params, emitted=said))
+            self.engine.submit(Request(str(key), prompt, params, emitted=so_far))
         except RequestError:
             return False
-        self._tokens[key] = list(said)
-        self.emitted += len(said)
+        self._tokens[key] = list(so_far)
+        self.emitted += len(so_far)
         return True
 
-    def said(self, key: int) -> tuple[int, ...]:
+    def so_far(self, key: int) -> tuple[int, ...]:
         return tuple(self._tokens[key])
 
     def step(self) -> list[Completion]:
@@ -94,14 +96,16 @@ class EngineSource:
 
 @dataclass(frozen=True, slots=True)
 class _Submission:
+    """A completion on its way; so_far: its tokens from earlier waves or an earlier run."""
+
     key: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    said: tuple[int, ...]
+    so_far: tuple[int, ...]
 
     @property
     def remaining(self) -> int:
-        return self.params.max_tokens - len(self.said)
+        return self.params.max_tokens - len(self.so_far)
 
     def rule(self) -> SamplingParams:
         """What the submissions of one wave must have in common: all but the seed."""
@@ -109,16 +113,16 @@ class _Submission:
 
 
 class TransformersSource:
-    """transformers' `generate`, a wave of prompts at a time. Slower than the engine: a wave lasts as long as its
-    longest answer, or `WAVE_SECONDS`, and what is incomplete then goes on in another; needs nothing of ours but the
-    checkpoint. The checkpoint's own settings for generation (a penalty, say) are dropped: the text is to be what the
+    """transformers' `generate`, a wave of prompts at a time. It needs nothing but the checkpoint, and is slower than
+    the engine: a wave lasts as long as its longest answer. After `WAVE_SECONDS` it ends, and what is incomplete goes on
+    in another. The checkpoint's own settings for generation (a penalty, say) are dropped: the text is to be what the
     weights say."""
 
     def __init__(
         self, model: Any, tokenizer: PreTrainedTokenizerFast, eos_ids: tuple[int, ...], capacity: int, longest: int
     ):
         self.model = model
-        self.model.generation_config = GenerationConfig()  # what `generate` is not told it takes from there
+        self.model.generation_config = GenerationConfig()  # where `generate` looks for all that it is not given
         self.tokenizer = tokenizer
         self.capacity = capacity
         self.emitted = 0
@@ -131,15 +135,15 @@ class TransformersSource:
     def in_flight(self) -> int:
         return len(self._waiting)
 
-    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, said: tuple[int, ...] = ()) -> bool:
+    def submit(self, key: int, prompt: tuple[int, ...], params: SamplingParams, so_far: tuple[int, ...] = ()) -> bool:
         if not prompt or len(prompt) + params.max_tokens > self._longest or max(prompt) >= self._vocab_size:
             return False
-        self._waiting.append(_Submission(key, prompt, params, said))
-        self.emitted += len(said)
+        self._waiting.append(_Submission(key, prompt, params, so_far))
+        self.emitted += len(so_far)
         return True
 
-    def said(self, key: int) -> tuple[int, ...]:
-        return next(each.said for each in self._waiting if each.key == key)
+    def so_far(self, key: int) -> tuple[int, ...]:
+        return next(each.so_far for each in self._waiting if each.key == key)
 
     def step(self) -> list[Completion]:
         if not self._waiting:
@@ -152,7 +156,7 @@ class TransformersSource:
 
     @torch.inference_mode()
     def _wave(self, wave: list[_Submission], rule: SamplingParams) -> list[Completion]:
-        texts = [each.prompt + each.said for each in wave]
+        texts = [each.prompt + each.so_far for each in wave]
         width = max(len(text) for text in texts)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
         ids = torch.full((len(texts), width), pad)
@@ -167,7 +171,7 @@ class TransformersSource:
                 "do_sample": True, "temperature": rule.temperature, "top_p": rule.top_p, "top_k": rule.top_k,
             }  # fmt: skip
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(wave[0].params.seed + len(wave[0].said))
+            torch.manual_seed(wave[0].params.seed + len(wave[0].so_far))
             out = self.model.generate(
                 ids.to(device), attention_mask=mask.to(device), max_new_tokens=rule.max_tokens,
                 eos_token_id=stops or None, pad_token_id=pad, max_time=WAVE_SECONDS, **sampling,
@@ -183,11 +187,11 @@ class TransformersSource:
         end = next((index for index, token in enumerate(fresh) if token in stops), None)
         fresh = fresh if end is None else fresh[: end + 1]
         self.emitted += len(fresh)
-        tokens, params = (*submission.said, *fresh), submission.params
+        tokens, params = (*submission.so_far, *fresh), submission.params
         text = self.tokenizer.decode(list(tokens)) if params.stop else ""
         stop = next((each for each in params.stop if each in text), None)
         ended = end is not None or stop is not None
         if not ended and len(tokens) < params.max_tokens:
-            self._waiting.appendleft(replace(submission, said=tokens))
+            self._waiting.appendleft(replace(submission, so_far=tokens))
             return None
         return Completion(submission.key, tokens, ended, stop)

@@ -24,6 +24,7 @@ class WorkPerRow:
     mask: float
 
     def fraction(self, clean_rows: int, mask_rows: int, seconds: float, peak: float) -> float:
+        """The share of `peak` (operations per second) that these rows reached in these seconds."""
         return (clean_rows * self.clean + mask_rows * self.mask) / seconds / peak
 
 
@@ -60,7 +61,7 @@ def fast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def device_name(device: torch.device, workers: int) -> str:
-    """What a card calls it."""
+    """What a model card calls the device."""
     threads = torch.get_num_threads()
     cpu = f"{threads} CPU thread{'s' if threads > 1 else ''}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu

@@ -1,4 +1,4 @@
-"""What training begins from: a new drafter, or an adapter to go on from; what does not fit is told early."""
+"""What training begins from: a new drafter, or an adapter to go on from; checked before anything takes long."""
 
 from pathlib import Path
 
@@ -26,9 +26,10 @@ from tidar_core.model.weights import AdapterWeights, ModelWeights
 
 
 def check_start(options: ConvertOptions, identity: BaseIdentity) -> None:
-    """What would go wrong with the drafter goes wrong at once, not when the data are gathered. Raises ConfigError.
+    """Raises ConfigError for whatever does not fit about the drafter, before hours go into gathering data.
 
-    Before the fingerprint is known a shipped drafter may be for the base all the same, whatever that is called.
+    identity: without a fingerprint as long as the weights are not read. `--start default` is then let pass where a
+    shipped drafter may turn out to be for these weights, whatever the base is called.
     """
     check_rows(options.train)
     layers = check_layers(identity, options.layers)
@@ -64,8 +65,8 @@ def _start_path(options: ConvertOptions, identity: BaseIdentity) -> Path | None:
 def begin(
     options: ConvertOptions, identity: BaseIdentity, weights: ModelWeights, screen: Screen
 ) -> tuple[AdapterWeights, str]:
-    """A new drafter, or one to go on from; and what a checkpoint knows that by. Raises ConfigError where it does not
-    fit."""
+    """A new drafter, or the adapter to go on from, in fp32; and the name by which checkpoints know which it was (see
+    `Origin.start`). Raises ConfigError where it does not fit."""
     check_start(options, identity)
     path, train, known_by = _start_path(options, identity), options.train, "none"
     projections = options.projections or identity.projections
@@ -75,7 +76,7 @@ def begin(
         )
     else:
         begun = load_trained(path, identity, torch.float32, weights.embedding.device, screen.line)
-        # What is in --out changes while it is trained, and goes on from itself.
+        # An adapter in --out changes with each run, so that its fingerprint would be another at each start.
         known_by = "--out" if path.resolve() == options.out.resolve() else fingerprint_of(begun)
         begun = kept_of(begun, projections, options.layers)
     if begun.slot_head is None:

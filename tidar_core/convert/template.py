@@ -35,7 +35,7 @@ def open_user_turn(
         return None
     try:
         text = _render(tokenizer, [*turns, {"role": "user", "content": _SENTINEL}], False, thinks)
-    except Exception:  # a template may refuse in any way it likes; then there is none for us
+    except Exception:  # a template may raise anything to refuse; then it is of no use here
         return None
     before, found, after = text.rpartition(_SENTINEL)
     if not found:
@@ -56,7 +56,7 @@ def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks:
     template refuses it. thinks: whether a model that does so may think before it."""
     try:
         return encode(tokenizer, _render(tokenizer, turns, True, thinks))
-    except Exception:  # in any way it likes, as above
+    except Exception:  # as above
         return None
 
 
@@ -73,8 +73,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
 
 
 def text_start(tokenizer: PreTrainedTokenizerFast, opening: str) -> tuple[int, ...]:
-    """Token ids of a text begun without a template: at least one, beginning-of-sequence where the model has it, and any
-    where it has no token for what a text may begin with."""
+    """Token ids of a text that begins with `opening`, without a template. At least one: for an empty text it is the
+    beginning-of-sequence token, or any other where the tokenizer has none."""
     tokens = text_lead(tokenizer) + encode(tokenizer, opening)
     if not tokens and tokenizer.bos_token_id is not None:
         tokens = (tokenizer.bos_token_id,)
@@ -82,7 +82,7 @@ def text_start(tokenizer: PreTrainedTokenizerFast, opening: str) -> tuple[int, .
 
 
 def text_lead(tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
-    """The token ids before the words of every text begun without a template: none, or beginning-of-sequence."""
+    """The tokens that the tokenizer puts before every text: none, or beginning-of-sequence."""
     started, words = tuple(tokenizer("A")["input_ids"]), encode(tokenizer, "A")
     if words and words[0] in started:
         return started[: started.index(words[0])]
@@ -95,14 +95,14 @@ def decode(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...], skip_spe
 
 
 def has_special(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...]) -> bool:
-    """Told by what a decoder leaves out: to list all special tokens of a large vocabulary takes long."""
+    """Whether there is a special token among them. Decoding tells: to list those of a large vocabulary takes long."""
     return decode(tokenizer, tokens) != decode(tokenizer, tokens, skip_special=True)
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], answer: bool, thinks: bool) -> str:
-    # Templates of models that do not think never look at it.
-    told: dict[str, Any] = {} if thinks else {"enable_thinking": False}
-    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **told)
+    # Templates of models that do not think ignore this variable.
+    variables: dict[str, Any] = {} if thinks else {"enable_thinking": False}
+    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **variables)
     return str(rendered)
 
 

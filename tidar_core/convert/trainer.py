@@ -20,12 +20,13 @@ from tidar_core.convert.blocks import (
     narrowed,
     pack_documents,
 )
-from tidar_core.convert.checkpoint import SETTLED, Progress, resume_training, save_training
+from tidar_core.convert.checkpoint import Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import rank_of, trainable
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
+from tidar_core.convert.pace import Pace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.vocabulary import Columns, Vocabulary
 from tidar_core.layout import WithinBlock
@@ -33,25 +34,26 @@ from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 from tidar_core.transfer import enough_memory
 
 CHECKPOINT_SECONDS = 45.0
-MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # measuring takes at most this share of the time
-SLOT_HEAD_FASTER = 2.5  # its learning rate, against the adapter's
-ALONE_SHARE = 0.125  # of the blocks train without the slot head, which may only choose among what they say alone
+MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # see `Pace`
+SLOT_HEAD_FASTER = 2.5  # its learning rate, as a multiple of the adapter's
+ALONE_SHARE = 0.125  # of the blocks train without the slot head, which chooses among candidates found without it
 ROWS_A_STEP = {"cpu": 1536, "cuda": 32768}
 ROWS_A_PASS = {"cpu": 2048, "cuda": 32768}
+SAVED_NAMES = {"final_share": "final_rate"}  # in checkpoints of any version, which are compared by name, and in records
 
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """How a drafter is trained. block: slots a proposal; block_sizes: how many of them a step's blocks have. slot_head:
-    width of the head that corrects a slot by the token before it, 0 for none. anchors: blocks behind each document, at
-    most.
+    """How a drafter is trained. block: slots of a proposal; block_sizes: how many of them a step's blocks have.
+    slot_head: width of the head that corrects a slot by the token before it, 0 for none. anchors: blocks behind each
+    document, at most.
 
-    rows_a_step: mask rows that each worker adds to an optimizer step, about; rows_a_pass: mask rows whose activations
-    are held at once (more are gone through in parts); 0 for what suits the device. learning_rate rises over `warmup`
-    steps and falls by a cosine to `final_rate` of itself. patience: measurements without gain before training ends,
-    none of them from before `SETTLED`, where the rate is so high that a drafter may stand still and gain in the end.
-    vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them. measure_every: steps between
-    measurements, 0 for what time allows.
+    rows_a_step: mask rows that each worker adds to an optimizer step, about. rows_a_pass: mask rows whose activations
+    are in memory at once; a step with more takes several passes. Both 0 for what suits the device. learning_rate: the
+    highest; it rises over `warmup` steps and falls by a cosine to `final_share` of itself. patience: measurements
+    without gain before training ends; those before `SETTLED` do not count, since at a high rate a drafter may stand
+    still and gain in the end. vocabulary: tokens that the loss always sees (`vocabulary.py`), 0 for all of them.
+    measure_every: steps between measurements, 0 where the time decides (`pace.py`).
     """
 
     block: int = 8
@@ -64,7 +66,7 @@ class TrainConfig:
     rows_a_pass: int = 0
     learning_rate: float = 1.5e-3
     warmup: int = 30
-    final_rate: float = 0.03
+    final_share: float = 0.03
     clip: float = 1.0
     vocabulary: int = 8192
     patience: int = 8
@@ -72,17 +74,18 @@ class TrainConfig:
     seed: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """What a drafter's record tells of its training."""
-        return _without(asdict(self), "patience", "measure_every", "rows_a_pass")
+        """What a drafter's record tells of its training, by the names that files have."""
+        settings = _without(asdict(self), "patience", "measure_every", "rows_a_pass")
+        return {SAVED_NAMES.get(name, name): value for name, value in settings.items()}
 
     def fixed(self) -> dict[str, Any]:
-        """What must not change when a training goes on: all but what the user is told to lower when it fails."""
+        """What must not change when a training goes on: all but what an error may advise the user to lower."""
         return _without(self.settings(), "learning_rate", "rows_a_step")
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a training is for and begins from, by fingerprint: the base's weights, and the adapter that it goes on from,
+    """What a training begins from, by fingerprints. base: the base's weights. start: the adapter that it goes on from,
     "none" for a new one."""
 
     base: str = ""
@@ -118,9 +121,9 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What the caller is told: each step, each measurement with whether it is the best so far (the adapter is then
-    worth keeping), and lines for the log. kept: called where a training goes on, to let its progress know
-    (`Progress.knows`) what the drafter is worth that the caller has."""
+    """Who follows a training. step: called after each step. measured: after each measurement, with the result, the
+    adapter, and whether it is the best so far and worth keeping. line: takes lines for the user. kept: called where a
+    training goes on, so that the caller can say what the drafter it has is worth (`Progress.knows`)."""
 
     step: Callable[[StepReport], None] = lambda report: None
     measured: Callable[[HeldOutResult, AdapterWeights, Progress, bool], None] = lambda *found: None
@@ -149,8 +152,8 @@ def train_drafter(
 ) -> Progress:
     """Trains from `start`, or from the last checkpoint in `directory` where there is one, of the same origin.
 
-    The workers of a crew call it with the same arguments, but for `watch`, which hears of every worker's own doings.
-    They go through the same steps and end at the same one.
+    All workers of a crew call it with the same arguments, except `watch`, which is called for this worker alone. They
+    take the same steps and end at the same one.
 
     Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
     where the disk is full, where the checkpoint was made with other settings, and where a worker sees another one.
@@ -162,28 +165,24 @@ def train_drafter(
         )
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
-    seen = int(crew.agree(int(held_out.digest, 16)))  # exact: a double holds its 48 bits
+    judged_on = crew.agree_digest(held_out.digest)
     if progress.step:
         watch.kept(progress)
         progress.best = crew.agree(progress.best)
-    progress.measured_on(f"{seen:012x}")
+    progress.measured_on(judged_on)
     progress.goes_on(budget.used(progress))
     sizes = blocks_ahead(config.block_sizes, config.block, budget.used(progress))
     with enough_memory("it does not hold what proves the kernels, free some of it"):
         base.attends.prepare(base.config, base.weights, sizes, config.within_block)
-    last_saved, last_measured, measuring = time.monotonic(), 0.0, 0.0
+    pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, config.measure_every)
+    last_saved = time.monotonic()
     while True:
         over = budget.used(progress) >= 1.0
-        now = progress.seconds
-        due = max(MEASURE_SECONDS, measuring / MEASURE_SHARE) if not config.measure_every else math.inf
-        by_step = config.measure_every and progress.step % config.measure_every == 0
-        if over or by_step or not progress.step or now - last_measured >= due:
-            began, first = time.monotonic(), not training.looked
-            training.measure(held_out, budget.used(progress) >= SETTLED)
-            took = crew.agree(time.monotonic() - began)
-            measuring = 0.0 if first else took  # on a GPU the first compiles what the others find
-            progress.seconds += took
-            last_measured = progress.seconds
+        if over or pace.due(progress):
+            began = time.monotonic()
+            training.measure(held_out, pace.counts(budget.used(progress)))
+            seconds = crew.agree(time.monotonic() - began)
+            pace.measured(progress, seconds, typical=pace.looked)  # on a GPU the first compiles what the others find
         if over or progress.stale >= config.patience:
             break
         training.step(sampler, vocabulary, budget.used(progress))
@@ -197,7 +196,7 @@ def train_drafter(
 
 
 class _Training:
-    """The drafter, its optimizer and where they are."""
+    """The drafter that is trained, its optimizer, and where in the training they are."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class _Training:
         origin: Origin,
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
-        self.adapter, self.looked = trainable(start), False
+        self.adapter = trainable(start)
         self.saving = 0.0  # seconds that this worker took over checkpoints, for the next step to count
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
@@ -232,28 +231,27 @@ class _Training:
             raise ConfigError(f"{directory} is not the same for all workers: put it where every node sees it")
 
     def save(self) -> None:
+        """Writes a checkpoint, where this worker is the one that writes."""
         if self.crew.leads:
             save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
 
-    def measure(self, held_out: HeldOut, settled: bool) -> None:
-        """Tokens per step on held-out documents; the best drafter so far is handed to the caller. settled: one that
-        gains nothing brings the end nearer."""
+    def measure(self, held_out: HeldOut, counts: bool) -> None:
+        """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`."""
         drafter = map_tensors(self.adapter, lambda tensor: tensor.detach().to(self.base.dtype))
         with enough_memory("it does not hold the held-out documents that are measured on, free some of it"):
             result = measure_held_out(self.base, drafter, held_out, self.config.block, self.config.within_block)
         progress = self.progress
         found = self.crew.agree(result.tokens_per_step)
         best = found >= progress.best  # one as good as the best has learnt more, and a drafter is quickly written
-        # A run's first look finds what the run before it had found: it is no sign that nothing is gained any more.
-        progress.take(found, settled and self.looked)
-        self.looked = True
-        if best:  # before the caller keeps it: a run that goes on from an older best would put a worse one in its place
+        progress.take(found, counts)
+        # Saved before the caller keeps it: a run that went on from an older checkpoint could replace it by a worse one.
+        if best:
             self.save()
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
 
     def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
-        """One optimizer step, of which each worker computes its part: all draw the same blocks, and the loss is over
-        them all. Raises ConfigError where the loss or its gradient is not a number, and where memory is too small."""
+        """One optimizer step. All workers draw the same blocks, each computes its part of them, and the gradients are
+        added up. Raises ConfigError where the loss or its gradient is not a number, and where memory is too small."""
         began, config, base, progress, crew = time.monotonic(), self.config, self.base, self.progress, self.crew
         draw = sampler.draw(progress)
         block = block_of_step(config.block_sizes, config.block, used, draw)
@@ -289,8 +287,8 @@ class _Training:
         )
 
     def _learn(self, clean: Clean, blocks: Blocks, columns: Columns, alone: Tensor, normaliser: float) -> Tensor:
-        """The loss of these blocks, whose gradient is added up. Goes through fewer rows at once from where memory does
-        not hold more. Raises ConfigError where it does not hold one block."""
+        """The loss of these blocks; their gradients are left in the tensors. Where memory is too small, this step and
+        all later ones take fewer rows at once. Raises ConfigError where it does not hold a single block."""
         while True:
             try:
                 return self._pass_by_pass(clean, blocks, columns, alone, normaliser)
@@ -299,13 +297,14 @@ class _Training:
                     raise ConfigError(
                         "the GPU's memory is full, even with one block at a time: free some of it"
                     ) from None
-            # Behind the handler, which would hold on to all that was computed.
+            # Behind the handler: in it the error would keep alive all that was computed.
             self.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             self.rows_a_pass = max(blocks.block, min(self.rows_a_pass, len(blocks.positions)) // 2)
             self.watch.line(f"the GPU's memory is full: {self.rows_a_pass} mask rows at once from here on")
 
     def _pass_by_pass(self, clean: Clean, blocks: Blocks, columns: Columns, alone: Tensor, normaliser: float) -> Tensor:
+        """The loss of these blocks, `rows_a_pass` at a time; their gradients are left in the tensors."""
         base, config = self.base, self.config
         loss = torch.zeros((), device=base.device)
         at_once = max(1, self.rows_a_pass // blocks.block)
@@ -322,8 +321,8 @@ class _Training:
 
 
 def learning_rate(config: TrainConfig, step: int, used: float) -> float:
-    """Linear warm-up, then a cosine over the budget down to `final_rate` of the highest."""
-    cosine = config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * used))
+    """Linear warm-up, then a cosine over the budget down to `final_share` of the highest."""
+    cosine = config.final_share + (1 - config.final_share) * 0.5 * (1 + math.cos(math.pi * used))
     return config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup)) * cosine
 
 

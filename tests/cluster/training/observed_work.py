@@ -16,7 +16,7 @@ from tidar_core.convert.options import ConvertOptions
 from tidar_core.model.weights import named_tensors
 
 
-def observed_work(options: ConvertOptions, spent: float, said: Queue) -> Progress:
+def observed_work(options: ConvertOptions, spent: float, queue: Queue) -> Progress:
     """As `work`; `<work>/seen-<rank>.json` gets {step: hash of the drafter}, `<work>/pid-<rank>` the process."""
     trainer.CHECKPOINT_SECONDS = 0.0
     seen: dict[int, str] = {}
@@ -34,7 +34,7 @@ def observed_work(options: ConvertOptions, spent: float, said: Queue) -> Progres
         return trainer.train_drafter(*others, replace(watch, measured=measured), crew, origin)
 
     run.train_drafter = train_drafter
-    return work(options, spent, said)
+    return work(options, spent, queue)
 
 
 def seen_by(directory: Path, rank: int) -> dict[str, str]:

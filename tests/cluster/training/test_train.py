@@ -159,14 +159,14 @@ def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_gath
     assert result.exit_code == 1
     first, line = result.stderr.strip().splitlines()
     assert first == "starting Ray"
-    said = r"tidar: 999 workers need 999 CPUs, Ray sees \d+(, of which others have \d+)?: lower --workers"
-    assert re.fullmatch(said, line)
+    message = r"tidar: 999 workers need 999 CPUs, Ray sees \d+(, of which others have \d+)?: lower --workers"
+    assert re.fullmatch(message, line)
     assert list(tmp_path.iterdir()) == []
     assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "threads", "said"),
+    ("nodes", "gpus", "threads", "message"),
     [
         ([{"CPU": 4.0}] * 4, False, 4, None),
         ([{"CPU": 3.0}] * 6, False, 4, "4 CPUs of one node, and Ray's nodes have room for 0: lower --workers or --thr"),
@@ -176,14 +176,14 @@ def test_more_workers_than_there_is_room_for_are_refused_before_anything_is_gath
     ],
 )
 def test_workers_of_which_one_fits_on_no_node_are_refused(
-    nodes: list[dict[str, float]], gpus: bool, threads: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+    nodes: list[dict[str, float]], gpus: bool, threads: int, message: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_together = {kind: sum(node.get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}
     monkeypatch.setattr(ray, "cluster_resources", lambda: all_together)
     monkeypatch.setattr(ray, "available_resources", lambda: all_together)
     by_id = {str(number): node for number, node in enumerate(nodes)}
     monkeypatch.setattr(cluster.training.train, "available_resources_per_node", lambda: by_id)
-    with nullcontext() if said is None else pytest.raises(ConfigError, match=f"^each of 4 workers needs {said}"):
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=f"^each of 4 workers needs {message}"):
         cluster.training.train.check_room(4, gpus, threads)
 
 
@@ -201,7 +201,7 @@ def test_a_node_that_does_not_see_what_the_workers_share_is_told(tmp_path: Path,
 
 
 class Saying:
-    """A queue of what workers have said."""
+    """A queue of what workers have sent."""
 
     def __init__(self, *news: object) -> None:
         self.news = [pickle.dumps(each) for each in news]
@@ -216,10 +216,10 @@ class Saying:
 
 def test_what_a_worker_cannot_do_ends_the_run_in_one_line() -> None:
     shown, run = Shown(), Future[Any]()
-    said = Saying(methodcaller("line", "hello"), ConfigError("the disk is full"))
+    queue = Saying(methodcaller("line", "hello"), ConfigError("the disk is full"))
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^the disk is full$"):
-        cluster.training.train.follow(run, said, shown, Interrupts())  # type: ignore[arg-type]
+        cluster.training.train.follow(run, queue, shown, Interrupts())  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
     assert shown.lines == ["hello"]
 
@@ -227,8 +227,8 @@ def test_what_a_worker_cannot_do_ends_the_run_in_one_line() -> None:
 def test_workers_that_fail_again_and_again_are_one_line() -> None:
     run = Future[Any]()
     run.set_exception(WorkerGroupError("…", {1: RuntimeError("a trace\nCUDA out of memory")}))
-    said = r"^the workers failed, 3 new starts included; .*: CUDA out of memory; the same command goes on from here$"
-    with pytest.raises(ConfigError, match=said):
+    message = r"^the workers failed, 3 new starts included; .*: CUDA out of memory; the same command goes on from here$"
+    with pytest.raises(ConfigError, match=message):
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
@@ -251,8 +251,8 @@ def test_of_an_error_with_advice_behind_it_the_error_is_told() -> None:
 def test_workers_that_cannot_be_started_are_one_line_that_says_why() -> None:
     run = Future[Any]()
     run.set_exception(ControllerError(RuntimeError("a trace\nconnection refused")))
-    said = r"^the workers could not be started: connection refused; the same command goes on from here$"
-    with pytest.raises(ConfigError, match=said):
+    message = r"^the workers could not be started: connection refused; the same command goes on from here$"
+    with pytest.raises(ConfigError, match=message):
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 
@@ -266,8 +266,8 @@ def test_workers_that_find_no_room_again_are_not_waited_for_for_ever() -> None:
 
     run = Future[Any]()
     run.set_exception(error)
-    said = r"^the cluster has no room for 4 workers any more, and none came: lower --workers; the same command"
-    with pytest.raises(ConfigError, match=said):
+    message = r"^the cluster has no room for 4 workers any more, and none came: lower --workers; the same command"
+    with pytest.raises(ConfigError, match=message):
         cluster.training.train.follow(run, Saying(), Shown(), Interrupts())  # type: ignore[arg-type]
 
 

@@ -25,9 +25,9 @@ def rewrite(path: Path, about: str) -> None:
 def test_a_checkpoint_that_the_disk_does_not_give_is_kept(tmp_path):
     save_at(tmp_path, 1)
     (tmp_path / "step-00000002.safetensors").mkdir()  # it can be opened and not be read
-    with pytest.raises(ConfigError, match=r"step-00000002.* cannot be read .*nothing was removed") as told:
+    with pytest.raises(ConfigError, match=r"step-00000002.* cannot be read .*nothing was removed") as raised:
         load_checkpoint(tmp_path, {"block": 4})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -19,7 +19,7 @@ from tests.tidar_core.convert.trained import BRIEF, SMALL, random_documents, run
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
-from tidar_core.convert import run, speed
+from tidar_core.convert import gathering, run, speed
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import add_text
@@ -40,9 +40,9 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     ]  # fmt: skip
     config = read_adapter_config(tmp_path / "drafter")
     data, corpus = config.training["data"], ShardStore(tmp_path / "drafter.work" / "data", HEADER).read().corpus
-    for told, indices in zip((data, data["held_out"]), corpus.split(), strict=True):
-        assert sum(told["documents"].values()) == len(indices) > 1
-        assert told["own_tokens"] == sum(int(corpus.document(index)[1].sum()) for index in indices)
+    for counts, indices in zip((data, data["held_out"]), corpus.split(), strict=True):
+        assert sum(counts["documents"].values()) == len(indices) > 1
+        assert counts["own_tokens"] == sum(int(corpus.document(index)[1].sum()) for index in indices)
     assert data["own_tokens"] + data["held_out"]["own_tokens"] >= 3000
     card = (tmp_path / "drafter" / "README.md").read_text()
     assert f"**{config.training['held_out']['tokens_per_step']:.2f} tokens per step**" in card
@@ -50,16 +50,15 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     assert np.cumprod(config.holds) == pytest.approx(config.training["held_out"]["all_right"], abs=0.005)
     assert "Questions and answers are the base model's own" in card
     assert shlex.join(["tidar", "up", "--model", str(model), "--adapter", "drafter"]) in card
-    told = yaml.safe_load(card.split("---")[1])
-    assert told["library_name"] == "tidar"
-    assert "base_model" not in told, "a hub refuses a card that names a path"
-    held = data["held_out"]
-    assert (
-        f"{data['own_tokens']:,} tokens to learn from. {sum(held['documents'].values())} more documents, with" in card
-    )
+    front_matter = yaml.safe_load(card.split("---")[1])
+    assert front_matter["library_name"] == "tidar"
+    assert "base_model" not in front_matter, "a hub refuses a card that names a path"
+    held_out = data["held_out"]
+    documents = sum(held_out["documents"].values())
+    assert f"{data['own_tokens']:,} tokens to learn from. {documents} more documents, with" in card
 
     learnt = f"{sum(data['documents'].values())} documents, {data['own_tokens']:,} tokens to learn from"
-    assert f"{learnt}; {sum(held['documents'].values())} more, with {held['own_tokens']:,} such tokens, are" in output
+    assert f"{learnt}; {documents} more, with {held_out['own_tokens']:,} such tokens, are" in output
 
     # The base's answers with the adapter are bit for bit those without.
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, drafts="full")
@@ -145,20 +144,20 @@ def test_a_drafter_that_is_better_than_its_checkpoints_stays(tmp_path, gathered)
     common = (model, "--out", out, "--data", data, *SMALL)
     status, output = run_command(*common, "--steps", 2)
     assert status == 0, output
-    told = json.loads((out / "adapter.json").read_text())
-    told["training"]["held_out"]["tokens_per_step"] = 3.5
-    (out / "adapter.json").write_text(json.dumps(told))
+    config = json.loads((out / "adapter.json").read_text())
+    config["training"]["held_out"]["tokens_per_step"] = 3.5
+    (out / "adapter.json").write_text(json.dumps(config))
     status, output = run_command(*common, "--steps", 4)
     assert "3.50 tokens per step on held-out documents" in output
-    assert json.loads((out / "adapter.json").read_text()) == told
+    assert json.loads((out / "adapter.json").read_text()) == config
 
     for file in out.iterdir():
         file.unlink()
     status, output = run_command(*common, "--steps", 5)
     assert status == 0, output
     found = read_adapter_config(out).training["held_out"]["tokens_per_step"]
-    said, found_in = output.splitlines()[-2].split(maxsplit=1)
-    assert float(said) == pytest.approx(found, abs=0.0051), "rounded once, and once more where it is kept"
+    printed, found_in = output.splitlines()[-2].split(maxsplit=1)
+    assert float(printed) == pytest.approx(found, abs=0.0051), "rounded once, and once more where it is kept"
     assert found_in.startswith("tokens per step on held-out documents")
 
 
@@ -251,7 +250,7 @@ def test_convert_learns_from_text_and_prompts_through_transformers(tmp_path, mon
     # Prompts that come later are answered, and those that were asked cost no start of the generator.
     (tmp_path / "prompts").write_text("What is the answer?\nHow so, and why?\n" + "And so on? " * 500)
     read: list[Path] = []
-    monkeypatch.setattr(run, "add_text", lambda *given: read.append(given[1]) or add_text(*given))
+    monkeypatch.setattr(gathering, "add_text", lambda *given: read.append(given[1]) or add_text(*given))
     for generating in (True, False):
         status, output = run_command(
             model, "--out", tmp_path / "drafter", "--steps", 4, "--generator", "transformers",

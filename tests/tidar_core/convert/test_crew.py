@@ -93,13 +93,14 @@ def train(
         run.bests.append(best)
 
     start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, tiny.identity.projections, config.block, 0)
-    learnt, held = corpus.split()
+    learnt, held_out = corpus.split()
     longest = tiny.base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
     run.progress = train_drafter(
         tiny.base, start, Sampler(corpus.document, anchors, longest, config.seed),
         Vocabulary(corpus, tiny.base.weights.head, config.vocabulary),
-        choose_windows(corpus, held[:windows].tolist(), config.block, longest), config, Budget(steps=steps), directory,
+        choose_windows(corpus, held_out[:windows].tolist(), config.block, longest),
+        config, Budget(steps=steps), directory,
         Watch(step=lambda r: run.steps.append(replace(r, progress=replace(r.progress))), measured=measured), crew,
     )  # fmt: skip
     return run
@@ -177,8 +178,8 @@ def begin(options: ConvertOptions, rank: int, agree: Callable[[float], float]) -
         run_module.train_gathered(options, 0.0, Mock(), Crew(rank, 2, agree=agree))
 
 
-def told_to_others(told: list[float]) -> Callable[[float], float]:
-    left = iter(told)
+def agreed_by_others(agreed: list[float]) -> Callable[[float], float]:
+    left = iter(agreed)
     return lambda _: next(left)
 
 
@@ -192,14 +193,14 @@ def test_a_worker_that_reads_other_things_than_the_first_is_refused(tiny, tmp_pa
     options = ConvertOptions(
         str(tiny.directory), tmp_path / "out", tmp_path / "data", rank=2, device="cpu", dtype="float32", train=CONFIG
     )
-    told: list[float] = []
-    begin(options, 0, lambda number: told.append(number) or number)
-    assert len(told) > 1
-    begin(options, 1, told_to_others(told))
+    agreed: list[float] = []
+    begin(options, 0, lambda number: agreed.append(number) or number)
+    assert len(agreed) > 1
+    begin(options, 1, agreed_by_others(agreed))
     other = tiny_checkpoint(tmp_path / "other", seed=1, **SIMPLE)
     for theirs in (replace(options, data=tmp_path / "fewer"), replace(options, model=str(other))):
         with pytest.raises(ConfigError, match="model or --start is not the same for all workers: put it where every"):
-            begin(theirs, 1, told_to_others(told))
+            begin(theirs, 1, agreed_by_others(agreed))
 
 
 def test_too_few_documents_for_a_crew(tiny, tmp_path):

@@ -103,7 +103,7 @@ def test_the_loss_is_the_papers():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint made by two runs of the command, the second going on where the first ended; what they said."""
+    """A checkpoint made by two runs of the command, the second going on where the first ended; how they ended."""
     directory = tmp_path_factory.mktemp("full")
     model = tiny_checkpoint(directory / "model", likely=0, vocab=511)
     (directory / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(400)), encoding="utf-8")
@@ -111,15 +111,15 @@ def trained(tmp_path_factory):
         model, "--mode", "full", "--out", directory / "out", "--text", directory / "text", "--block-length", 4,
         "--learning-rate", 0.01, "--rows", 750, "--threads", 1, "--dtype", "float32",
     )  # fmt: skip
-    said = [run_command(*common, "--steps", steps) for steps in (15, 110)]
-    return directory, said
+    runs = [run_command(*common, "--steps", steps) for steps in (15, 110)]
+    return directory, runs
 
 
 def test_tokens_per_step_rise_and_a_run_goes_on(trained):
-    directory, said = trained
-    assert [status for status, _ in said] == [0, 0], said
-    assert "going on from step 15" in said[1][1]
-    assert f"tidar up --model {directory / 'out'}" in said[1][1]
+    directory, runs = trained
+    assert [status for status, _ in runs] == [0, 0], runs
+    assert "going on from step 15" in runs[1][1]
+    assert f"tidar up --model {directory / 'out'}" in runs[1][1]
     contract = read_own_drafter(directory / "out")
     assert contract is not None
     assert contract.block_length == 4
@@ -155,8 +155,8 @@ def test_the_mask_is_never_said(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     config = EngineConfig(str(model), dtype="float32", device="cpu")
     prompts = [tuple(range(40, 50)), tuple(range(300, 330))]
-    said = answer_all(load_engine(config), prompts, [greedy_params(30, "off")] * 2)[0].tokens
-    mask = max(set(said), key=said.count)
+    tokens = answer_all(load_engine(config), prompts, [greedy_params(30, "off")] * 2)[0].tokens
+    mask = max(set(tokens), key=tokens.count)
     (model / CONTRACT_FILE).write_text(OwnDrafter(mask_token_id=mask, block_length=4).model_dump_json())
     engine = load_engine(config)
     for rule in (greedy_params, sampled_params):
@@ -179,9 +179,9 @@ def test_a_contract_that_cannot_be_kept_is_one_line(tmp_path, change, message):
     model = tiny_checkpoint(tmp_path / "model")
     contract = OwnDrafter(mask_token_id=3, block_length=4).model_dump() | change
     (model / CONTRACT_FILE).write_text(json.dumps(contract))
-    with pytest.raises(ConfigError, match=message) as told:
+    with pytest.raises(ConfigError, match=message) as raised:
         load_engine(EngineConfig(str(model), dtype="float32", device="cpu"))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_no_position_is_trained_that_the_model_does_not_have(tmp_path, monkeypatch):
@@ -195,21 +195,21 @@ def test_no_position_is_trained_that_the_model_does_not_have(tmp_path, monkeypat
     monkeypatch.setattr(full, "doubled", noted)
     model = tiny_checkpoint(tmp_path / "model", layers=1, max_positions=64)
     (tmp_path / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(200)))
-    status, said = run_command(
+    status, output = run_command(
         model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--rows", 200, "--steps", 2
     )
-    assert status == 0, said
+    assert status == 0, output
     assert positions == set(range(64))
 
 
 def test_text_is_too_little_is_said(tmp_path):
     model = tiny_checkpoint(tmp_path / "model")
     (tmp_path / "text").write_text("A text of a few words, which is more than none and yet one document alone.")
-    status, said = run_command(
+    status, output = run_command(
         model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--steps", 2
     )
     assert status == 1
-    assert "give more --text" in said
+    assert "give more --text" in output
 
 
 def test_weights_that_are_not_there_are_not_made_up(tmp_path):
@@ -219,15 +219,15 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "text").write_text("".join(f"{i} {SENTENCE}" for i in range(200)))
     common = (model, "--mode", "full", "--out", tmp_path / "out", "--text", tmp_path / "text", "--steps", 2)
-    status, said = run_command(*common)
+    status, output = run_command(*common)
     assert status == 1
-    assert "model.layers.1.mlp.up_proj.weight" in said
+    assert "model.layers.1.mlp.up_proj.weight" in output
     (model / "model.safetensors").unlink()
     torch.save(weights, model / "pytorch_model.bin")
-    status, said = run_command(*common)
+    status, output = run_command(*common)
     assert status == 1
-    assert "safetensors" in said
-    assert "Traceback" not in said
+    assert "safetensors" in output
+    assert "Traceback" not in output
 
 
 # The folder
@@ -253,12 +253,12 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path, monkeypatch, where
     (tmp_path / "others" / CONTRACT_FILE).write_text(OwnDrafter(mask_token_id=3, block_length=4).model_dump_json())
     monkeypatch.chdir(tmp_path / "notes")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    status, said = run_command(
+    status, output = run_command(
         model, "--mode", "full", "--out", tmp_path / where, "--text", tmp_path / "text", "--steps", 1
     )
     assert status == 1
-    assert "choose a new" in said
-    assert len(said.splitlines()) == 1
+    assert "choose a new" in output
+    assert len(output.splitlines()) == 1
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -1,6 +1,7 @@
 """The training of full weights: it resumes, knows its best after a kill, and survives bad luck."""
 
 import errno
+import json
 import math
 import os
 import shutil
@@ -21,11 +22,13 @@ from tests.tidar_core.model.loaded import load
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
 from tidar_core.convert import full, full_run
+from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import check_replaceable, full_steps, kept_tokens_per_step, part_of
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.trainer import Budget
+from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_own_drafter
 from tidar_core.model.dense import dense_model
 from tidar_core.model.sources import ModelSource, find_model
@@ -51,13 +54,13 @@ class Tiny:
         self.lines.append(text)
 
     def train(self, steps: int | Budget, **changed: float) -> Progress:
-        config = FullConfig(block=4, learning_rate=0.0, final_rate=0.0, tokens_a_step=100)
+        config = FullConfig(block=4, learning_rate=0.0, final_learning_rate=0.0, tokens_a_step=100)
         config = replace(config, **changed)
         budget = steps if isinstance(steps, Budget) else Budget(steps)
+        base = Base(self.source, load_config(self.source), self.tokenizer, torch.device("cpu"))
         return full_run.train_full(
-            self.source, self.tokenizer, corpus_of(random_documents(self.documents)), config, budget, 8,
-            torch.device("cpu"), self.out, self.directory / "work", self,
-        )  # fmt: skip
+            base, corpus_of(random_documents(self.documents)), config, budget, self.out, self.directory / "work", self
+        )
 
 
 @pytest.fixture
@@ -110,8 +113,20 @@ def test_a_training_goes_on_with_what_a_user_is_told_to_lower(tiny):
     tiny.train(1)
     assert tiny.train(2, learning_rate=1e-6, tokens_a_step=50).step == 2
     assert read_own_drafter(tiny.out).training.keys() >= {"learning_rate", "tokens_a_step"}
-    with pytest.raises(ConfigError, match=r"alpha 1\.0, not 0\.5"):
-        tiny.train(3, alpha=0.5)
+    with pytest.raises(ConfigError, match=r"clip 1\.0, not 0\.5"):
+        tiny.train(3, clip=0.5)
+
+
+def test_a_training_that_an_earlier_version_began_goes_on(tiny):
+    """Its settings are compared by the names that it gave them."""
+    tiny.train(1)
+    (checkpoint,) = (tiny.directory / "work").glob("step-*.safetensors")
+    with safe_open(checkpoint, framework="pt") as file:
+        settings = json.loads(file.metadata()["about"])["settings"]
+    assert settings.keys() == {
+        "base", "mode", "block", "within_block", "alpha", "final_rate", "clip", "seed",
+    }  # fmt: skip
+    assert (settings["alpha"], settings["final_rate"]) == (1.0, 0.0)
 
 
 def measured_as(monkeypatch: pytest.MonkeyPatch, *found: float) -> None:
@@ -127,7 +142,7 @@ def test_a_resumed_training_has_the_same_losses(tiny):
     for runs in ((4,), (2, 4)):
         torch.manual_seed(0)  # the mask's row of the embedding is drawn
         for steps in runs:
-            tiny.train(steps, learning_rate=1e-3, final_rate=1e-3)
+            tiny.train(steps, learning_rate=1e-3, final_learning_rate=1e-3)
         found.append(losses.copy())
         losses.clear()
         shutil.rmtree(tiny.out)
@@ -276,9 +291,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_model_before(tiny, monkeypatch, e
 
     measured_as(monkeypatch, 5.0, 5.0)
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
-    with pytest.raises(ConfigError, match="the disk is full: free some space") as told:
+    with pytest.raises(ConfigError, match="the disk is full: free some space") as raised:
         tiny.train(2)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert {path.name for path in tiny.out.iterdir()} == set(before)
     assert (tiny.out / "README.md").read_text() == "as it was"
     assert not part_of(tiny.out).exists()

@@ -1,6 +1,7 @@
 """Gathering own words: both generators, the user's prompts among them, limits of time and number, kills."""
 
 import itertools
+import json
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert import own_words, sources
 from tidar_core.convert.conversations import LEAST_OWN_TOKENS, DocumentPlan
-from tidar_core.convert.growing import GROWING_FILE, read_growing, waits_to_be_cut
+from tidar_core.convert.growing import GROWING_FILE, Growing, read_growing, waits_to_be_cut, write_growing
 from tidar_core.convert.own_words import Goal, SortedPrompts, add_text, gather_own_words, sort_prompts, unanswered
 from tidar_core.convert.shards import KINDS, open_store
 from tidar_core.convert.sources import Completion, EngineSource, TransformersSource
@@ -62,16 +63,16 @@ def documents(store) -> dict[int, list[int]]:
     return {int(job): corpus.document(index)[0].tolist() for index, job in enumerate(corpus.jobs)}
 
 
-class Told(EngineSource):
-    """Keeps what it is told of a submission's beginning."""
+class Noting(EngineSource):
+    """Keeps what each submission begins with."""
 
     def __init__(self, engine, capacity: int):
         super().__init__(engine, capacity)
         self.beginnings: list[tuple[int, ...]] = []
 
-    def submit(self, key, prompt, params, said=()):
-        self.beginnings.append(said)
-        return super().submit(key, prompt, params, said)
+    def submit(self, key, prompt, params, so_far=()):
+        self.beginnings.append(so_far)
+        return super().submit(key, prompt, params, so_far)
 
 
 def test_what_was_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch):
@@ -79,8 +80,8 @@ def test_what_was_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch)
     whole, killed = open_store(tmp_path / "whole", HEADER), open_store(tmp_path / "killed", HEADER)
     gather_own_words(engine_source(engine), engine.tokenizer, SHORT, whole, Goal(own_tokens=600))
     for step in range(3):
-        kept = [growing.said for growing in read_growing(killed.directory)]
-        source = Told(engine, 8)
+        kept = [growing.so_far for growing in read_growing(killed.directory)]
+        source = Noting(engine, 8)
         with pytest.raises(Killed):
             gather_own_words(
                 source, engine.tokenizer, SHORT, killed, Goal(own_tokens=600), progress=kill_after(8 + step)
@@ -89,7 +90,7 @@ def test_what_was_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch)
         assert set(kept) <= set(source.beginnings)
         assert len(kept) == 10 * (step > 0)
     assert killed.read().seconds > 0
-    source = Told(engine, 8)
+    source = Noting(engine, 8)
     gather_own_words(source, engine.tokenizer, SHORT, killed, Goal(own_tokens=600))
     assert sum(map(bool, source.beginnings)) > 5
     assert read_growing(killed.directory) == []
@@ -109,7 +110,7 @@ def test_what_a_kill_near_the_end_left_is_learnt_from(engine, tmp_path, monkeypa
     forget_all(engine)
     left, before = read_growing(killed.directory), documents(killed)
     assert waits_to_be_cut(killed.directory, killed.read().done)
-    source = Told(engine, 8)
+    source = Noting(engine, 8)
     gather_own_words(source, engine.tokenizer, long, killed, Goal(seconds=1e-3))
     assert source.beginnings == [], "nothing more is generated"
     assert not waits_to_be_cut(killed.directory, killed.read().done)
@@ -129,7 +130,7 @@ def test_a_prompt_on_its_way_goes_on_after_a_kill(engine, tmp_path, monkeypatch)
         )
     forget_all(engine)
     assert [kept.prompt for kept in read_growing(tmp_path) if kept.prompt] == prompts
-    source = Told(engine, 8)
+    source = Noting(engine, 8)
     gather_own_words(source, engine.tokenizer, SHORT, store, Goal(own_tokens=1), prompts)
     assert all(source.beginnings[:4])
     assert unanswered(engine.tokenizer, prompts, store.read()) == []
@@ -151,6 +152,13 @@ def test_what_cannot_be_taken_up_begins_anew(engine, tmp_path, monkeypatch):
     gather_own_words(engine_source(engine), engine.tokenizer, SHORT, store, Goal(own_tokens=400))
     jobs = store.read().corpus.jobs.tolist()
     assert len(jobs) == len(set(jobs)) > 10
+
+
+def test_conversations_on_their_way_have_the_same_names_on_disk_in_all_versions(tmp_path):
+    write_growing(tmp_path, [Growing(number=3, prompt="", heard=(), said=(1, 2))])
+    kept = {"number": 3, "prompt": "", "heard": [], "said": [1, 2]}
+    assert json.loads((tmp_path / GROWING_FILE).read_text()) == {"format": 2, "conversations": [kept]}
+    assert [growing.so_far for growing in read_growing(tmp_path)] == [(1, 2)]
 
 
 def test_gathering_goes_on_where_it_was_killed(engine, tmp_path, monkeypatch):
@@ -211,19 +219,19 @@ def test_prompts_have_the_time_of_the_goal_in_a_run_and_no_more(engine, tmp_path
     monkeypatch.setattr(own_words.time, "monotonic", lambda: now() + steps)
     steps = 0
 
-    told = []
+    progress = []
 
     def a_second_passes(gathered) -> None:
         nonlocal steps
         steps = next(passed)
-        told.append(gathered)
+        progress.append(gathered)
 
     prompts = [f"What is the answer to {number}?" for number in range(400)]
     source = engine_source(engine, 4)
     gather_own_words(source, engine.tokenizer, SHORT, store, Goal(seconds=100.0), prompts, a_second_passes)
     assert 80 < steps <= 100
-    assert {gathered.until for gathered in told} == {600.0}
-    assert [told[0].asked, told[-1].asked] == [400, len(unanswered(engine.tokenizer, prompts, store.read()))]
+    assert {gathered.until for gathered in progress} == {600.0}
+    assert [progress[0].asked, progress[-1].asked] == [400, len(unanswered(engine.tokenizer, prompts, store.read()))]
     assert 0 < len(unanswered(engine.tokenizer, prompts, store.read())) < 400
     while engine.has_work:
         engine.step()
@@ -420,7 +428,7 @@ def test_a_wave_that_lasts_too_long_goes_on_in_another(engine, model_directory, 
         monkeypatch.setattr(sources, "WAVE_SECONDS", seconds)
         source = TransformersSource(model, engine.tokenizer, engine.info.eos_ids, 4, 512)
         for key in range(6):
-            assert source.submit(key, tuple(range(30 + key, 40 + 3 * key)), params, said=(40,) * (key // 4))
+            assert source.submit(key, tuple(range(30 + key, 40 + 3 * key)), params, so_far=(40,) * (key // 4))
         done, count = {}, 0
         while source.in_flight:
             done |= {c.key: (c.tokens, c.ended) for c in source.step()}

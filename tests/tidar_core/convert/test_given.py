@@ -20,7 +20,7 @@ READERS: list[Callable[[Path], list[str]]] = [read_prompts, lambda path: list(re
 readers = pytest.mark.parametrize("read", READERS, ids=["prompts", "text"])
 
 
-def told(read: Callable[[Path], list[str]], path: Path) -> str:
+def refusal(read: Callable[[Path], list[str]], path: Path) -> str:
     with pytest.raises(ConfigError) as raised:
         read(path)
     assert "\n" not in str(raised.value)
@@ -47,14 +47,14 @@ def test_a_prompt_ends_where_its_line_does(tmp_path):
 def test_other_encodings_are_refused(tmp_path, read, encoding):
     path = tmp_path / "file"
     path.write_bytes(("Zähne" * 9).encode(encoding))
-    assert told(read, path).endswith("save it as plain text in UTF-8")
+    assert refusal(read, path).endswith("save it as plain text in UTF-8")
 
 
 @readers
 def test_a_pipe_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
-    assert "it is a pipe or a device" in told(read, tmp_path / "pipe")
-    assert "Is a directory" in told(read, tmp_path)
+    assert "it is a pipe or a device" in refusal(read, tmp_path / "pipe")
+    assert "Is a directory" in refusal(read, tmp_path)
 
 
 @pytest.mark.parametrize(("read", "option"), zip(READERS, ("--prompts", "--text"), strict=True))
@@ -62,11 +62,11 @@ def test_what_a_shell_puts_in_place_of_a_file_is_told_what_to_do_with(read, opti
     """`<(zcat text.gz)` is a pipe under such a name, as is `/dev/stdin` behind another one."""
     ends = os.pipe()
     try:
-        said = told(read, Path(f"/dev/fd/{ends[0]}"))
+        line = refusal(read, Path(f"/dev/fd/{ends[0]}"))
     finally:
         for end in ends:
             os.close(end)
-    assert said.endswith(f"write what comes out of it to a file, and give that to {option}")
+    assert line.endswith(f"write what comes out of it to a file, and give that to {option}")
 
 
 @readers
@@ -77,20 +77,20 @@ def test_a_file_that_may_not_be_read_is_one_line(tmp_path, read, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "exists", denied)
-    assert "cannot be read (Permission denied)" in told(read, tmp_path / "file")
+    assert "cannot be read (Permission denied)" in refusal(read, tmp_path / "file")
 
 
 @pytest.mark.parametrize("prompt", [r'{"prompt": "\ud800"}', '{"prompt": ' + "[" * 10**5 + "]" * 10**5 + "}"])
 def test_json_that_is_no_text_is_one_line(tmp_path, prompt):
     path = tmp_path / "prompts"
     path.write_text(f"Why?\n{prompt}\n")
-    assert 'line 2: no JSON object with a string "prompt"' in told(read_prompts, path)
+    assert 'line 2: no JSON object with a string "prompt"' in refusal(read_prompts, path)
 
 
 def test_a_prompt_that_nothing_has_room_for_is_one_line(tmp_path):
     path = tmp_path / "prompts"
     path.write_text("Why?\n" + "x" * 10**7)
-    assert "line 2: a prompt of 10,000,000 characters is too long" in told(read_prompts, path)
+    assert "line 2: a prompt of 10,000,000 characters is too long" in refusal(read_prompts, path)
 
 
 def test_a_file_that_is_being_written_is_not_taken_for_a_whole_one(tmp_path, monkeypatch):

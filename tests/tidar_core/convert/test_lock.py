@@ -33,12 +33,12 @@ def test_a_second_run_does_not_gather_into_the_same_data_until_the_first_is_gone
     data = tmp_path / "data"
     common = (model, "--data", data, "--steps", 1, *SMALL)
     arguments = [str(word) for word in (*common, "--out", tmp_path / "first", "--own-tokens", 10**7)]
-    with open(tmp_path / "said", "wb") as said:
-        first = subprocess.Popen([sys.executable, "-c", KILLED.format(arguments=arguments)], stderr=said)
+    with open(tmp_path / "errors", "wb") as errors:
+        first = subprocess.Popen([sys.executable, "-c", KILLED.format(arguments=arguments)], stderr=errors)
     try:
         until = time.monotonic() + 120
         while len(shards(data)) < 2 and time.monotonic() < until:
-            assert first.poll() is None, (tmp_path / "said").read_text()
+            assert first.poll() is None, (tmp_path / "errors").read_text()
             time.sleep(0.02)
         first.send_signal(signal.SIGSTOP)
         before = shards(data)

@@ -151,7 +151,7 @@ def test_queries_of_clean_rows_are_not_kept(tmp_path, attends):
 
 
 def test_flex_attention_is_tried_with_the_models_own_heads(tmp_path, monkeypatch):
-    tiny, said, tried = tiny_base(tmp_path, "qwen3"), [], []
+    tiny, lines, tried = tiny_base(tmp_path, "qwen3"), [], []
 
     def attend(q, k, v, **how):
         tried.append((q.shape[1], k.shape[1], v.shape[3], q.dtype))
@@ -161,9 +161,9 @@ def test_flex_attention_is_tried_with_the_models_own_heads(tmp_path, monkeypatch
 
     monkeypatch.setattr(flex, "_flex", lambda device: attend)
     config, embedding = tiny.base.config, tiny.base.weights.embedding
-    assert [flex.flex_runs(config, embedding, said.append) for _ in range(2)] == [True, False]
+    assert [flex.flex_runs(config, embedding, lines.append) for _ in range(2)] == [True, False]
     assert tried == [(config.heads, config.kv_heads, config.head_dim, embedding.dtype)] * 2
-    assert said == ["training without FlexAttention, which is slower: RuntimeError"]
+    assert lines == ["training without FlexAttention, which is slower: RuntimeError"]
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
@@ -300,9 +300,9 @@ def test_held_out_drafts_hold_where_the_engines_do(tmp_path, within_block):
         documents.append((tokens, np.arange(len(tokens)) >= len(prompt)))
         windows.append(np.arange(len(prompt), len(tokens)))
     held_out = HeldOut(tuple(documents), tuple(windows), ("chat",) * len(documents))
-    held = judge_windows(tiny.base, tiny.adapter, held_out, 4, within_block)
+    judged = judge_windows(tiny.base, tiny.adapter, held_out, 4, within_block)
     accepted = 0
-    for answer, holds in zip(answers, held, strict=True):
+    for answer, holds in zip(answers, judged, strict=True):
         place = 0
         for step in answer.steps[1:]:
             if len(step.drafted) < 3:  # cut short by the end of the answer
@@ -340,7 +340,7 @@ def test_tokens_per_step_are_those_of_a_walk(monkeypatch):
 
 def test_a_full_gpu_is_not_taken_for_a_broken_compiler(monkeypatch):
     """The trainer goes on with fewer rows, and without the compiler it would hold fewer still."""
-    said: list[str] = []
+    lines: list[str] = []
     failures = iter([torch.OutOfMemoryError("full"), None, RuntimeError("no compiler"), None])
 
     def through(function, dynamic):
@@ -353,10 +353,10 @@ def test_a_full_gpu_is_not_taken_for_a_broken_compiler(monkeypatch):
         return run
 
     monkeypatch.setattr(torch, "compile", through)
-    run = compiled(lambda: "plain", said.append)
+    run = compiled(lambda: "plain", lines.append)
     with pytest.raises(torch.OutOfMemoryError):
         run()
     assert run() == "compiled"
-    assert said == []
+    assert lines == []
     assert run() == run() == "plain"
-    assert said == ["running without torch.compile, which is slower: RuntimeError"]
+    assert lines == ["running without torch.compile, which is slower: RuntimeError"]

@@ -33,11 +33,11 @@ def recorded(directory: Path, more: Mapping[str, object] = MappingProxyType({}),
 def interrupted_at(step: int) -> Callable[..., None]:
     """As a kill while a measurement is told, once the checkpoint's time has come."""
 
-    def told(result: object, adapter: object, progress: Progress, best: bool) -> None:
+    def measured(result: object, adapter: object, progress: Progress, best: bool) -> None:
         if progress.step == step:
             raise InterruptedError
 
-    return told
+    return measured
 
 
 def test_a_resumed_training_has_the_same_losses(tiny, corpus, tmp_path, monkeypatch):
@@ -148,17 +148,17 @@ def test_with_other_held_out_documents_the_drafter_is_judged_anew(tiny, corpus, 
     recorded(tmp_path, best=3.9, stale=5)
     kept: list[tuple[float, bool, int]] = []
 
-    def told(result, adapter, progress, best) -> None:
+    def measured(result, adapter, progress, best) -> None:
         kept.append((result.tokens_per_step, best, progress.stale))
 
-    _, progress = train(tiny, corpus, tmp_path, 4, measured=told)
+    _, progress = train(tiny, corpus, tmp_path, 4, measured=measured)
     assert kept[0][1:] == (False, 5)
     assert progress.best == 3.9
     grown = corpus_of([corpus.document(index) for index in range(len(corpus))] + random_documents(200, seed=9))
-    _, progress = train(tiny, grown, tmp_path, 4, measured=told)
+    _, progress = train(tiny, grown, tmp_path, 4, measured=measured)
     assert kept[1][1:] == (True, 0)
     assert progress.best == kept[1][0] < 3.9
-    train(tiny, grown, tmp_path, 4, measured=told)
+    train(tiny, grown, tmp_path, 4, measured=measured)
     assert kept[2] == kept[1]
 
 

@@ -44,7 +44,7 @@ def test_what_shrinks_has_no_rate_below_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gathered", "goal", "said"),
+    ("gathered", "goal", "expected"),
     [
         (GatherProgress(9, 800, 0, 100.0, 0, 0.0), Goal(own_tokens=700), "unknown"),
         (
@@ -56,19 +56,19 @@ def test_what_shrinks_has_no_rate_below_nothing(monkeypatch):
         (GatherProgress(9, 800, 0, 130.0, 3, 190.0), Goal(seconds=130.0), "3 given prompts to answer, about 60 s left"),
     ],
 )
-def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, said):
+def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, expected):
     out = io.StringIO()
     with TerminalScreen(Console(file=out, width=200)) as shown:
         shown.gathered(gathered, goal)
-    assert said in out.getvalue()
+    assert expected in out.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [(None, "unknown yet"), (20, "20 s left"), (600, "10 min left"), (9000, "2.5 h left")],
 )
-def test_time_left_in_words(seconds, said):
-    assert said in time_left(seconds)
+def test_time_left_in_words(seconds, expected):
+    assert expected in time_left(seconds)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -86,26 +86,26 @@ def test_other_tokens_are_refused_and_other_weights_told(tmp_path):
     with pytest.raises(ConfigError, match="--seed 0"):
         store.check_seed(1)
     store.check_seed(0)
-    assert "other weights" in store.said_by(HEADER.model_copy(update={"fingerprint": "x"}))
-    assert store.said_by(HEADER) == ""
+    assert "other weights" in store.words_come_from(HEADER.model_copy(update={"fingerprint": "x"}))
+    assert store.words_come_from(HEADER) == ""
 
 
 def test_data_begun_with_text_alone_are_of_the_first_weights_that_say_something(tmp_path):
     """And are planned with their seed."""
     store = open_store(tmp_path, HEADER.model_copy(update={"model": "another", "fingerprint": "", "seed": 1}))
     store.check_seed(0)
-    assert store.said_by(HEADER) == ""
+    assert store.words_come_from(HEADER) == ""
     assert read_header(tmp_path) == store.header == HEADER
-    assert "other weights" in store.said_by(HEADER.model_copy(update={"fingerprint": "x"}))
+    assert "other weights" in store.words_come_from(HEADER.model_copy(update={"fingerprint": "x"}))
 
 
 def test_a_shard_that_the_disk_does_not_give_is_kept(tmp_path):
     store = open_store(tmp_path, HEADER)
     store.append([document(0)], [0], 1.0)
     (tmp_path / "shard-000001.safetensors").mkdir()  # it can be opened and not be read
-    with pytest.raises(ConfigError, match=r"shard-000001.* cannot be read .*and start again") as told:
+    with pytest.raises(ConfigError, match=r"shard-000001.* cannot be read .*and start again") as raised:
         open_store(tmp_path, HEADER)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert (tmp_path / "shard-000001.safetensors").exists()
 
 
@@ -125,9 +125,9 @@ DOCUMENT_KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size
 def sides(keys: list[int]) -> tuple[set[int], set[int]]:
     """Keys of the documents that are learnt from and of those held out."""
     ends = np.arange(1, len(keys) + 1)
-    learnt, held = Corpus(ends, ends, ends, np.array(keys, dtype=np.int64), ends, ends).split()
-    assert sorted([*learnt, *held]) == list(range(len(keys)))
-    return {keys[i] for i in learnt}, {keys[i] for i in held}
+    learnt, held_out = Corpus(ends, ends, ends, np.array(keys, dtype=np.int64), ends, ends).split()
+    assert sorted([*learnt, *held_out]) == list(range(len(keys)))
+    return {keys[i] for i in learnt}, {keys[i] for i in held_out}
 
 
 @given(DOCUMENT_KEYS, st.integers(0, 5))
@@ -146,10 +146,10 @@ def test_two_documents_that_a_third_joins(keys):
 
 @given(DOCUMENT_KEYS, st.integers(1, 400))
 def test_once_many_are_held_out_they_stay(keys, first):
-    _, held = sides(keys)
-    _, held_before = sides(keys[:first])
-    assert len(held_before) <= 2 or held_before <= held
-    assert len(held) >= min(2, len(keys))
+    _, held_out = sides(keys)
+    _, held_out_before = sides(keys[:first])
+    assert len(held_out_before) <= 2 or held_out_before <= held_out
+    assert len(held_out) >= min(2, len(keys))
 
 
 def test_where_a_shard_was_deleted_no_other_is_written_over(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from tests.tidar_core.convert.documents import HEADER, document
 from tests.tidar_core.convert.trained import SIMPLE, run_command, tiny_base
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.convert import run
+from tidar_core.convert import gathering, run
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import new_drafter, rank_of
 from tidar_core.convert.shards import Corpus, Document, open_store
@@ -43,7 +43,7 @@ def test_an_expert_alone_has_the_rank_that_was_asked_for(tmp_path):
 
 @pytest.mark.parametrize("mistake", ["seed", "tokenizer"])
 def test_other_words_are_told_before_anything_is_loaded_or_stored(tmp_path, monkeypatch, mistake):
-    monkeypatch.setattr(run, "load_engine", None)
+    monkeypatch.setattr(gathering, "load_engine", None)
     model, text = tiny_checkpoint(tmp_path / "model", **SIMPLE), tmp_path / "text"
     text.write_text("The quick brown fox jumps over lazy dogs.\n" * 100)
     if mistake == "seed":
@@ -95,7 +95,7 @@ def test_weights_are_in_memory_once_where_transformers_generates(tmp_path, monke
         found.append(loaded())
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(run, "dense_model", full)
+    monkeypatch.setattr(gathering, "dense_model", full)
     model = tiny_checkpoint(tmp_path / "model", **SIMPLE)
     status, output = run_command(model, "--out", tmp_path / "out", "--generator", "transformers", *SMALL, *FEW)
     assert found == [before]

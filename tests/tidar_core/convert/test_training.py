@@ -185,10 +185,10 @@ def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypat
 def test_the_slot_head_is_trained_and_faster_than_the_rest(tiny, corpus, tmp_path):
     seen: list[dict[str, torch.Tensor]] = []
 
-    def told(result, adapter, *_) -> None:
+    def measured(result, adapter, *_) -> None:
         seen.append({name: tensor.clone() for name, tensor in named_tensors(adapter)})
 
-    train(tiny, corpus, tmp_path, 1, replace(CONFIG, measure_every=1), 16, measured=told)
+    train(tiny, corpus, tmp_path, 1, replace(CONFIG, measure_every=1), 16, measured=measured)
     moved = {name: (seen[1][name] - tensor).abs().max().item() for name, tensor in seen[0].items()}
     assert moved["mask_embedding"] > 0
     assert moved["slot_head.out"] / moved["mask_embedding"] == pytest.approx(trainer.SLOT_HEAD_FASTER, rel=0.01)
@@ -217,7 +217,7 @@ def test_a_new_drafter_adapts_what_was_asked_for_and_changes_nothing_yet(tiny):
 
 
 def test_the_learning_rate_rises_and_falls():
-    config = TrainConfig(learning_rate=1.0, warmup=10, final_rate=0.1)
+    config = TrainConfig(learning_rate=1.0, warmup=10, final_share=0.1)
     assert learning_rate(config, 0, 0.0) == pytest.approx(0.1)
     assert learning_rate(config, 9, 0.0) == pytest.approx(1.0)
     assert learning_rate(config, 500, 0.5) == pytest.approx(0.55)

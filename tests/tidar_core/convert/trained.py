@@ -117,20 +117,20 @@ def train(
     """Trains a new drafter of the tiny base, or goes on with one in `directory`; what each step reported, the end."""
     start = new_drafter(tiny.identity, tiny.base.weights.embedding, 8, tiny.identity.projections, config.block, 0)
     start = with_slot_head(start, tiny.base.weights.embedding, slot_head, 0)
-    learnt, held = corpus.split()
+    learnt, held_out = corpus.split()
     longest = tiny.base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
     sampler = Sampler(corpus.document, anchors, longest, config.seed)
-    windows = choose_windows(corpus, held.tolist(), config.block, longest)
+    windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
     seen: list[StepReport] = []
-    told = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
+    noting = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
     vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
     budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
-    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, told)
+    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, noting)
 
 
 def run_command(*arguments: object) -> tuple[int, str]:
-    """`tidar convert` with these arguments: its exit status and what it said."""
+    """`tidar convert` with these arguments: its exit status and its output."""
     app = typer.Typer()
     app.command()(convert_command)
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])

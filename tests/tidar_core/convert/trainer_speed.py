@@ -134,12 +134,12 @@ def trained(base: FrozenBase, start: AdapterWeights, corpus: Corpus, sampler: Sa
     """Mask rows a second of the trainer's own steps, the slot head among what it trains."""
     config = TrainConfig(measure_every=10**9)
     reports: list[StepReport] = []
-    held = choose_windows(corpus, [0], BLOCK, base.config.max_positions)
+    windows = choose_windows(corpus, [0], BLOCK, base.config.max_positions)
     vocabulary = Vocabulary(corpus, base.weights.head, config.vocabulary)
     with tempfile.TemporaryDirectory() as scratch:
         train_drafter(
-            base, with_slot_head(start, base.weights.embedding, config.slot_head, 0), sampler, vocabulary, held, config,
-            Budget(steps=steps + 1), Path(scratch), Watch(step=reports.append),
+            base, with_slot_head(start, base.weights.embedding, config.slot_head, 0), sampler, vocabulary, windows,
+            config, Budget(steps=steps + 1), Path(scratch), Watch(step=reports.append),
         )  # fmt: skip
     return sum(report.mask_rows for report in reports[1:]) / sum(report.seconds for report in reports[1:])
 

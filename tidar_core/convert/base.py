@@ -1,0 +1,42 @@
+"""The base model of a conversion: where it lies, what it is, and its weights when they are needed."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tidar_core.config import DTypeName, ModelConfig
+from tidar_core.convert.options import Screen
+from tidar_core.model.adapter import identify_base
+from tidar_core.model.adapter_config import BaseIdentity
+from tidar_core.model.configuration import load_config
+from tidar_core.model.loading import load_weights
+from tidar_core.model.sources import ModelSource
+from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
+from tidar_core.model.weights import ModelWeights
+from tidar_core.transfer import enough_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base model before its weights are read, and the device that it will compute on."""
+
+    source: ModelSource
+    config: ModelConfig
+    tokenizer: PreTrainedTokenizerFast
+    device: torch.device
+
+
+def read_base(source: ModelSource, device: torch.device) -> Base:
+    """Reads configuration and tokenizer. Raises ConfigError where they cannot be read."""
+    tokenizer = load_tokenizer(source)
+    return Base(source, with_all_ends(load_config(source), source, tokenizer), tokenizer, device)
+
+
+def load_base_weights(base: Base, dtype: DTypeName, screen: Screen) -> tuple[BaseIdentity, ModelWeights]:
+    """Loads the weights in `dtype` onto the base's device. Raises ConfigError where they cannot be read, and where
+    memory does not hold them."""
+    name = base.source.name
+    with enough_memory(f"it does not hold the weights of {name} in {dtype}"):
+        weights = load_weights(base.source, base.config, getattr(torch, dtype), base.device, screen.loading)
+    return identify_base(name, base.config, weights, base.tokenizer), weights
