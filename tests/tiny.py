@@ -243,6 +243,18 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
 
 
+def with_many_words(directory: Path, words: int = 130_000) -> Path:
+    """A checkpoint whose tokenizer is as large as a real one's, by tokens that no text comes to. Returns it."""
+    path = directory / "tokenizer.json"
+    written = json.loads(path.read_text())
+    vocabulary = written["model"]["vocab"]
+    vocabulary |= {token["content"]: token["id"] for token in written["added_tokens"]}  # which else come behind all
+    first = max(vocabulary.values()) + 1
+    vocabulary |= {f"word{number:06d}": first + number for number in range(words)}
+    path.write_text(json.dumps(written))
+    return directory
+
+
 def tiny_adapter(
     directory: Path,
     model_directory: Path,

@@ -7,7 +7,15 @@ from pathlib import Path
 
 from cluster.options import FurtherModel, ServeOptions
 from tests.servers import Server, running, start_with
-from tests.tiny import HERMES_TEMPLATE, edit_json, thinking_tokenizer, tiny_adapter, tiny_checkpoint, tool_tokenizer
+from tests.tiny import (
+    HERMES_TEMPLATE,
+    edit_json,
+    thinking_tokenizer,
+    tiny_adapter,
+    tiny_checkpoint,
+    tool_tokenizer,
+    with_many_words,
+)
 
 ORIGIN = "https://chat.example.org"
 KEYS = ("key-of-one", "key-of-another")
@@ -42,6 +50,7 @@ def guarded_server(directory: Path, traces: str | None = None) -> Iterator[Guard
     adapter = tiny_adapter(directory / "adapter", model)
     beside = tiny_checkpoint(directory / "qwen", "qwen2", seed=1, vocab=400)
     thinking_tokenizer(400).save_pretrained(beside)
+    with_many_words(beside)  # pickled it is larger than what gRPC, by which a replica sends it, takes at once by itself
     wanted = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}
     edit_json(beside / "generation_config.json", **wanted)
     beside_adapter = tiny_adapter(directory / "qwen-adapter", beside, block_length=3)
