@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.carry.directory import Directory, Wake
 from cluster.options import ServedModel, ServeOptions, deployment_part
-from cluster.preflight import check_visible
+from cluster.preflight import check_paths, check_visible
 from cluster.replica.replica import EngineReplica
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
@@ -60,9 +60,16 @@ def build(args: dict[str, Any]) -> Application:
     try:
         options = read_options(ServeOptions, args)
         check_visible(options)
+        if sum(offers_cpu(node) for node in ray.nodes()) == sum(node["Alive"] for node in ray.nodes()) == 1:
+            check_paths(options)  # else a mistake in a path would be found once the old engine has made room
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     return application(options)
+
+
+def offers_cpu(node: dict[str, Any]) -> bool:
+    """Whether engines may run on a node, as Ray tells of it; a fleet's head offers none."""
+    return bool(node["Alive"] and node["Resources"].get("CPU"))
 
 
 def application(options: ServeOptions, router: str = ROUTER) -> Application:
@@ -86,7 +93,7 @@ def application(options: ServeOptions, router: str = ROUTER) -> Application:
     names = engine_names(options)
     engines = {
         name: engine.options(name=names[name], **replica_count(options, served)).bind(
-            replace(served.config, device=device), name, options.most_engines
+            replace(served.config, device=device), name, options.most_engines - served.engines
         )
         for name, served in options.served.items()
     }

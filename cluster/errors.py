@@ -16,6 +16,7 @@ SHAPES = {  # JSON's words for what pydantic tells in Python's
     "model_type": "must be an object",
 }
 MAX_NAME = 200  # characters of a model's name that are told again
+MODEL_CHANGED = "model_changed"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -75,6 +76,11 @@ def full() -> ApiError:
 
 def not_ready() -> ApiError:
     return ApiError(503, "The model is not ready: no engine replica answers yet.", code="not_ready")
+
+
+def model_changed() -> ApiError:
+    """For a request that was read for a model whose engines are gone: to be read anew where no token was passed on."""
+    return ApiError(503, "The model was replaced while this request waited. Try again.", code=MODEL_CHANGED)
 
 
 def server_error() -> ApiError:

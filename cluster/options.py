@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from tidar_core.config import DEFAULT_MODEL, Device, EngineConfig, GenerationConfig, KVDType, RoundedDType, ServedDType
 from tidar_core.model.sources import cached_as
@@ -17,6 +17,9 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Place = Annotated[str, Field(min_length=1)]
+Drafts = Annotated[
+    DraftMode, BeforeValidator(lambda given: "off" if given is False else given)
+]  # off, as YAML reads it
 
 # As a browser states it: without a path, and in lower case.
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -38,7 +41,7 @@ class FurtherModel(BaseModel):
     adapter: Place = "default"
     dtype: ServedDType | None = None
     kv_dtype: KVDType | None = None
-    drafts: DraftMode | None = None
+    drafts: Drafts | None = None
     max_model_len: Count | None = None
     max_running: Positive | None = None
     cache_tokens: Count | None = None
@@ -103,7 +106,7 @@ class ServeOptions(BaseModel):
     dtype: ServedDType = "bfloat16"
     kv_dtype: KVDType = "model"
     device: Device = "auto"
-    drafts: DraftMode = "auto"
+    drafts: Drafts = "auto"
     replicas: int = 1
     min_replicas: Count = 1
     max_replicas: Positive | None = None

@@ -74,6 +74,17 @@ def check_visible(options: ServeOptions) -> None:
     check_models(options, {model: find_model(model) for model in visible}, is_there)
 
 
+def check_paths(options: ServeOptions) -> None:
+    """Raise ConfigError where a path of the options leads to nothing: for the machine that the engines run on."""
+    for file in (options.api_keys, options.metrics_keys):
+        read_keys(file)
+    for served in options.served.values():
+        if served.config.model.startswith(("/", "~", "./", "../")):
+            find_model(served.config.model)
+        if served.config.adapter not in OWN_ADAPTERS:
+            read_adapter(from_home(served.config.adapter))
+
+
 def check_word(given: str, words: Sequence[str]) -> None:
     """Raise ConfigError for what is neither one of the words nor seen here, and but for a letter is one of them."""
     near = get_close_matches(given, [word for word in words if abs(len(word) - len(given)) <= 1], n=1, cutoff=0.92)

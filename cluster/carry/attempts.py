@@ -25,6 +25,7 @@ log = logging.getLogger("ray.serve")
 # What a call ends of when its replica is gone, going, or none: Ray's and Serve's words for it, and those of gRPC, which
 # Serve also wraps into a RuntimeError where a replica dies while it accepts.
 GONE = (RayError, BackPressureError, RequestCancelledError, LookupError, grpc.RpcError)
+OTHER_MODEL = "another model"
 Item = Accepted | Event | LookAgain | Exception
 
 
@@ -165,7 +166,7 @@ class Attempt:
             else:
                 early.append(heard)
         if heard.kind.fingerprint != self.start.base:  # while a deployment changes its model there are two
-            raise Lost("another model", refused=heard.replica)
+            raise Lost(OTHER_MODEL, refused=heard.replica)
         if self.start.kind not in (None, heard.kind):
             raise Lost("another kind of engine", refused=heard.replica)
         early += self._channels.accepted(self._reception, heard.replica)

@@ -35,6 +35,7 @@ REPLY_SECONDS = 1.5
 FORGET_SECONDS = 10.0  # busy is not dead: a replica counts as there until it has said nothing for so long
 TICK_SECONDS = 0.25
 METRICS_SECONDS = 5.0
+LONGEST_REASON = 300  # characters of what an error says
 
 log = logging.getLogger("ray.serve")
 
@@ -103,6 +104,11 @@ class Directory:
         return tuple(sorted(name for name, heard in self._heard.items() if heard > oldest))
 
     @property
+    def name(self) -> str | None:
+        """What the replicas call their model, once one has told. In a change it may not be what they shall call it."""
+        return None if self._model is None else self._model[0].name
+
+    @property
     def model(self) -> tuple[ModelCard, Tokenizer]:
         """The card and the tokenizer that many threads may use. Raises ApiError (503) while no replica answers, or none
         has told its card, unless the model only sleeps."""
@@ -133,7 +139,7 @@ class Directory:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
         Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
         if not self._known_and_there and self._wake is None:
-            await self._look_at_once()
+            await self.look()
         if self._wake is None or self._known_and_there:
             return self.model
         if self._held >= self._wake.most:
@@ -151,8 +157,9 @@ class Directory:
             self._held -= 1
         return self.model
 
-    async def _look_at_once(self) -> None:
-        """One look for all who come meanwhile, lest another ingress serve what this one says is not there."""
+    async def look(self) -> None:
+        """See anew who is there and what they serve, if somebody answers soon, lest another ingress serve what this one
+        says is not there. One look does for all who come meanwhile."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         await asyncio.wait({self._looking}, timeout=REPLY_SECONDS)
@@ -317,9 +324,10 @@ class Directory:
         known, digest = self._model, self._digest
         packed = (await self._try_each([name], METRICS_SECONDS, "describe", digest))[name]
         if not isinstance(packed, PackedCard):
-            if repr(packed) != self._not_read:
-                self._not_read = repr(packed)
-                log.warning("%s does not tell what it serves: %s", name, self._not_read)
+            why = f"{type(packed).__name__}: {packed}"[:LONGEST_REASON]
+            if why != self._not_read:
+                self._not_read = why
+                log.warning("%s does not tell what it serves: %s", name, why)
             return
         if known is not None and packed.digest == digest:
             model = ModelCard(**packed.facts, tokenizer=known[0].tokenizer), known[1]

@@ -24,9 +24,9 @@ from typing import Protocol
 
 from opentelemetry.trace import Tracer
 
-from cluster.carry.attempts import Attempt, Start, ended_badly
+from cluster.carry.attempts import OTHER_MODEL, Attempt, Start, ended_badly
 from cluster.carry.channels import Call, Channels, LookAgain, Lost
-from cluster.errors import ApiError, not_ready
+from cluster.errors import ApiError, model_changed, not_ready
 from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.observe.tracing import AttemptSpan
@@ -80,9 +80,9 @@ class CarriedRequest:
     prompt among them, at the engine that had it first.
     replica: who has the request, or had it last. step: the last one passed on. attempts: how many were begun; rival:
     one beside that which is followed. losses: replicas lost since the last token, in turn, the first of them at
-    `losing_since`; refused: those that said no, objection: what the last of them said;
-    tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks: of the prompt's
-    prefixes.
+    `losing_since`; refused: those that said no, objection: what the last of them said, others: those of them that have
+    another model; tries: calls that nobody accepted since one did; lost_at: since when nobody has the request; marks:
+    of the prompt's prefixes.
     """
 
     request: Request
@@ -99,6 +99,7 @@ class CarriedRequest:
     losses: list[str] = field(default_factory=list)
     losing_since: float = 0.0
     refused: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
     objection: str = ""
     tries: int = 0
     lost_at: float | None = None
@@ -292,6 +293,8 @@ class Carrier:
         """Keep clear of who lost an attempt, or would not have it."""
         if lost.refused is not None:
             carried.refused.add(lost.refused)
+            if lost.cause == OTHER_MODEL:
+                carried.others.add(lost.refused)
             carried.objection = f", and the last one said: {lost.cause}"
         if lost.replica is not None:
             self._replicas.silence(lost.replica)
@@ -347,6 +350,9 @@ class Carrier:
         """Raises ApiError where there shall be no further attempt."""
         assert carried.lost_at is not None
         patience, lost_ones = self._patience, len(set(carried.losses))
+        there = set(self._replicas.replicas) - self._replicas.silent
+        if carried.replica is None and there and there <= carried.others:
+            raise model_changed() from lost
         if carried.replica is None and not self._replicas.replicas and not patience.wake:
             raise not_ready() from lost  # as whoever comes now is told: all went as this one came, at a stop perhaps
         give_up = patience.give_up if carried.replica is not None else max(patience.give_up, patience.wake)

@@ -3,13 +3,12 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from opentelemetry.trace import get_current_span
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -17,21 +16,18 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
-from cluster.errors import ApiError, bad_request
+from cluster.errors import ApiError
+from cluster.ingress.answering import answered, read_raw
 from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
-from cluster.ingress.models import Models, Served
+from cluster.ingress.models import Models
 from cluster.ingress.outcomes import Outcomes, outcome_of
-from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
-from cluster.ingress.streams import Pace, pieces_of
+from cluster.ingress.plans import chat_plan, completion_plan, responses_plan
+from cluster.ingress.streams import Pace
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.tracing import flush, trace_requests, tracer_provider
 from cluster.options import ServeOptions
-from cluster.wire.answer import Answer, requests_for
-from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
 from cluster.wire.prompts import check_ids, decode, encode_end, most_tokens, read_body, render_chat
-from cluster.wire.responses_asked import as_here
-from cluster.wire.responses_told import new_response_head, response_events, whole_response
-from cluster.wire.schemas import ChatBody, DetokenizeBody, TokenizeBody
+from cluster.wire.schemas import DetokenizeBody, TokenizeBody
 
 PAGE_PATH = "playground/"  # relative to the API's root, of which a proxy may have taken a prefix
 WITHOUT_PAGE = "TiDAR Cluster: OpenAI's API is at /v1, the document of all that there is at /openapi.json\n"
@@ -74,7 +70,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
 
 
 def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
-    pace = Pace(options.chunk_rate)
+    pace, limit = Pace(options.chunk_rate), options.max_body_bytes
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -88,68 +84,15 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answer(request, *await planned(request, completion_plan))
+        return await answered(request, completion_plan, models, limit, pace)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answer(request, *await planned(request, partial(chat_plan, reasoning=options.reasoning)))
+        return await answered(request, partial(chat_plan, reasoning=options.reasoning), models, limit, pace)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        begun = await planned(request, partial(responses_plan, reasoning=options.reasoning))
-        try:
-            return await answer(request, *begun)
-        except ApiError as error:  # an engine's words for fields are a chat's
-            raise as_here(error) from error
-
-    async def planned(
-        request: Request, plan: Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
-    ) -> tuple[Served, ModelCard, RequestPlan]:
-        raw = await read_raw(request, options.max_body_bytes)
-        served, value = await models.wanted(raw)
-        outcome_of(request).model = served.name
-        card, backend = await served.directory.awake()
-        # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
-        return served, card, await asyncio.to_thread(plan, value, card, backend)
-
-    async def answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan) -> Response:
-        body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
-        chat = isinstance(body, ChatBody)
-        head = new_head(card.name, chat) if repeated is None else new_response_head(card.name)
-        operation = "chat" if chat else "text_completion"
-        get_current_span().set_attributes(
-            {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
-        )
-        made = Answer(
-            card,
-            requests_for(head.id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
-            bool(body.tidar.trace),
-            plan.echoes,
-            of_prompt=body.prompt_logprobs,
-            tells_end=not chat,
-            tells_ids=bool(body.return_token_ids),
-            names_ids=bool(body.return_tokens_as_token_ids),
-            tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
-            tells_stop=bool(body.include_stop_str_in_output),
-            by_part=repeated is not None,
-            tools=plan.tools,
-            follows=plan.follows,
-            thinking=plan.thinking,
-        )
-        replicas = max(1, len(served.directory.replicas))
-        pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if body.stream else None)
-        if body.stream:
-            # The first piece before the status line: what goes wrong until then has a status of its own.
-            first = await anext(pieces)
-            if repeated is not None:
-                return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
-            events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
-            return EventStreamResponse(events)
-        async with aclosing(pieces):
-            gathered = [piece async for piece in pieces]
-        # In a thread: the log-probabilities of long prompts take a while to write down.
-        tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated)
-        return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
+        return await answered(request, partial(responses_plan, reasoning=options.reasoning), models, limit, pace)
 
 
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
@@ -224,32 +167,6 @@ def add_document(app: FastAPI, options: ServeOptions) -> None:
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> JSONResponse:
         return JSONResponse(await asyncio.to_thread(made))
-
-
-async def read_raw(request: Request, limit: int) -> bytes:
-    """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
-    without asking first, or is compressed, 413 as soon as it is known to be over the limit."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
-    packed = request.headers.get("content-encoding", "identity").strip().lower()
-    if packed != "identity":
-        said = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
-        raise ApiError(415, said, code="compressed")
-    refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
-    stated = request.headers.get("content-length", "0")
-    if not stated.isdecimal():
-        raise bad_request("content-length is no number")
-    if int(stated) > limit:
-        raise refusal
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise refusal
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def answer_error(_: Request, error: Exception) -> Response:

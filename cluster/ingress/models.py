@@ -31,6 +31,11 @@ class Served:
     carrier: Carrier
     admission: Admission
 
+    @property
+    def goes_by(self) -> str:
+        """The name that its engines answer to: the old one, until an engine of a change is there."""
+        return self.directory.name or self.name
+
 
 def replicas_of(directory: Directory) -> int:
     return len(directory.replicas)
@@ -82,12 +87,16 @@ class Models:
         return found
 
     def named(self, name: str | None) -> Served:
-        """Who serves a name. Raises ApiError (404) for one that is not served."""
+        """Who serves a name. Raises ApiError: 404 for one that is not served; 503 for one that will be, while the
+        engines behind it are still those of another."""
         if name is None:
             return next(iter(self._served.values()))
-        if name not in self._served:
-            raise unknown_model(name, self._served)
-        return self._served[name]
+        for served in self._served.values():
+            if served.goes_by == name:
+                return served
+        if name in self._served:
+            raise not_ready()
+        raise unknown_model(name, [served.goes_by for served in self._served.values()])
 
     async def wanted(self, raw: bytes) -> tuple[Served, dict[str, Any]]:
         """Who serves what a body asks for, and the body as JSON. Raises ApiError; what else is wrong with the body its

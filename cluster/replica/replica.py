@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.serve._private.config import DeploymentConfig
 
 from cluster.card import ModelCard, PackedCard, pack_card
 from cluster.line import (
@@ -100,6 +101,12 @@ def prepare_threads(threads: int) -> None:
         os.environ[SPINS] = SPINS_BESIDE_OTHERS
 
 
+def most_of(deployment: DeploymentConfig) -> int:
+    """Replicas that a deployment may have; a Serve config says more of that than the options that it was built by."""
+    scaling = deployment.autoscaling_config
+    return scaling.max_replicas if scaling is not None else int(deployment.num_replicas or 1)
+
+
 def share_of_node(device: str, engines: int) -> int:
     """CPU threads of an engine that shares this node: with as many others as come to each of the nodes that are there
     by now and that engines may run on, and no more than find room on it."""
@@ -122,16 +129,18 @@ class EngineReplica:
     route: read by the router before the call gets here (`cluster.carry.routing`); a method may check it.
     """
 
-    async def __init__(self, config: EngineConfig, name: str, engines: int):  # type: ignore[misc]  # Serve awaits it
-        """engines: how many there may be, of all names together."""
+    async def __init__(self, config: EngineConfig, name: str, others: int):  # type: ignore[misc]  # Serve awaits it
+        """others: how many engines there may be of other names."""
+        context = serve.get_replica_context()
         self._name = name
-        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._replica = context.replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self._subscribers: dict[str, Subscriber] = {}
         self._mailboxes: dict[Address, ReplicaMailbox] = {}
         self._silences: dict[str, int] = {}  # ticks since an ingress gave a sign of life
         self._ingress_counts: dict[str, IngressCounts] = {}  # by the name that it gives with its signs
         progress = ProgressLine(self._replica)
+        engines = others + most_of(context._deployment_config)
         prepare_threads(config.threads or share_of_node(config.device, engines))
 
         def load() -> "Engine":

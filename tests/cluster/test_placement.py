@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.serve._private.config import DeploymentConfig
+from ray.serve.config import AutoscalingConfig
 
 from cluster.app import engine_device
 from cluster.operate.deploy import check_resources
 from cluster.options import ServeOptions
-from cluster.replica.replica import share_of_node
+from cluster.replica.replica import most_of, share_of_node
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
 
@@ -68,6 +70,13 @@ def test_an_engine_takes_its_share_of_its_node(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     monkeypatch.setattr(ray, "nodes", lambda: [*everywhere, node])
     assert share_of_node(device, engines) == threads
+
+
+def test_what_a_serve_config_says_of_replicas_counts() -> None:
+    """The files for operators have it there, not among the options."""
+    assert most_of(DeploymentConfig(num_replicas=8)) == 8
+    scaling = AutoscalingConfig(min_replicas=2, max_replicas=58)
+    assert most_of(DeploymentConfig(num_replicas=2, autoscaling_config=scaling)) == 58
 
 
 def test_the_engines_of_all_models_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.options import ServeOptions
-from cluster.preflight import check_options, check_visible
+from cluster.preflight import check_options, check_paths, check_visible
 from tests.servers import tiny_model
 from tidar_core.config import ConfigError
 from tidar_core.settings import read_options
@@ -36,6 +36,19 @@ def test_what_must_not_be_looked_at_from_here_is_left_to_the_replicas(
     keys.write_text("# none\n")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != keys)
     check_visible(ServeOptions(model=f"{locked}/model", api_keys=str(keys)))
+
+
+@pytest.mark.parametrize("part", ["api_keys", "metrics_keys", "model", "adapter"])
+def test_where_the_engines_run_every_path_must_lead_somewhere(part: str, tmp_path: Path) -> None:
+    model, adapter = tiny_model(tmp_path)
+    (tmp_path / "keys").write_text("a-key\n")
+    given = {"model": str(model), "adapter": str(adapter), "api_keys": str(tmp_path / "keys")}
+    check_paths(read_options(ServeOptions, given))
+    check_paths(read_options(ServeOptions, {"model": "org/from-a-hub"}))
+    wrong = read_options(ServeOptions, given | {part: f"{tmp_path}/not-here"})
+    check_visible(wrong)
+    with pytest.raises(ConfigError, match="not-here"):
+        check_paths(wrong)
 
 
 @pytest.mark.parametrize("part", ["api_keys", "metrics_keys", "model", "adapter"])

@@ -18,7 +18,7 @@ from cluster.carry import handover
 from cluster.carry.channels import Reception
 from cluster.carry.handover import Carrier, Patience
 from cluster.carry.routing import fitting
-from cluster.errors import ApiError
+from cluster.errors import MODEL_CHANGED, ApiError
 from cluster.line import Accepted, EngineKind, EventBatch, Refusal, Route
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from tests.cluster.scripted import FEWER_POSITIONS, KIND, POSITIONS, REQUEST, Act, Cast, Scripted, carry, undisturbed
@@ -64,6 +64,18 @@ def test_where_a_replica_has_fewer_positions_another_finishes_the_answer(run: in
         : FEWER_POSITIONS - len(REQUEST.prompt)
     ]
     assert outputs[-1].finish == Finish(FinishReason.LENGTH)
+
+
+def test_a_request_for_a_model_that_nobody_has_any_more_is_told_so_at_once() -> None:
+    """It was asked of the same replicas again for a minute."""
+    cast = Cast([Act(end="other model")], replicas=("r0", "r1"))
+    with pytest.raises(ApiError) as caught:
+        carry(cast)
+    assert caught.value.code == MODEL_CHANGED
+    assert len(cast.calls) == 2
+    # One that has begun is for engines of its own model alone, which may come again.
+    begun = Cast([Act(2), Act(end="other model"), Act()], replicas=("r0", "r1"))
+    assert [token for output in carry(begun)[0] for token in output.tokens] == undisturbed()
 
 
 def test_end_and_failure_that_are_read_together_are_an_end() -> None:

@@ -1,110 +1,25 @@
 """What an ingress knows of the replicas where some of them hang, sleep or are replaced."""
 
 import asyncio
-import pickle
 import time
-from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import pytest
 from opentelemetry.trace import NoOpTracer
 
-from cluster.card import ModelCard, PackedCard, pack_card
+from cluster.card import ModelCard
 from cluster.carry import directory as room
 from cluster.carry.directory import Directory, Wake
 from cluster.carry.routing import fitting
 from cluster.errors import ApiError
 from cluster.ingress.models import Models
-from cluster.line import ANYWHERE, Alive, IngressCounts, ReplicaCounts, Route
+from cluster.line import ANYWHERE, Alive, IngressCounts, Route
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
-from cluster.replica.replica import EngineReplica
+from tests.cluster.carry.handles import TOLD, Handle, told
 from tests.cluster.scripted import NOTHING_COUNTED
-from tests.cluster.wire.test_schemas import card_for
-from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
 from tidar_core.prefixes import prefix_marks
 from tidar_core.request import Request, SamplingParams
-
-GRPC_TAKES = 4 << 20
-TOLD = ReplicaCounts([], (NOTHING_COUNTED,))
-
-
-def takes(method: str, *args: object) -> None:
-    """Raises TypeError where a replica's method takes no such arguments."""
-    signature(getattr(EngineReplica, method)).bind(None, *args)
-
-
-def told(card: ModelCard) -> Any:
-    """A card as one that can be compared."""
-    return replace(card, tokenizer=card.tokenizer.backend_tokenizer.to_str())  # type: ignore[arg-type]
-
-
-class Handle:
-    """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
-    call's way allows, as by the router."""
-
-    def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
-        self.there, self.hung, self.card = there, hung, card
-        self.woken = 0
-        self.lengths: dict[str, int] = {}
-        self._method = ""
-
-    def options(self, method_name: str) -> "Handle":
-        self._method = method_name
-        return self
-
-    def broadcast(self, method: str, *args: object) -> "Handle":
-        takes(method, *args)
-        return self
-
-    async def results_async(self, **_: Any) -> list[Alive]:
-        if not self.there:
-            raise RuntimeError("no replica")
-        if self.hung:
-            raise TimeoutError
-        return [self.sign(name) for name in sorted(self.there)]
-
-    def sign(self, name: str) -> Alive:
-        return Alive(name, self.lengths.get(name, self.card.max_model_len))
-
-    async def answer(self, method: str, route: Route, *args: object) -> Any:
-        self.woken += not self.there
-        while not self.there:
-            await asyncio.sleep(0.01)
-        places = fitting(sorted(self.there), route)
-        if not places:
-            raise LookupError
-        name = next((sorted(self.there)[place] for place in places if sorted(self.there)[place] not in self.hung), None)
-        if name is None:
-            await asyncio.sleep(60)
-        assert name is not None
-        if method == "metrics":
-            return TOLD
-        if method == "describe":
-            return pack_card(replace(self.card, max_model_len=self.sign(name).max_model_len))
-        return self.sign(name)
-
-
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> ModelCard:
-    class Response:
-        def __init__(self, asked: Any) -> None:
-            self.task = asyncio.ensure_future(asked)
-
-        def __await__(self) -> Any:
-            return self.task.__await__()
-
-        def cancel(self) -> None:
-            self.task.cancel()
-
-    def ask(handle: Handle, method: str, *args: object, route: Route = ANYWHERE) -> Response:
-        takes(method, *args)
-        return Response(handle.answer(method, route, *args))
-
-    monkeypatch.setattr(room, "ask", ask)
-    monkeypatch.setattr(room, "REPLY_SECONDS", 0.2)
-    return card_for(tool_tokenizer(HERMES_TEMPLATE))
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["a new ingress", "a new replica"])
@@ -292,139 +207,6 @@ def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: Model
         assert directory.marks(plain) == prefix_marks(prompt, card.page_size, "tenant", 256) != b""
         assert directory.marks(Request("r", prompt, SamplingParams(4, prompt_logprobs=0))) == b""
         await directory.stop()
-
-    asyncio.run(run())
-
-
-def test_the_card_is_not_read_again_because_another_replica_is_gone(card: ModelCard) -> None:
-    """It brings the whole tokenizer, just when streams are to be handed over."""
-    asked: list[str | None] = []
-
-    class Counted(Handle):
-        async def answer(self, method: str, route: Route, *args: object) -> Any:
-            if method == "describe":
-                asked.append(route.only)
-            return await super().answer(method, route, *args)
-
-    async def run() -> None:
-        handle = Counted({"r0", "r1", "r2"}, card)
-        directory = Directory(handle)  # type: ignore[arg-type]
-        for gone in ("", "r2", "r1"):
-            handle.there = handle.there - {gone}
-            await directory._look()
-        assert asked == ["r0"]
-        handle.there = {"r1"}
-        await directory._look()
-        assert asked == ["r0", "r1"]
-
-    asyncio.run(run())
-
-
-def test_the_tokenizer_comes_once_and_past_what_grpc_takes_by_itself(card: ModelCard) -> None:
-    """That of a Qwen model, pickled, is larger than the 4 MiB of a message, and takes a third of a second to read."""
-    backend = card.tokenizer.backend_tokenizer
-    backend.add_tokens([f"{word * 2654435761 % 2**32:08x}" for word in range(70_000)])
-    came: list[PackedCard] = []
-
-    class Handles(Handle):
-        async def answer(self, method: str, route: Route, *args: object) -> Any:
-            answer = await super().answer(method, route, *args)
-            if isinstance(answer, PackedCard):
-                came.append(replace(answer, tokenizer=b"") if args == (answer.digest,) else answer)
-                return came[-1]
-            return answer
-
-    async def run() -> None:
-        handle = Handles({"r0"}, card)
-        directory = Directory(handle)  # type: ignore[arg-type]
-        await directory._look()
-        tokenizer = directory.model[0].tokenizer
-        assert len(pickle.dumps(tokenizer)) > GRPC_TAKES > len(came[0].tokenizer) > 0
-        assert tokenizer.backend_tokenizer.to_str() == backend.to_str()
-        for there in ({"r0", "r1"}, {"r2"}):
-            handle.there = there
-            await directory._look()
-            assert directory.model[0].tokenizer is tokenizer
-        assert [packed.tokenizer for packed in came[1:]] == [b"", b""]
-
-    asyncio.run(run())
-
-
-def test_a_replica_that_does_not_tell_what_it_serves_is_named_and_serves_nobody(
-    card: ModelCard, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was taken for ready, and each request was told that no replica answers; the log said nothing."""
-
-    class Silent(Handle):
-        tells = False
-
-        async def answer(self, method: str, route: Route, *args: object) -> Any:
-            if method == "describe" and not self.tells:
-                raise RuntimeError("message larger than max")
-            return await super().answer(method, route, *args)
-
-    async def run() -> None:
-        handle = Silent({"r0"}, card)
-        directory = Directory(handle)  # type: ignore[arg-type]
-        for _ in range(3):
-            await directory._look()
-        assert directory.replicas == ("r0",)
-        assert not directory.serves
-        with pytest.raises(ApiError):
-            await directory.awake()
-        handle.tells = True
-        assert told((await directory.awake())[0]) == told(card)
-        assert directory.serves
-
-    with caplog.at_level("WARNING", logger="ray.serve"):
-        asyncio.run(run())
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line == "r0 does not tell what it serves: RuntimeError('message larger than max')"
-
-
-def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
-    """It may have another drafter than those before it."""
-
-    class Handles(Handle):
-        async def answer(self, method: str, route: Route, *args: object) -> Any:
-            sign = await super().answer("alive", route)
-            return pack_card(replace(self.card, adapter=f"of {sign.replica}")) if method == "describe" else sign
-
-    async def run() -> None:
-        handle = Handles({"r1"}, card)
-        directory = Directory(handle)  # type: ignore[arg-type]
-        await directory.start(lambda: NOTHING_COUNTED)
-        assert directory.model[0].adapter == "of r1"
-        handle.there = {"r0", "r1", "r2"} - {"r0"}
-        async with asyncio.timeout(10):
-            while directory.model[0].adapter != "of r2":
-                await asyncio.sleep(0.02)
-        await directory.stop()
-
-    asyncio.run(run())
-
-
-def test_the_card_promises_what_every_replica_holds(card: ModelCard) -> None:
-    """Where memory holds fewer positions at one of them, an answer that fits the card ended early there."""
-
-    async def run() -> None:
-        handle = Handle({"r0", "r1"}, card)
-        handle.lengths = {"r0": 4096, "r1": 1024, "r2": 2048, "r3": 512}
-        directory = Directory(handle)  # type: ignore[arg-type]
-
-        async def promised() -> int:
-            await directory._look()
-            return directory.model[0].max_model_len
-
-        assert await promised() == 1024
-        handle.hung = frozenset({"r1"})
-        assert await promised() == 1024, "one that hangs may speak again"
-        handle.there, handle.hung = {"r0", "r2", "r3"}, frozenset({"r2"})
-        assert await promised() == 512, "a stranger beside one that hangs"
-        handle.there, handle.hung = {"r0", "r2"}, frozenset()
-        assert await promised() == 2048
-        handle.there = {"r0"}
-        assert await promised() == 4096
 
     asyncio.run(run())
 

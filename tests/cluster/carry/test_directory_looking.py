@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from cluster.card import ModelCard
+from cluster.card import ModelCard, pack_card
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
 from cluster.line import Alive
+from tests.cluster.carry.handles import told
 from tests.cluster.scripted import NOTHING_COUNTED
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
@@ -102,7 +103,7 @@ class Replaced(Directory):
 
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         if list(names) == ["one"]:
-            return {"one": self.card}
+            return {"one": pack_card(self.card)}
         self.asked.set()
         await asyncio.sleep(60)
         return {}
@@ -119,7 +120,7 @@ def test_who_takes_the_place_of_another_is_there_at_once() -> None:
         async with asyncio.timeout(10):
             await directory.asked.wait()
         assert directory.replicas == ("two",)
-        assert directory.model[0] == directory.card
+        assert told(directory.model[0]) == told(directory.card)
         await directory.stop()
 
     asyncio.run(run())
@@ -151,7 +152,7 @@ class Described(Directory):
         self.card = card
 
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
-        return dict.fromkeys(names, self.card)
+        return dict.fromkeys(names, pack_card(self.card))
 
 
 def test_who_came_since_the_last_look_is_found_by_the_first_requests() -> None:
@@ -165,7 +166,7 @@ def test_who_came_since_the_last_look_is_found_by_the_first_requests() -> None:
         assert refused.value.status == 503
         handle.there, handle.looks = True, 0
         answers = await asyncio.gather(*(directory.awake() for _ in range(20)))
-        assert all(card == directory.card for card, _ in answers)
+        assert all(told(card) == told(directory.card) for card, _ in answers)
         assert handle.looks == 1
         await directory.stop()
 

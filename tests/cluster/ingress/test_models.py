@@ -214,6 +214,18 @@ def test_one_that_has_no_replica_does_not_take_the_others_down() -> None:
     assert caught.value.status == 503
 
 
+def test_in_a_change_engines_are_asked_by_the_name_that_they_have() -> None:
+    """As long as the new ones have not come, which they may never do: else nobody would find the old ones, and whoever
+    asks for the new name would be answered by another model."""
+    made = two(_model=(SimpleNamespace(name="before"), object()), _heard={"r0": 1e18})
+    assert made.named("before") is made.named(None)
+    with pytest.raises(ApiError) as caught:
+        made.named("one")
+    assert (caught.value.status, caught.value.code) == (503, "not_ready")
+    with pytest.raises(ApiError, match="this server has `before`, `two`"):
+        made.named("three")
+
+
 def test_every_name_has_its_number_of_engines_though_it_be_none() -> None:
     metrics = IngressMetrics("here")
     first, second = (Directory(NoReplica()) for _ in range(2))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray import serve
+from ray.serve._private.config import DeploymentConfig
 from transformers import PreTrainedTokenizerFast
 
 from cluster.card import unpacked_tokenizer
@@ -35,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=NAME))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=NAME), _deployment_config=DeploymentConfig())
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the replica sets both: put back behind the test
     monkeypatch.setenv(SPINS, os.environ[SPINS])
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
@@ -45,7 +46,7 @@ def started(model: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     @asynccontextmanager
     async def start() -> AsyncIterator[EngineReplica]:
         made = EngineReplica.__new__(EngineReplica)
-        await made.__init__(config, "tiny", 1)  # type: ignore[misc]  # as Serve does
+        await made.__init__(config, "tiny", 0)  # type: ignore[misc]  # as Serve does
         try:
             yield made
         finally:

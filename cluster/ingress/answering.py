@@ -1,0 +1,128 @@
+"""A request of the OpenAI API from its body to its answer: planned, carried, and told whole or as events."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from opentelemetry.trace import get_current_span
+from tokenizers import Tokenizer
+
+from cluster.card import ModelCard
+from cluster.errors import MODEL_CHANGED, ApiError, bad_request
+from cluster.ingress.models import Models, Served
+from cluster.ingress.outcomes import outcome_of
+from cluster.ingress.plans import RequestPlan
+from cluster.ingress.streams import Pace, pieces_of
+from cluster.wire.answer import Answer, requests_for
+from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
+from cluster.wire.responses_asked import as_here
+from cluster.wire.responses_told import new_response_head, response_events, whole_response
+from cluster.wire.schemas import ChatBody
+
+Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
+
+
+async def answered(request: Request, plan: Plan, models: Models, most_bytes: int, pace: Pace) -> Response:
+    """The answer to a request whose body is of at most so many bytes. Raises ApiError for whatever goes wrong before
+    the first token."""
+    raw = await read_raw(request, most_bytes)
+    try:
+        return await _answer(request, *await _planned(request, raw, plan, models), pace)
+    except ApiError as error:
+        if error.code != MODEL_CHANGED:
+            raise
+    # No token is out, and the model that took the other's place may answer as well.
+    return await _answer(request, *await _planned(request, raw, plan, models, anew=True), pace)
+
+
+async def read_raw(request: Request, limit: int) -> bytes:
+    """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
+    without asking first, or is compressed, 413 as soon as it is known to be over the limit."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
+    packed = request.headers.get("content-encoding", "identity").strip().lower()
+    if packed != "identity":
+        said = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
+        raise ApiError(415, said, code="compressed")
+    refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
+    stated = request.headers.get("content-length", "0")
+    if not stated.isdecimal():
+        raise bad_request("content-length is no number")
+    if int(stated) > limit:
+        raise refusal
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise refusal
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _planned(
+    request: Request, raw: bytes, plan: Plan, models: Models, anew: bool = False
+) -> tuple[Served, ModelCard, RequestPlan]:
+    """What a body asks for, of whom. anew: by who is there now, which may not be known yet."""
+    served, value = await models.wanted(raw)
+    outcome_of(request).model = served.name
+    if anew:
+        await served.directory.look()
+    card, backend = await served.directory.awake()
+    # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
+    return served, card, await asyncio.to_thread(plan, value, card, backend)
+
+
+async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
+    body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
+    head = new_head(card.name, isinstance(body, ChatBody)) if repeated is None else new_response_head(card.name)
+    operation = "chat" if isinstance(body, ChatBody) else "text_completion"
+    get_current_span().set_attributes(
+        {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
+    )
+    made = _answer_to(plan, card, head.id)
+    replicas = max(1, len(served.directory.replicas))
+    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if body.stream else None)
+    try:
+        if body.stream:
+            # The first piece before the status line: what goes wrong until then has a status of its own.
+            first = await anext(pieces)
+            if repeated is not None:
+                return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
+            events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
+            return EventStreamResponse(events)
+        async with aclosing(pieces):
+            gathered = [piece async for piece in pieces]
+    except ApiError as error:
+        if repeated is None:
+            raise
+        raise as_here(error) from error  # an engine's words for fields are a chat's
+    # In a thread: the log-probabilities of long prompts take a while to write down.
+    tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated)
+    return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
+
+
+def _answer_to(plan: RequestPlan, card: ModelCard, answer_id: str) -> Answer:
+    body = plan.body
+    chat = isinstance(body, ChatBody)
+    return Answer(
+        card,
+        requests_for(answer_id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
+        bool(body.tidar.trace),
+        plan.echoes,
+        of_prompt=body.prompt_logprobs,
+        tells_end=not chat,
+        tells_ids=bool(body.return_token_ids),
+        names_ids=bool(body.return_tokens_as_token_ids),
+        tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+        tells_stop=bool(body.include_stop_str_in_output),
+        by_part=plan.repeated is not None,
+        tools=plan.tools,
+        follows=plan.follows,
+        thinking=plan.thinking,
+    )
