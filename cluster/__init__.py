@@ -12,19 +12,20 @@ A request's way, and the rooms it passes:
 replica), `card` (what an ingress must know of a model), `errors`, `options`; and what Ray Serve is told to run: `app`
 ties ingress and engines into one application, `preflight` says first what would fail.
 
-`operate` is what an operator runs: `tidar up`, `status`, `check`. For clusters that others run there are `drain`, which
-empties a node before it goes, `leaving`, which asks the clients of its proxy to go elsewhere, and `autoscaling`, how
-many replicas there are where the options leave it open; `lean_serve` is what the processes of a Ray of our own import
-first. Apart from all that, `training` has several workers train one drafter for `tidar convert --workers`.
+`operate` is what an operator runs: `tidar up`, `status`, `check`. For clusters that others run there are `drain`,
+which empties a node before it goes (it finds Ray as `operate` does), `leaving`, which asks the clients of its proxy to
+go elsewhere, and `autoscaling`, how many replicas there are where the options leave it open; `lean_serve` is what the
+processes of a Ray of our own import first. Apart from all that, `training` has several workers train one drafter for
+`tidar convert --workers`.
 
 No room imports one to its right: nouns, `observe` and `wire`, `carry` and `replica`, `ingress`, `preflight`, `app`,
 `operate`, `training`.
 
 Tokens cross the line between ingress and replica, never text: a replica knows no wire format, the ingress no model.
-What the ingress must know of a model, its tokenizer included, it asks of a replica whenever others are there. Whether
-replicas live it asks every second, by which they know that it lives: what it asked for they end when it falls silent
-and another does not. How much work it lets in is its own affair. Where there may be no replica, it holds a request
-until one is up.
+The ingress asks a replica what it must know of the model, its tokenizer included, whenever new replicas are there.
+Every second it asks each replica whether it is alive. This also tells the replica that the ingress is alive: if one
+ingress goes silent while another is heard, the replica ends the silent one's requests. The ingress decides for itself
+how much work it lets in. Where the model may sleep, it holds a request until a replica is up.
 
 A stream outlives its replica, since a token depends on prefix, parameters and seed alone: the ingress knows the tokens
 that it passed on, and sends the request on as prompt + tokens. It does not outlive its ingress.

@@ -48,7 +48,7 @@ def drain(seconds: int, node: str | None) -> bool:
         subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True, timeout=HEAD_SECONDS)
     except subprocess.TimeoutExpired:
         raise HeadGone from None
-    said, answered = None, time.monotonic()
+    told, answered = None, time.monotonic()
     while (left := serve_actors(node)) != []:
         now = time.monotonic()
         if now > end:
@@ -56,9 +56,9 @@ def drain(seconds: int, node: str | None) -> bool:
         answered = now if left is not None else answered
         if now - answered > HEAD_SECONDS:
             raise HeadGone
-        if left is not None and left != said:
+        if left is not None and left != told:
             print(f"draining: {', '.join(left)}", flush=True)
-            said = left
+            told = left
         time.sleep(LOOK_SECONDS)
     return True
 

@@ -55,8 +55,8 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def unknown_model(name: str, served: Iterable[str]) -> ApiError:
     there = ", ".join(f"`{one}`" for one in served)
-    said = " ".join(name[:MAX_NAME].split()) + "…" * (len(name) > MAX_NAME)
-    message = f"The model `{said}` does not exist; this server has {there}."
+    quoted = " ".join(name[:MAX_NAME].split()) + "…" * (len(name) > MAX_NAME)
+    message = f"The model `{quoted}` does not exist; this server has {there}."
     return ApiError(404, message, "model", "model_not_found")
 
 

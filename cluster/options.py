@@ -172,16 +172,16 @@ class ServeOptions(BaseModel):
     def _one_way_to_say_how_many(self) -> Self:
         counts = {"replicas": self.replicas != 1}
         counts |= {f"models.{name}.replicas": further.replicas is not None for name, further in self.models.items()}
-        said = [place for place, given in counts.items() if given]
+        stated = [place for place, given in counts.items() if given]
         unused = [name for name, value in self._scaling.items() if value != type(self).model_fields[name].default]
         if self.max_replicas is None:
             if unused:
                 raise ValueError(f"{unused[0]} needs max_replicas; without it there are always `replicas` engines")
         elif self.min_replicas and (sleeping := [name for name in unused if name in ONLY_ASLEEP]):
             raise ValueError(f"{sleeping[0]} needs min_replicas 0; with {self.min_replicas} the model never sleeps")
-        elif said:
+        elif stated:
             raise ValueError(
-                f"{said[0]} and max_replicas both say how many engines there are; leave one of the two out"
+                f"{stated[0]} and max_replicas both say how many engines there are; leave one of the two out"
             )
         elif self.max_replicas < self.min_replicas:
             raise ValueError(f"min_replicas {self.min_replicas} is more than max_replicas {self.max_replicas}")

@@ -227,31 +227,31 @@ class Carrier:
         name = self._accepted(carried, attempt)
         while not attempt.finished:
             heard = heard or await attempt.heard()
-            said: list[StepOutput | Refusal] = []
+            passed: list[StepOutput | Refusal] = []
             for item in heard:
                 if attempt.finished:  # what befell the replica afterwards is nothing to this request
                     break
                 if isinstance(item, LookAgain):
                     self._weigh(carried, attempt, name)
                 elif isinstance(item, Refusal) and not carried.emitted:
-                    said.append(item)
+                    passed.append(item)
                     attempt.finished = True
                 elif isinstance(item, StepOutput) and not (ended_badly(item) or carried.at_fault(item, attempt.start)):
                     if carried.rival is not None:  # it goes on from before this step
                         self._drop_rival(carried, "late")
                     short = carried.cut_short(item)
-                    said.append(carried.take(item._replace(finish=None) if short else item, attempt.start))
+                    passed.append(carried.take(item._replace(finish=None) if short else item, attempt.start))
                     if short:
-                        yield Update(name, tuple(said))
+                        yield Update(name, tuple(passed))
                         raise Lost("fewer positions", refused=name)
                     attempt.finished = item.finish is not None
                 else:
-                    if said:
-                        yield Update(name, tuple(said))
+                    if passed:
+                        yield Update(name, tuple(passed))
                     attempt.give_up(item)
             heard = []
-            if said:
-                yield Update(name, tuple(said))
+            if passed:
+                yield Update(name, tuple(passed))
 
     def _weigh(self, carried: CarriedRequest, attempt: Attempt, name: str) -> None:
         """Begin or end a rival to an attempt, as its replica is quiet or not. Raises Lost where the rival has won; no
@@ -307,7 +307,7 @@ class Carrier:
             assert carried.lost_at is not None
             gap = attempt.accepted_at - min(carried.lost_at, attempt.began)
             self._metrics.handed_over(carried.cause, gap)
-            said = {
+            facts = {
                 "request": carried.request.request_id,
                 "attempt": attempt.start.number,
                 "from": carried.replica,
@@ -316,7 +316,7 @@ class Carrier:
                 "cause": carried.cause,
                 "gap_ms": round(gap * 1000),
             }
-            log.warning("stream handed over %s", json.dumps(said))
+            log.warning("stream handed over %s", json.dumps(facts))
         carried.replica, carried.kind = accepted.replica, accepted.kind
         carried.longest = accepted.max_model_len if carried.longest is None else carried.longest
         carried.tries, carried.lost_at = 0, None

@@ -47,8 +47,8 @@ async def read_raw(request: Request, limit: int) -> bytes:
         raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
     packed = request.headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
-        said = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
-        raise ApiError(415, said, code="compressed")
+        message = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
+        raise ApiError(415, message, code="compressed")
     refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal():

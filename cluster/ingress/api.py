@@ -177,7 +177,7 @@ async def answer_error(_: Request, error: Exception) -> Response:
 async def answer_http_error(request: Request, error: Exception) -> Response:
     """Routing's own errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    response = ApiError(error.status_code, said, code="not_found" if error.status_code == 404 else None).response()
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else None).response()
     response.headers.update(error.headers or {})
     return response

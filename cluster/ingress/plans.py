@@ -46,7 +46,7 @@ class RequestPlan:
 
 
 def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
-    """Of `POST /v1/completions`. Raises ApiError, as all of these do."""
+    """What the body of a `POST /v1/completions` asks for. Raises ApiError (400) for a field that cannot be honoured."""
     body = read_body(value, CompletionBody)
     check(body)
     prompts = completion_prompts(body, card, backend)
@@ -55,12 +55,12 @@ def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) 
 
 
 def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
-    """Of `POST /v1/chat/completions`. reasoning: thoughts are told apart."""
+    """As `completion_plan`, for `/v1/chat/completions`. reasoning: thoughts are kept apart from the answer."""
     return plan_of_chat(read_body(value, ChatBody), card, backend, reasoning)
 
 
 def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
-    """Of `POST /v1/responses`."""
+    """As `chat_plan`, for `/v1/responses`; errors name the fields as they are called there."""
     body = read_body(value, ResponsesBody)
     chat = body.as_chat()
     try:
@@ -76,12 +76,12 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
     prompt, text = chat_prompt(body, card, backend)
-    thoughts = thinking(card.tokenizer, text, body.said)
+    thoughts = thinking(card.tokenizer, text, body.begun_answer)
     limit = thought_limit(card.tokenizer, thoughts, body.thinking_token_budget)
     if not reasoning:  # they are a part of the answer, and what that has to follow leaves room for none
         thoughts, limit = None, limit if grammar is None else None
-    if tools is not None and body.said is not None and (thoughts is None or not thoughts.begun):
-        tools = tools.behind(text[text.rindex(body.said.strip()) :])
+    if tools is not None and body.begun_answer is not None and (thoughts is None or not thoughts.begun):
+        tools = tools.behind(text[text.rindex(body.begun_answer.strip()) :])
     if thoughts is not None and grammar is not None:
         grammar = behind_thoughts(grammar, thoughts, body.grammar_field if tools is None else "tools")
     if body.tidar.trace:  # who watches tokens wants to find them in the text

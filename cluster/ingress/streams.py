@@ -50,7 +50,7 @@ async def choice_pieces(
             counted = False
             async for update in updates:
                 pieces, failed = added(answer, choice, update)
-                said = time.monotonic()
+                sent_at = time.monotonic()
                 for piece in pieces if answer.trace or not pieces else [joined(pieces)]:
                     yield piece
                 if failed is not None:
@@ -60,7 +60,7 @@ async def choice_pieces(
                 if not counted:  # from its first piece on
                     paced.enter_context(pace.stream())
                     counted = True
-                await asyncio.sleep(pace.interval(answer.card.device) - (time.monotonic() - said))
+                await asyncio.sleep(pace.interval(answer.card.device) - (time.monotonic() - sent_at))
 
 
 def added(answer: Answer, choice: Choice, update: Update) -> tuple[list[Piece], ApiError | None]:

@@ -195,12 +195,12 @@ def counted_in_args(options: ServeOptions) -> dict[str, str]:
     """Where the args say how many replicas a deployment has, for those of which they say it."""
     engines = engine_names(options)
     if options.max_replicas is not None:
-        said = dict.fromkeys(engines.values(), "max_replicas")
+        stated = dict.fromkeys(engines.values(), "max_replicas")
     else:
-        said = {engines[name]: f"models.{name}.replicas" for name, one in options.models.items() if one.replicas}
+        stated = {engines[name]: f"models.{name}.replicas" for name, one in options.models.items() if one.replicas}
         if "replicas" in options.model_fields_set:
-            said[ENGINE] = "replicas"
-    return said | ({INGRESS: "ingresses"} if "ingresses" in options.model_fields_set else {})
+            stated[ENGINE] = "replicas"
+    return stated | ({INGRESS: "ingresses"} if "ingresses" in options.model_fields_set else {})
 
 
 def of_pages(config: dict[str, Any]) -> Iterator[str]:

@@ -275,8 +275,8 @@ def wait_until_ready(names: Sequence[str], board: Board, base: str, say: Say, in
 def unstarted(name: str, states: Mapping[str, StatusOverview]) -> str:
     """That an application is still to start, and what Serve says of that, as where others have the GPUs it needs."""
     deployments = states[name].deployment_statuses if name in states else ()
-    said = (each.message for each in deployments if each.status is not DeploymentStatus.HEALTHY)
-    why = next((" ".join(message.split()) for message in said if message.strip()), "")
+    messages = (each.message for each in deployments if each.status is not DeploymentStatus.HEALTHY)
+    why = next((" ".join(message.split()) for message in messages if message.strip()), "")
     return f"the {name} application to start" + (f": {why}" if why else "")
 
 

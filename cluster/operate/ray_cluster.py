@@ -67,9 +67,9 @@ def running_cluster() -> str | None:
         except ValueError:
             raise ConfigError(f"RAY_ADDRESS is {wanted}: give HOST:PORT of the cluster's head, as HOST:6379") from None
         except OSError as error:
-            said = error.strerror or first_line(error)
+            why = error.strerror or first_line(error)
             raise ConfigError(
-                f"nobody answers at RAY_ADDRESS {wanted} ({said}): start that cluster, or unset it to start one here"
+                f"nobody answers at RAY_ADDRESS {wanted} ({why}): start that cluster, or unset it to start one here"
             ) from None
         return wanted
     note = Path(get_ray_address_file(None))
@@ -169,8 +169,8 @@ def short_words(say: Say) -> Iterator[None]:
 
     def tell(data: Any, ignore_prefix: bool) -> None:
         nonlocal before, since
-        for said in data["lines"]:
-            line = without_announcement(said.strip().partition("\n")[0])
+        for text in data["lines"]:
+            line = without_announcement(text.strip().partition("\n")[0])
             if line != before or time.monotonic() - since > AGAIN_SECONDS:
                 say(f"Ray: {line}")
             before, since = line, time.monotonic()

@@ -309,9 +309,11 @@ class EngineReplica:
             del self._mailboxes[address]
 
     def _tick(self) -> None:
-        """End what an ingress asked for that has been silent for long, while another is there. Where none is, this
-        replica is cut off, or shall go when its answers have ended and is looked at no more. Ticks are counted, not
-        time: while this event loop is held up nobody can be heard."""
+        """End the requests of an ingress that has been silent for long while another one is heard.
+
+        If no ingress is heard, nothing is ended: this replica itself may be cut off, or it is being shut down and ends
+        its last answers. Ticks are counted, not time: while this event loop is held up nobody can be heard.
+        """
         self._loop.call_later(TICK_SECONDS, self._tick)
         self._silences = {ingress: ticks + 1 for ingress, ticks in self._silences.items()}
         if min(self._silences.values(), default=0) > THERE_TICKS:

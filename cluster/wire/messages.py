@@ -174,13 +174,13 @@ class Templated(BaseModel):
 
     @model_validator(mode="after")
     def can_go_on(self) -> "Templated":
-        name, said = "continue_final_message", self.said
-        if said is None:
+        name, begun = "continue_final_message", self.begun_answer
+        if begun is None:
             return self
         if self.add_generation_prompt:
             raise FieldError(f"{name} goes on with the last message: set add_generation_prompt to false", name)
         last = self.messages[-1] if self.messages else None
-        if last is None or last.role != "assistant" or last.tool_calls or not said.strip():
+        if last is None or last.role != "assistant" or last.tool_calls or not begun.strip():
             raise FieldError(f"{name} needs a last message of the assistant, with text and without tool_calls", name)
         return self
 
@@ -209,7 +209,7 @@ class Templated(BaseModel):
         return told | (self.chat_template_kwargs or {})
 
     @property
-    def said(self) -> str | None:
+    def begun_answer(self) -> str | None:
         """The last message's text where the answer goes on with it; None where it is a turn of its own."""
         if not self.continue_final_message:
             return None

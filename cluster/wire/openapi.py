@@ -96,11 +96,11 @@ def responses(path: str, guarded: bool) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": EVENT}
     told: dict[str, Any] = {"200": {"description": "What was asked for.", "content": content}}
     error = {"application/json": {"schema": {"$ref": REF + "Error"}}}
-    for status, said in ERRORS.items():
+    for status, meaning in ERRORS.items():
         if (status == 401 and not guarded) or (status in OF_BODIES and path not in BODIES):
             continue
         if (status == 404 and (path in PLAIN_TEXT or path == "/v1/models")) or (status == 429 and answer is None):
             continue
         plain = status == 503 and path == "/health"
-        told[str(status)] = {"description": said, "content": {"text/plain": {}} if plain else error}
+        told[str(status)] = {"description": meaning, "content": {"text/plain": {}} if plain else error}
     return told

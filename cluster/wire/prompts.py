@@ -89,7 +89,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
     changes the message that shall be gone on with."""
     if card.tokenizer.chat_template is None:
         raise bad_request("this model has no chat template; use /v1/completions", "messages")
-    messages, tools, said = body.messages or [], body.offered_tools, body.said
+    messages, tools, begun = body.messages or [], body.offered_tools, body.begun_answer
     if tools:
         tool_format(card.tokenizer)
     if any(message.is_of_tools for message in messages):
@@ -103,8 +103,8 @@ def render_chat(card: ModelCard, body: Templated) -> str:
             [message.for_template() for message in messages],
             tools=[tool.for_template() for tool in tools] or None,
             tokenize=False,
-            add_generation_prompt=body.add_generation_prompt is not False and said is None,
-            continue_final_message=said is not None,
+            add_generation_prompt=body.add_generation_prompt is not False and begun is None,
+            continue_final_message=begun is not None,
             **body.template_arguments,
         )
     except RecursionError as error:
@@ -114,7 +114,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
         if why.startswith(CONTINUATION):  # transformers, with the whole chat behind it
             raise not_as_it_was() from error
         raise bad_request(f"the model's chat template refused the messages: {why[:MAX_WHY]}", "messages") from error
-    if said is not None and not str(text).rstrip().endswith(said.strip()):
+    if begun is not None and not str(text).rstrip().endswith(begun.strip()):
         raise not_as_it_was()
     return str(text)
 

@@ -221,10 +221,10 @@ async def response_events(
         yield event({"type": f"response.{status}"}, ended(head, repeated, answer, output.items))
     except Exception as error:
         broke(error)
-        said = error if isinstance(error, ApiError) else server_error()
-        if said is not error:
+        shown = error if isinstance(error, ApiError) else server_error()
+        if shown is not error:
             log.exception("stream %s failed", head.id)
-        fault = {"code": "server_error", "message": said.message}
+        fault = {"code": "server_error", "message": shown.message}
         failed = response_object(head, repeated, "failed", error=fault, output=output.items)
         yield event({"type": "response.failed"}, failed)
 

@@ -121,7 +121,7 @@ def sampling_params(
             grammar=None if alone else grammar,
             thought_limit=limit,
             # What an answer is held to is held against the text with all of its spaces; calls of tools begin with none.
-            mid_text=not isinstance(body, ChatBody) or body.said is not None or body.grammar is not None,
+            mid_text=not isinstance(body, ChatBody) or body.begun_answer is not None or body.grammar is not None,
             special_text=body.skip_special_tokens is False,
             drafts=drafts,
             draft_trust=trust,

@@ -64,17 +64,19 @@ def tags(tokenizer: "PreTrainedTokenizerFast") -> Tags | None:
     return next((Tags(begin, end, added.get(end, (None,))[0]) for begin, end in pairs), None)
 
 
-def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, said: str | None = None) -> Thinking | None:
-    """None where the model does not think aloud, or a prompt, as its template rendered it, has thought already. said:
-    what of the answer stands in the prompt, where it goes on from there; as in an answer, tags are such where it begins
-    with them."""
+def thinking(tokenizer: "PreTrainedTokenizerFast", prompt: str, begun_answer: str | None = None) -> Thinking | None:
+    """None where the model does not think aloud, or where a prompt, as its template rendered it, has thought already.
+
+    begun_answer: the part of the answer that stands in the prompt, where the answer goes on from there. Tags count only
+    at its beginning, as in an answer.
+    """
     found = tags(tokenizer)
     if found is None:
         return None
     begin, end, end_id = found
     before = prompt.rstrip()
-    if said is not None:
-        first, tag, thought = said.partition(begin)
+    if begun_answer is not None:
+        first, tag, thought = begun_answer.partition(begin)
         if first.strip() or not tag or end in thought:
             return None
         return Thinking(begin, end, end_id, begun=True, amid=bool(thought.strip()))

@@ -272,11 +272,11 @@ class ToolParser:
             self._told.append(delta)
 
 
-def begun_call(form: ToolFormat, names: Collection[str], said: str) -> str:
-    """The end of `said` with which a call begins that is not over there; empty where none does."""
+def begun_call(form: ToolFormat, names: Collection[str], text: str) -> str:
+    """The end of `text` with which a call begins that is not over there; empty where none does."""
     parser = ToolParser(form, names, True, str)
-    parser.push(said)
-    return said[len(said) - parser.open :].lstrip("; \t\r\n")
+    parser.push(text)
+    return text[len(text) - parser.open :].lstrip("; \t\r\n")
 
 
 def _string(literal: str) -> str | None:

@@ -91,10 +91,10 @@ class Toolbox:
     grammar: Grammar | None
     begun: str = ""
 
-    def behind(self, said: str) -> "Toolbox":
-        """For an answer that goes on with `said`. Raises ApiError (400) where that ends within a call and the answer
-        has to follow something, which begins with the answer."""
-        begun = begun_call(self.form, self.names, said)
+    def behind(self, begun_answer: str) -> "Toolbox":
+        """For an answer that goes on with `begun_answer`. Raises ApiError (400) where that ends within a call and the
+        answer has to follow something, which begins with the answer."""
+        begun = begun_call(self.form, self.names, begun_answer)
         is_call = begun.startswith(self.form.begin.strip()) and '"' in begun  # not the beginning of a tag alone
         if is_call and self.grammar is not None:
             raise bad_request(
