@@ -176,7 +176,7 @@ class EngineConfig:
         0 for as many as leave prompts room beside that many sequences.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
-    overlap: plan the next step while one runs; None where there is a GPU that runs it.
+    overlap_steps: plan the next step while one runs. None: on a GPU yes, on a CPU no.
     overlap_launches: on a GPU that can (Hopper's), kernels begin while the one before still runs.
     generation_config: "auto" takes what a request says nothing of from the model's makers, where they state how it is
         to be sampled (generation_config.json, or the GGUF file's header); "none" takes neutral values.
@@ -195,7 +195,7 @@ class EngineConfig:
     step_rows: int = 0
     exact: bool = True
     graphs: bool = True
-    overlap: bool | None = None
+    overlap_steps: bool | None = None
     overlap_launches: bool = True
     kv_dtype: KVDType = "model"
     generation_config: GenerationConfig = "auto"

@@ -33,7 +33,7 @@ Shapes = Annotated[
     list[str] | None, typer.Option("--shape", help="A model's shape; repeat it for several. [default: all]")
 ]
 Graphs = Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")]
-Overlap = Annotated[bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")]
+OverlapSteps = Annotated[bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")]
 OverlapLaunches = Annotated[
     bool, typer.Option(help="On a GPU that can (Hopper's): kernels begin while the one before still runs.")
 ]

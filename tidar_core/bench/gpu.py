@@ -40,7 +40,7 @@ def phases(model: str) -> list[Phase]:
     small, *large = SHAPES
     decode = ("decode", "--model", model, "--device", "cuda", "--max-tokens", "128", "--rounds", "1")
     exact = ("exact", "--model", model, "--device", "cuda", "--prompts", "4")
-    one_by_one = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
+    one_by_one = ("--no-overlap-steps", "--no-graphs", "--no-overlap-launches")
     batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
@@ -60,7 +60,7 @@ def phases(model: str) -> list[Phase]:
     beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
     few = ("--batch", "1", "--batch", "32")
     found += [
-        Phase("decode, one step at a time", (*decode, *few, "--no-overlap"), 90),
+        Phase("decode, one step at a time", (*decode, *few, "--no-overlap-steps"), 90),
         Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 150),
         Phase("decode, sampled", (*decode, *few, "--temperature", "0.7", "--top-p", "0.9"), 90),
         Phase("prefix", ("prefix", "--model", model, "--device", "cuda"), 75),

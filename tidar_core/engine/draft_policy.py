@@ -5,7 +5,7 @@ outcome a comes out with probability P(a), and if a is in P the next step has dr
 (0, {1}, b) emits one token and drafts anew. The long-run tokens per second of that cycle is compared over a few
 shapes and with plain autoregression, at the size that the batch has now. Rows are priced for the batch as a whole:
 where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly. Where
-steps are planned while others run, nobody knows yet whether there are drafts: each has all rows of the shape.
+steps overlap, a step is planned before it is known whether there are drafts: each has all rows of the shape.
 
 Rows of prompts come and go, so what is best is judged for the steps without them, at the size that the batch will have
 when the prompts are through; in a step beside them drafts have to be worth what they add to that very step.
@@ -67,12 +67,13 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a step carries beside the drafts: `sequences` that choose, `other_rows` that are there anyway, and the
-    context. ahead: steps are planned while others run, with all rows of the shape whether there are drafts or not."""
+    context. overlap_steps: each step is planned while the one before runs, with all rows of the shape whether there are
+    drafts in hand or not."""
 
     sequences: int
     other_rows: int = 0
     context: int = 0
-    ahead: bool = False
+    overlap_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +105,13 @@ class DraftPolicy:
     """Chooses the shape of every sequence, step by step. Texts never depend on it.
 
     expected: P(draft i holds | those before it hold) for i = 1, 2, … as the drafter's training measured it; the last
-    one goes for those beyond. ahead: as in `Load`.
+    one goes for those beyond. overlap_steps: as in `Load`.
     """
 
-    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = (), ahead: bool = False):
+    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = (), overlap_steps: bool = False):
         self.block_length = block_length
         self.cost = cost
-        self._ahead = ahead
+        self._overlap_steps = overlap_steps
         known = tuple(expected) or (PRIOR_HOLDS,)
         self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
         self._all = HeldDrafts(self._expected)
@@ -187,7 +188,7 @@ class DraftPolicy:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
         sequences = _coarse(len(views) + coming)
-        load = Load(sequences, _rounded(others, OTHER_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
+        load = Load(sequences, _rounded(others, OTHER_GRAIN), _rounded(context, CONTEXT_GRAIN), self._overlap_steps)
         choice = self._best(views, load)
         if not choice.drafting:
             return [PLAIN] * len(views)
@@ -293,7 +294,7 @@ def best_shape(
     brings it new drafts. All are priced at once, since a busy engine asks often.
 
     `drafting` sequences run a shape while they have drafts in hand, with one step (0, {1}, b) after each miss; where
-    steps are planned ahead that one has all rows of the shape.
+    steps overlap that one has all rows of the shape.
     """
     drafts, blocks, counts = _candidates(block_limit)
     longest = int(drafts.max())
@@ -305,7 +306,7 @@ def best_shape(
     hit: FloatArray = hits[drafts, counts].clip(0.0, 1.0)
     in_hand: FloatArray = 1.0 / (2.0 - hit)
     one, sure = np.ones_like(drafts), np.ones_like(hit)
-    if load.ahead:
+    if load.overlap_steps:
         seconds = renewing = _step_seconds(cost, load, drafting, drafts, blocks, counts, sure)
     else:
         renewing = _step_seconds(cost, load, drafting, 0 * one, blocks, one, sure)

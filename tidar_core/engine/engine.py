@@ -86,13 +86,13 @@ class Engine:
         grammars: Grammars,
         runner: Runner,
         scheduler: Scheduler,
-        overlap: bool,
+        overlap_steps: bool,
     ):
         self.info = info
         self.tokenizer = tokenizer
         self._runner = runner
         self._scheduler = scheduler
-        self._overlap = overlap
+        self._overlap_steps = overlap_steps
         self._flight: Flight | None = None
         self._landed = 0.0
         self._ended: list[StepOutput] = []
@@ -199,7 +199,7 @@ class Engine:
             if not ended:
                 self._compiling.pause()
             return ended
-        if self._overlap and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
+        if self._overlap_steps and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
 
@@ -238,8 +238,8 @@ class Engine:
         """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""
         scheduler = self._scheduler
         free = all(is_free(plan.sequence, self.info.block_length) for plan in flight.plans)
-        ahead = scheduler.plan_ahead(flight.plans) if free else None
-        following = None if ahead is None else self._launch(ahead[0], (flight, ahead[1]))
+        planned = scheduler.plan_ahead(flight.plans) if free else None
+        following = None if planned is None else self._launch(planned[0], (flight, planned[1]))
         found = zip(flight.plans, *flight.land(), strict=True)
         here = [entry for entry in found if entry[0].sequence in scheduler.running]
         outputs = scheduler.commit([plan for plan, _, _ in here], [truths for _, truths, _ in here])

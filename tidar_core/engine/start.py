@@ -99,8 +99,8 @@ def load_engine(
     if runner.graphs is not None:
         stage("capturing CUDA graphs")
         capture_graphs(runner, progress, report)
-    overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    if overlap:
+    overlap_steps = device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
+    if overlap_steps:
         fly_once(runner, cost)
     if for_grammars:
         grammars.start_guard()
@@ -130,8 +130,8 @@ def load_engine(
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
-    policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
-    return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap)
+    policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap_steps)
+    return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap_steps)
 
 
 def keep_loaded() -> None:

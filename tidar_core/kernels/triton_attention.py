@@ -338,7 +338,7 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int, launch
 
 
 def paged_attend(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, *, overlap: bool = True
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, *, overlap_launches: bool = True
 ) -> Callable[[Tensor, StepRows, KVCache, int], Tensor]:
     """`Ops.attend` for a model's sizes, `programs` at once on the device.
 
@@ -357,7 +357,7 @@ def paged_attend(
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
         nonlocal planned
-        launch = launch_options(qkv.device, qkv.shape[0], overlap)
+        launch = launch_options(qkv.device, qkv.shape[0], overlap_launches)
         keys, values = cache.keys[layer], cache.values[layer]
         key_scales, value_scales = scales_of(cache, layer)
         window = cache.window(layer)

@@ -309,7 +309,7 @@ def product_planner(
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
     bytes_behind: int = BYTES_BEHIND,
     *,
-    overlap: bool = True,
+    overlap_launches: bool = True,
 ) -> PlanProduct:
     """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. bytes_behind: so much of
     the weight behind a product is asked for within it, in steps of few rows."""
@@ -343,7 +343,7 @@ def product_planner(
         if hopper and weight.dtype == x.dtype:  # of weights in 8 bits no tile of 128 rows was looked at
             tiles = tiles_for(tiles, rows, x.dtype, 0 if beside is None else block_rank)
         grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
-        options = launch_options(x.device, rows, overlap)
+        options = launch_options(x.device, rows, overlap_launches)
         asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
         named = {
             "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": block_rank,

@@ -21,12 +21,12 @@ MOST_OVERLAPPING_ROWS = 64  # of a step; with more the kernels are so long that 
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
 
-def launch_options(device: torch.device, rows: int, overlap: bool) -> dict[str, Any]:
+def launch_options(device: torch.device, rows: int, overlap_launches: bool) -> dict[str, Any]:
     """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
-    overlap: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
+    overlap_launches: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
     hopper = device.type == "meta" or (device.type == "cuda" and capability(device) >= HOPPER)
     can = hopper and rows <= MOST_OVERLAPPING_ROWS
-    return {"OVERLAP": True, "launch_pdl": True} if overlap and can else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if overlap_launches and can else {"OVERLAP": False}
 
 
 @lru_cache(maxsize=16)

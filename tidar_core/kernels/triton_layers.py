@@ -302,7 +302,7 @@ def bind_layers(
     config: ModelConfig,
     plan: PlanProduct,
     attend: Callable[[Tensor, StepRows, KVCache, int], Tensor],
-    overlap: bool,
+    overlap_launches: bool,
     weights: ModelWeights,
     adapter: AdapterWeights | None,
     rotary: Rotary,
@@ -329,13 +329,13 @@ def bind_layers(
         )  # fmt: skip
         if not by_heads:
             return qkv
-        return rotate_and_store(qkv, rows, tables, cache, index, qk_norm, overlap=overlap)
+        return rotate_and_store(qkv, rows, tables, cache, index, qk_norm, overlap_launches=overlap_launches)
 
     def run_layers(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
         if x.shape[0] == 0:
             return x
         residual, verify = x.contiguous(), rows.verify
-        first = add_norm(residual, None, norms[0][0], eps, overlap=overlap)[0]
+        first = add_norm(residual, None, norms[0][0], eps, overlap_launches=overlap_launches)[0]
         normed = Normed(first, residual.new_empty(len(residual), 0, dtype=torch.float32))
         for index, layer in enumerate(weights.layers):
             extra, own = extras[index], own_attention(adapter, index) if verify < len(x) else None
@@ -363,6 +363,6 @@ def bind_layers(
                 plan, x, layer.down, layer.down_bias, extra.down, verify, residual, next_norms[index],
                 next_weights[index],
             )  # fmt: skip
-        return add_norm(residual, None, weights.final_norm, eps, overlap=overlap)[0]
+        return add_norm(residual, None, weights.final_norm, eps, overlap_launches=overlap_launches)[0]
 
     return run_layers

@@ -122,7 +122,7 @@ def test_what_overlaps_is_left_out_once_answers_differ(monkeypatch):
     """Then alone there is something to learn of it; and training is measured where all else has had its turn."""
     chosen = phases("any")
     (second,) = (phase for phase in chosen if phase.where_failed)
-    off = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
+    off = ("--no-overlap-steps", "--no-graphs", "--no-overlap-launches")
     (first,) = (phase for phase in chosen if phase.name == second.where_failed)
     assert second.command == (*first.command, *off)
     for failed in (True, False):

@@ -192,14 +192,14 @@ def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequenc
     hit = sum(chances[outcome - 1] for outcome in shape.proposals)
     in_hand = 1.0 / (2.0 - hit)  # of all steps
     tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
-    seconds = in_hand * step_seconds(cost, load, shape, drafting, 1.0 if load.ahead else hit)
+    seconds = in_hand * step_seconds(cost, load, shape, drafting, 1.0 if load.overlap_steps else hit)
     seconds += (1.0 - in_hand) * step_seconds(cost, load, renewal(shape, load), drafting, 1.0)
     return (drafting * tokens + load.sequences - drafting) / seconds
 
 
 def renewal(shape: Shape, load: Load) -> Shape:
     """The rows of a step that only brings new drafts."""
-    return shape if load.ahead else Shape(0, (1,), shape.block)
+    return shape if load.overlap_steps else Shape(0, (1,), shape.block)
 
 
 def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:
@@ -227,8 +227,8 @@ def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: f
     st.integers(0, 100),
     st.booleans(),
 )
-def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known, ahead):
-    load = Load(sequences, known, 200, ahead)
+def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known, overlap_steps):
+    load = Load(sequences, known, 200, overlap_steps)
     for drafting in {1, sequences}:
         shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
         rates = {
@@ -245,15 +245,15 @@ def test_a_step_planned_ahead_is_priced_with_all_its_rows(holds, sequences):
     """Behind a miss too: drafts are worth less then wherever they may miss, and the same where they cannot."""
     every_row_costs = StepCost((1, 1000), (1.0, 100.0), (0.1, 10.0), (0.1, 10.0))
     for shape, chances in candidate_shapes(holds, 4):
-        after, ahead = (
-            tokens_per_second(every_row_costs, Load(sequences, 0, 0, way), shape, chances, sequences)
-            for way in (False, True)
+        apart, overlapped = (
+            tokens_per_second(every_row_costs, Load(sequences, 0, 0, overlap_steps), shape, chances, sequences)
+            for overlap_steps in (False, True)
         )
         hit = sum(chances[outcome - 1] for outcome in shape.proposals)
         if hit < 0.99:
-            assert ahead < after
+            assert overlapped < apart
         else:
-            assert ahead <= after * (1 + 1e-9)
+            assert overlapped <= apart * (1 + 1e-9)
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(*[st.floats(0.01, 0.99)] * 3), min_size=12, max_size=12))

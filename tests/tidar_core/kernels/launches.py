@@ -186,12 +186,12 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 def step_launches(
     config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None, float8: bool = False,
-    kv_dtype: torch.dtype | None = None, overlap: bool = True, one_by_one: bool = False,
+    kv_dtype: torch.dtype | None = None, overlap_launches: bool = True, one_by_one: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter.
     one_by_one: as for models whose layers cannot be bound."""
     device = torch.device("meta")
-    ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
+    ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap_launches=overlap_launches)
     if one_by_one:
         ops = replace(ops, bind_layers=None)
     weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head, ops.pack_adapter)

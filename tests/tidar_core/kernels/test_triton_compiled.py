@@ -159,9 +159,11 @@ def test_launches_overlap_unless_told_not_to(shape, one_by_one):
     from tidar_core.bench.shapes import SHAPES
 
     config = list(SHAPES.values())[shape]
-    for overlap in (True, False):
-        launches = step_launches(config, torch.bfloat16, 16, 8, 56, overlap=overlap, one_by_one=one_by_one)
-        assert {launch.variant.overlaps for launch in launches} == {overlap}
+    for overlap_launches in (True, False):
+        launches = step_launches(
+            config, torch.bfloat16, 16, 8, 56, overlap_launches=overlap_launches, one_by_one=one_by_one
+        )
+        assert {launch.variant.overlaps for launch in launches} == {overlap_launches}
 
 
 def test_the_bench_says_in_one_line_what_it_needs(monkeypatch):

@@ -3,10 +3,10 @@
     python worker.py {tidar,vllm,transformers,llama.cpp} MODEL [--drafts off|auto|full] [--dtype D] [--context N]
         [--running N]
 
-In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name, "notes":
-[what its user should know, …]}; then for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts and dtype are choices of ours alone. Each engine
-takes a GPU where its build can use one. No prompt with its answer is longer than `context`, and no round has more than
-`running` prompts.
+In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name,
+"notes": [what its user should know, …]}; then for each round {"tokens": n, "seconds": s}. Greedy throughout. Only this
+project's engine reads --drafts and --dtype. Each engine takes a GPU where its build can use one. No prompt with its
+answer is longer than `context` tokens, and no round has more than `running` prompts.
 """
 
 import argparse
