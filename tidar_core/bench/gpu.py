@@ -73,7 +73,9 @@ def phases(model: str) -> list[Phase]:
         Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 90),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
-    found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
+    found += [
+        Phase(f"steps {name}, no prefetch", ("steps", "--shape", name, "--prefetch", "0"), 110) for name in SHAPES
+    ]
     found += [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
     return found + [
         Phase(f"steps {name}", ("steps", "--shape", name), 150) for name in STEP_SHAPES if name not in SHAPES

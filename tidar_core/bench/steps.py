@@ -21,7 +21,7 @@ from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.rules import all_zero
-from tidar_core.kernels.triton_gemm import BYTES_BEHIND
+from tidar_core.kernels.triton_gemm import PREFETCH_BYTES
 from tidar_core.kernels.triton_ops import has_float8, triton_ops
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import BlockForm, Shape
@@ -84,7 +84,7 @@ class StepSettings:
     """How products are made (`triton_ops`), and whether weights and K/V are in 8 bits."""
 
     exact: bool = True
-    bytes_behind: int = BYTES_BEHIND
+    prefetch_bytes: int = PREFETCH_BYTES
     float8: bool = False
 
 

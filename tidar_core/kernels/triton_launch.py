@@ -2,7 +2,7 @@
 
 A step of a small model is hundreds of kernels of a few microseconds, and what lies between two of them counts as much
 as they do. Hopper can start a kernel before the one in front is through (programmatic dependent launch): its programs
-find their places, and read ahead what no other kernel writes, then wait. Every kernel here waits before it reads or
+find their places, prefetch what no other kernel writes, then wait. Every kernel here waits before it reads or
 writes anything else, so that whatever a kernel sees is what it would see behind a full stop.
 """
 
@@ -51,8 +51,8 @@ def let_next_begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def read_ahead(pointers):
-    """Asks for the cache lines that pointers lie in; nothing waits for them."""
+def prefetch(pointers):
+    """Fetches the cache lines that pointers lie in into the L2 cache; nothing waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

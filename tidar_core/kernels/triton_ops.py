@@ -13,7 +13,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
 from tidar_core.kernels.triton_experts import mix_experts, route
 from tidar_core.kernels.triton_gemm import (
-    BYTES_BEHIND,
+    PREFETCH_BYTES,
     GemmTiles,
     exact_linear,
     gpu_of,
@@ -63,7 +63,7 @@ def triton_ops(
     *,
     exact: bool = True,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
-    bytes_behind: int = BYTES_BEHIND,
+    prefetch_bytes: int = PREFETCH_BYTES,
     float8: bool = False,
     overlap_launches: bool = True,
 ) -> Ops:
@@ -71,13 +71,13 @@ def triton_ops(
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
     may be faster (not those of experts: torch would have to ask the host). measured: tiles for weights [outs, ins], by
-    default those in the package for this kind of GPU; bytes_behind: see `product_planner`. float8: the layers' matrices
-    are packed into 8 bits where the device has those (exact products only). overlap_launches: whether a kernel may be
-    launched while the one before runs (`triton_launch`).
+    default those in the package for this kind of GPU. prefetch_bytes: see `product_planner`. float8: the layers'
+    matrices are packed into 8 bits where the device has those (exact products only). overlap_launches: whether a kernel
+    may be launched while the one before runs (`triton_launch`).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
     plan = product_planner(
-        tiles_of(device, dtype) if measured is None else measured, bytes_behind, overlap_launches=overlap_launches
+        tiles_of(device, dtype) if measured is None else measured, prefetch_bytes, overlap_launches=overlap_launches
     )
     to_logits, in_8_bits = exact_linear(plan, out_dtype=torch.float32), has_float8(device)
     attend = paged_attend(

@@ -346,13 +346,13 @@ def mark(pointers):
 
 @triton.jit
 def ask(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    triton_gemm.read_shared_ahead(matrix, LINES, N, BLOCK_N, SPLITS)
+    triton_gemm.prefetch_shared(matrix, LINES, N, BLOCK_N, SPLITS)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 5, 6, 40, 97])
 def test_programs_share_the_lines_that_they_ask_for(lines, monkeypatch):
     """Every line by somebody, nothing behind the last; programs of further rows ask for none of them."""
-    monkeypatch.setattr(triton_gemm, "read_ahead", mark)
+    monkeypatch.setattr(triton_gemm, "prefetch", mark)
     words = triton_gemm.LINE.value // 4
     asked = torch.zeros(100, words, dtype=torch.int32)
     ask[(2, 3, 2)](asked, LINES=lines, N=40, BLOCK_N=16, SPLITS=2)
