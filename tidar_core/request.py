@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tidar_core.bad_words import BadWords
+    from tidar_core.engine.acceptance_rates import AcceptanceRates
     from tidar_core.engine.constraint import Constraint
-    from tidar_core.engine.held_drafts import HeldDrafts
     from tidar_core.penalties import Ledger
     from tidar_core.text import TextStream
 
@@ -273,15 +273,15 @@ def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
 class Sequence:
     """A request on its way. The engine's thread alone changes it: the scheduler tokens, cursor, drafts and pages, and
     where an answer ends (`ending.py`) its `stop_watch` and `constraint` move on behind what is emitted. `grammars.py`
-    and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties
-    has `said` follow the tokens, and the engine notes `prompt_logprobs`.
+    and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance_rates` fade, whoever picks by
+    penalties has `said` follow the tokens, and the engine notes `prompt_logprobs`.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties
-    count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from the second on,
-    as far as they were read.
+    admitted. cached: tokens that it found there the first time. acceptance_rates: how often its drafts held. said: what
+    penalties count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from the
+    second on, as far as they were read.
     draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text. ends: the
     tokens that end the answer.
     """
@@ -297,7 +297,7 @@ class Sequence:
     cached: int | None = None
     decode_steps: int = 0
     stop_watch: "TextStream | None" = None
-    acceptance: "HeldDrafts | None" = None
+    acceptance_rates: "AcceptanceRates | None" = None
     constraint: "Constraint | None" = None
     said: "Ledger | None" = None
     bad_words: "BadWords | None" = None

@@ -8,7 +8,7 @@ import torch
 
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.real_steps import RealSteps, measure_real_steps
-from tidar_core.bench.simulate import Simulated, Trace, compare_settings, mean_holds
+from tidar_core.bench.simulate import Simulated, Trace, compare_settings, mean_acceptance
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.held_out import HeldOut, judge_windows
@@ -48,13 +48,13 @@ def run_policy_bench(
     answers = [answer.tokens for answer in answer_all(engine, prompts, [params] * len(prompts))]
     traces = record_traces(engine, config, prompts, answers)
     info = engine.info
-    holds = mean_holds(traces, info.block_length)
-    steps = tuple([measure_real_steps(engine, prompts, batch, holds) for batch in batches])
+    acceptance = mean_acceptance(traces, info.block_length)
+    steps = tuple([measure_real_steps(engine, prompts, batch, acceptance) for batch in batches])
     simulated = [
         found
         for real in steps
         for found in compare_settings(
-            real.learnt(info.cost), traces, info.block_length, real.batch, tokens, info.expected_holds
+            real.learnt(info.cost), traces, info.block_length, real.batch, tokens, info.expected_acceptance
         )
     ]
     return PolicyFound(steps, tuple(simulated))
@@ -90,6 +90,6 @@ def record_traces(
         engine.info.form.within_block,
     )
     return [
-        Trace(tuple(np.logical_and.accumulate(holds[:, 1:], axis=1).sum(1).tolist()), len(prompt))
-        for holds, (prompt, _) in zip(judged, told, strict=True)
+        Trace(tuple(np.logical_and.accumulate(held[:, 1:], axis=1).sum(1).tolist()), len(prompt))
+        for held, (prompt, _) in zip(judged, told, strict=True)
     ]

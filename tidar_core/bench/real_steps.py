@@ -39,13 +39,13 @@ class RealSteps:
 
 
 def measure_real_steps(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, holds: Sequence[float]
+    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, acceptance: Sequence[float]
 ) -> RealSteps:
     """Decodes with `batch` sequences, plainly and in the drafting shape that the curves call the best where drafts hold
     so often. Raises ConfigError where the engine does not hold so many at once."""
     info = engine.info
     load = Load(batch, context=sum(map(len, prompts)) // len(prompts))
-    shape, _, _ = best_shape(info.cost, holds, info.block_length, load, batch)
+    shape, _, _ = best_shape(info.cost, acceptance, info.block_length, load, batch)
     plain, drafting = (_measured(engine, prompts, batch, wanted) for wanted in (PLAIN, shape))
     return RealSteps(
         batch,
@@ -62,7 +62,7 @@ class _Watching(DraftPolicy):
     """All that decode do so in one shape; it notes what steps of the whole batch took, beside what the curves say."""
 
     def __init__(self, info: EngineInfo, batch: int, shape: Shape):
-        super().__init__(info.block_length, info.cost, info.expected_holds)
+        super().__init__(info.block_length, info.cost, info.expected_acceptance)
         self._batch, self._drafts, self._choose = batch, bool(shape.block), always(shape)
         self.seen: list[tuple[float, float]] = []
 

@@ -33,12 +33,15 @@ READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilitie
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
-    often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
-    the batch, as proven at warm-up; `fingerprint` names the base weights, `arithmetic` the kernels, the torch and the
-    kind of processor that compute with them; `mask_token` is the one that is never said, where one stands for a mask;
-    `cost` is what a step's rows were measured to cost at warm-up.
-    `sampling_defaults` is for whoever makes requests: the engine does as their parameters say."""
+    """What an engine is, for those who ask.
+
+    exact: a token's bits do not depend on the batch, as proven at warm-up. block_length: 0 where there is no drafter.
+    expected_acceptance: how often the drafts hold by the drafter's own account (`AdapterConfig.holds`).
+    max_model_len: positions that a request may use. sampling_defaults: for whoever makes requests; the engine does as
+    their parameters say. pages: of K/V, page_size positions each. fingerprint: names the base weights. arithmetic:
+    names the kernels, the torch and the kind of processor that compute with them. mask_token: the token that is never
+    emitted, where one stands for a mask. cost: what a step's rows were measured to cost at warm-up.
+    """
 
     model: str
     adapter: str | None
@@ -48,7 +51,7 @@ class EngineInfo:
     exact: bool
     block_length: int
     form: BlockForm
-    expected_holds: tuple[float, ...]
+    expected_acceptance: tuple[float, ...]
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -131,7 +134,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""
         params, known = request.params, len(request.prompt) + len(request.emitted)
-        if self._scheduler.holds(request.request_id) or request.request_id in self._compiling:
+        if self._scheduler.has(request.request_id) or request.request_id in self._compiling:
             raise RequestError(f"a request named {request.request_id} is under way already", "request_id")
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")

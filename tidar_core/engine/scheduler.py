@@ -89,11 +89,12 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         if sequence.request.params.draft_trust >= 1.0:  # else drafts hold that are wrong: that tells nothing of others
-            sequence.acceptance = self.policy.new_acceptance()
+            sequence.acceptance_rates = self.policy.new_acceptance_rates()
         sequence.ends = ends_of(sequence, self.limits.eos_ids)
         self._queue(sequence)
 
-    def holds(self, request_id: str) -> bool:
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
         return any(s.request.request_id == request_id for queue in (self.running, self.waiting) for s in queue)
 
     def remove(self, request_id: str) -> bool:
@@ -237,7 +238,7 @@ class Scheduler:
             drafts_in_hand,
             params.block or self.policy.block_length,
             len(sequence.tokens),
-            sequence.acceptance,
+            sequence.acceptance_rates,
             params.draft_trust < 1.0,
         )
 
@@ -353,8 +354,8 @@ class Scheduler:
         if sequence.drafts:
             sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
         sequence.draft_scores = None
-        if shape.drafts and sequence.acceptance is not None:
-            sequence.acceptance.observe(shape.drafts, committed - 1)
+        if shape.drafts and sequence.acceptance_rates is not None:
+            sequence.acceptance_rates.observe(shape.drafts, committed - 1)
         if finish is not None:
             del self.running[sequence]
             self._release(sequence)

@@ -115,7 +115,7 @@ def load_engine(
         exact=exact,
         block_length=runner.block_length,
         form=runner.form,
-        expected_holds=adapter.config.holds if adapter else (),
+        expected_acceptance=adapter.config.holds if adapter else (),
         max_model_len=positions,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
@@ -130,7 +130,7 @@ def load_engine(
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
-    policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap_steps)
+    policy = DraftPolicy(runner.block_length, cost, info.expected_acceptance, overlap_steps)
     return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap_steps)
 
 

@@ -215,13 +215,13 @@ def test_how_drafts_held_is_learnt_where_they_have_no_say():
     for trust, learns in ((1.0, True), (0.9, False)):
         scheduler = scheduler_of(8)
         sequence = ask(scheduler, "r", 4, drafts="full", draft_trust=trust)
-        assert (sequence.acceptance is not None) == learns
+        assert (sequence.acceptance_rates is not None) == learns
         commit(scheduler, scheduler.plan())
         scheduler.take_drafts(sequence, (SAID, 9, 9))
-        before = scheduler.policy.new_acceptance().holds()
+        before = scheduler.policy.new_acceptance_rates().rates()
         (output,) = commit(scheduler, scheduler.plan())
         assert (output.tokens, output.trace.accepted, output.trace.used) == ((SAID, SAID), 1, 2)
-        after = scheduler.policy.new_acceptance().holds()
+        after = scheduler.policy.new_acceptance_rates().rates()
         if learns:
             assert (after[0] > before[0], after[1] < before[1], after[2] == before[2]) == (True, True, True)
         else:
@@ -287,7 +287,7 @@ def test_one_who_goes_leaves_the_others_where_they_are():
     commit(scheduler, scheduler.plan())
     assert [scheduler.remove(name) for name in ("b", "d", "d")] == [True, True, False]
     assert (names(scheduler.running), names(scheduler.waiting), scheduler.pool.owned) == (["a"], ["c"], 1)
-    assert [scheduler.holds(name) for name in "abcd"] == [True, False, True, False]
+    assert [scheduler.has(name) for name in "abcd"] == [True, False, True, False]
 
 
 def test_nobody_gives_way_in_vain_where_pages_that_two_share_come_free_once():
