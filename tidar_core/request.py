@@ -163,17 +163,17 @@ class SamplingParams:
 
     @property
     def drafting(self) -> DraftMode:
-        """How much is drafted: everything where drafts have a say in the text."""
+        """How much is drafted: everything where drafts have a say in the text (`draft_trust` below 1)."""
         return "full" if self.draft_trust < 1.0 else self.drafts
 
     @property
     def changes_scores(self) -> bool:
-        """Bias, penalties or a choice of tokens do."""
+        """Whether bias, penalties or allowed tokens change the scores."""
         return bool(self.logit_bias or self.allowed_token_ids) or self.penalises
 
     @property
     def penalises(self) -> bool:
-        """What was said before changes the scores."""
+        """Whether tokens that came before change the scores."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
@@ -307,11 +307,13 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def reads_prompt(self) -> bool:
-        """The prompt's log-probabilities are still to be told: its K/V alone would not do."""
+        """Whether log-probabilities of the prompt are still missing, so that all of it has to be computed: cached K/V
+        would not do."""
         request = self.request
         return (
             request.params.prompt_logprobs is not None

@@ -44,9 +44,9 @@ T = TypeVar("T")
 
 
 def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterator[T | Check]:
-    """Checks or measures as far as they come. What raises ends these alone, and is a check that failed: its traceback
-    goes to stderr, the end of its message is the case. Raises AcceleratorError, after which a device computes nothing
-    any more."""
+    """The checks or measures of `items` until one raises. That one becomes a failed check, whose case is the end of its
+    message; the traceback goes to stderr. AcceleratorError is raised on: after it a device computes nothing any
+    more."""
     try:
         yield from items
     except torch.AcceleratorError:

@@ -31,7 +31,7 @@ class DecodeResult:
 
 @dataclass(slots=True)
 class _Turns:
-    """What a mode said in a round, in how many seconds, with how many captures."""
+    """What a mode did in a round: answers, seconds, and how many graphs were captured."""
 
     answers: list[EngineAnswer] = field(default_factory=list)
     seconds: float = 0.0

@@ -126,8 +126,8 @@ def compare_with_reference(
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """One line of `tidar bench exact`: the token rule, what it is held against, what came out, and how many drafts were
-    verified and held: where none was, nothing was shown of them."""
+    """One line of `tidar bench exact`: the token rule, what it is compared with, the comparison, and how many drafts
+    were verified and how many held. Where none was verified, the line shows nothing about drafts."""
 
     rule: str
     against: str
@@ -141,8 +141,8 @@ class ExactResult:
 
 
 def shows_drafts(results: Sequence[dict[str, object]]) -> bool:
-    """Whether drafts were verified under full drafting, of which some held and some did not, for every token rule;
-    results: records of `ExactResult`."""
+    """Whether under full drafting, for every token rule, some of the verified drafts held and some did not. results:
+    records of `ExactResult`."""
     full = [one for one in results if str(one["way"]).startswith("full")]
     return bool(full) and all(0 < int(str(one["drafts_held"])) < int(str(one["drafts_verified"])) for one in full)
 

@@ -47,7 +47,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One time. share: of the measured read bandwidth, where `bytes` must be read; None where neither counts."""
+    """The time of one case. bytes: how much has to be read for it. share: of the measured read bandwidth, None where
+    reading does not count."""
 
     shape: str
     kernel: str
@@ -134,7 +135,8 @@ class Subject:
         return LowRank(self.random(RANK, ins), self.random(outs, RANK))
 
     def measure(self, kernel: str, case: str, work: Callable[[int], object], calls: int, size: int) -> Measure:
-        """The time of `work`, and of a reading kernel's bandwidth what `size` bytes in that time are."""
+        """The time of `work`, and the share of a reading kernel's bandwidth that `size` bytes in this time amount
+        to."""
         seconds = seconds_a_call(work, calls, self.device)
         share = size / self.ceilings.read / seconds if size else None
         return Measure(self.name, kernel, case, 1e6 * seconds, size, share)

@@ -41,8 +41,8 @@ class RealSteps:
 def measure_real_steps(
     engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, acceptance: Sequence[float]
 ) -> RealSteps:
-    """Decodes with `batch` sequences, plainly and in the drafting shape that the curves call the best where drafts hold
-    so often. Raises ConfigError where the engine does not hold so many at once."""
+    """Decodes with `batch` sequences, plainly and in the drafting shape that is best by the curves at this acceptance.
+    Raises ConfigError where the engine does not run so many at once."""
     info = engine.info
     load = Load(batch, context=sum(map(len, prompts)) // len(prompts))
     shape, _, _ = best_shape(info.cost, acceptance, info.block_length, load, batch)
@@ -59,7 +59,8 @@ def measure_real_steps(
 
 
 class _Watching(DraftPolicy):
-    """All that decode do so in one shape; it notes what steps of the whole batch took, beside what the curves say."""
+    """A policy that lets all sequences decode in one shape, and notes for steps of the whole batch the seconds that
+    they took and those that the curves say."""
 
     def __init__(self, info: EngineInfo, batch: int, shape: Shape):
         super().__init__(info.block_length, info.cost, info.expected_acceptance)

@@ -67,7 +67,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """The time of all chunks of a prompt and the token behind it."""
+    """The time to read a prompt in chunks and pick the first token behind it."""
 
     shape: str
     tokens: int

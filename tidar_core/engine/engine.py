@@ -104,6 +104,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
         return bool(self._ended or self._scheduler.running or self._scheduler.waiting or self._compiling)
 
     @property
@@ -112,6 +113,7 @@ class Engine:
         return 0 if self._runner.graphs is None else len(self._runner.graphs)
 
     def stats(self) -> EngineStats:
+        """Requests and pages at this moment."""
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
@@ -119,16 +121,16 @@ class Engine:
         return EngineStats(len(scheduler.running), waiting, pool.owned, pool.total, since, self._passed)
 
     def use_policy(self, policy: DraftPolicy) -> DraftPolicy:
-        """Another one chooses from now on, and learns what steps take. The one that did."""
+        """Lets another policy choose from now on and learn what steps take; returns the one before it."""
         before, self._scheduler.policy = self._scheduler.policy, policy
         return before
 
     def picking_seconds(self, proposals: int, slots: int) -> float:
-        """What picking the drafts of so many proposals takes, their scores apart."""
+        """Seconds that picking the drafts of `proposals` proposals takes, `slots` each, once they are scored."""
         return picking_seconds(self._runner, proposals, slots)
 
     def prefix_marks(self, limit: int) -> bytes:
-        """What of prompts is cached here, as `PagePool.marks` tells it."""
+        """Which prefixes of prompts are cached here: `PagePool.marks`."""
         return self._scheduler.pool.marks(limit)
 
     def submit(self, request: Request) -> None:
@@ -191,7 +193,8 @@ class Engine:
             self._ended.append(StepOutput(request_id, (), finish=Finish(FinishReason.ABORT)))
 
     def step(self) -> list[StepOutput]:
-        """One forward pass over everything that can run; at most one output a request."""
+        """Returns the outputs of one finished step, at most one a request. With overlapping steps the next one may
+        already have been launched."""
         ended, self._ended, self._passed = self._ended, [], 0
         ended += self._compiling.admit(self._scheduler.add)
         flight, self._flight = self._flight, None
@@ -207,7 +210,7 @@ class Engine:
         return ended + self._step_alone(plans)
 
     def _unknown_token(self, tokens: Items[int]) -> str:
-        """What to tell of the first that the model has no embedding for: its tokenizer may know more words."""
+        """The error for the first token without an embedding: a tokenizer may know more words than its model."""
         unknown = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
         word = next((f" ({word!r})" for word, token in self.tokenizer.get_vocab().items() if token == unknown), "")
         return (
@@ -364,7 +367,8 @@ class Engine:
 
 
 class Scores:
-    """The logits of a step's rows, those of `first` in one pass; of others when they are asked for."""
+    """The logits of a step's rows: those of the rows `first` are computed in one pass, others when they are asked
+    for."""
 
     def __init__(self, runner: Runner, hidden: Tensor, first: Items[int]):
         self._runner = runner

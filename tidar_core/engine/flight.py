@@ -41,9 +41,10 @@ THE_BEST = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the tokens of a step are picked, once scores are changed: the same step after step, while the same sequences
-    lay the same rows. changing: some change scores. greedy: the best is the best wherever it stands, for all. verify,
-    slots: the rules of the verify rows and of a proposal's slots of each plan, as of tokens at position 0."""
+    """How the tokens of a step are picked from scores that bias and penalties have changed already. It stays the same
+    from step to step while the same sequences lay the same rows. changing: whether any sequence changes scores. greedy:
+    whether all take the best token, which no position changes. verify, slots: the rules of the verify rows and of the
+    slots of one proposal of each plan, as if all tokens stood at position 0."""
 
     laid: Laid
     params: tuple[SamplingParams, ...]
@@ -55,9 +56,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched at `launched`, when so many of the runner's runs were `untypical`. rows: how many true
-    tokens each plan gets. truths: int64, all of these, and state: what the step leaves to the next, on the device.
-    told: int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
+    """A step that was launched and is not over. launched: when, on the monotonic clock; untypical: `Runner.untypical`
+    at that time. rows: how many true tokens each plan gets. On the device: truths, int64, the true tokens of all plans,
+    and state, what the step leaves to the next (`kernels.succession`). told: int64, truths and then state, on its way
+    to the host until `ready`."""
 
     plans: tuple[SequencePlan, ...]
     asked: Asked
@@ -71,7 +73,7 @@ class Flight:
     untypical: int
 
     def land(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Waits for it. The true tokens and the drafts in hand of each plan."""
+        """Waits for the step. Returns the true tokens of each plan, and its drafts in hand (-1 where there is none)."""
         if self.ready is not None:
             self.ready.synchronize()
         values, ends = self.told.tolist(), list(accumulate(self.rows))
@@ -82,7 +84,8 @@ class Flight:
 
 
 def may_fly(sequence: Sequence, block_length: int) -> bool:
-    """Whether a sequence's tokens need nothing that the host finds out between two steps."""
+    """Whether a sequence's tokens can be decided on the device: nothing that the host finds out between two steps is
+    needed for them."""
     params = sequence.request.params
     return (
         is_free(sequence, block_length)
@@ -95,7 +98,8 @@ def may_fly(sequence: Sequence, block_length: int) -> bool:
 
 
 def is_free(sequence: Sequence, block_length: int) -> bool:
-    """Whether any token may come in a step that is launched now and in the one behind it."""
+    """Whether the sequence's constraint, if it has one, allows any token in the step that is launched now and in the
+    next one."""
     return sequence.constraint is None or sequence.constraint.free >= 2 * max(1, block_length)
 
 
@@ -115,7 +119,7 @@ def settled(plan: SequencePlan) -> SequencePlan:
 
 @lru_cache(maxsize=1024)
 def _with_drafts(shape: Shape, drafts: int) -> tuple[Shape, tuple[int, int]]:
-    """A shape where so many drafts came, and how many of its rows of both kinds ran for none."""
+    """The shape as it turned out where only `drafts` drafts came, and how many verify and mask rows ran in vain."""
     reach = drafts + 1
     if shape.proposals:
         nearest, *others = shape.proposals
@@ -133,8 +137,8 @@ def launch(
     cost: StepCost,
     behind: tuple[Flight, Items[int]] | None,
 ) -> Flight:
-    """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
-    each of these goes on from."""
+    """Launches a step of plans that all emit. behind: the step before where it is not over, and for each plan the index
+    of the plan there that it follows."""
     launched, untypical, device = time.monotonic(), runner.untypical, runner.device
     batch = runner.batch(plans)
     state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
@@ -172,7 +176,7 @@ def launch(
 
 
 def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) -> Tensor:
-    """Where sequences stand whose last step is over."""
+    """The state of sequences whose last step is over (`kernels.succession`)."""
     width = max(0, block_length - 1)
     states = [[0, plan.known[-1], *plan.sequence.drafts, *[-1] * (width - len(plan.sequence.drafts))] for plan in plans]
     return on_device([*states, [0] * (2 + width)], device, torch.int32)
@@ -191,7 +195,7 @@ def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tenso
 
 
 def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Asked:
-    """`before` are those of the last step, which mostly are those of this one too."""
+    """before: those of the last step, which are given back where they still hold."""
     params = tuple([plan.sequence.request.params for plan in plans])
     if before is not None and before.laid is laid and before.params == params:
         return before
@@ -213,8 +217,8 @@ def _rule(params: SamplingParams) -> TokenRule:
 def _positions(
     plans: Items[SequencePlan], counts: IntArray, state: Tensor, source: Tensor, after: Tensor | None = None
 ) -> Tensor:
-    """Where `counts[i]` tokens of plan i stand, int64: behind its last known one, what the step before committed, and
-    behind this step, which left `after`, what it did too."""
+    """The positions of `counts[i]` tokens of plan i, int64 [sum of counts]. They follow the plan's last known token and
+    what the step before committed; with `after`, the state that this step leaves, also what this step commits."""
     committed = state[source[: len(counts)].long(), 0].long()
     if after is not None:
         committed = committed + after[:-1, 0]
@@ -248,7 +252,7 @@ def plan_table(batch: Batch, scored: int) -> Tensor:
 
 
 def _fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The same in the host's memory once the event has come; at once where that is where it is."""
+    """A copy in the host's memory, complete once the event has come; the tensor itself where it is there already."""
     if told.device.type != "cuda":
         return told, None
     there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)

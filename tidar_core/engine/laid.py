@@ -21,10 +21,10 @@ Int32Array = NDArray[np.int32]
 class Laid:
     """The rows of a step; nobody changes these arrays.
 
-    size: of the step, but for the context. ahead: how far the last known tokens of all plans together stand behind
-    where these start. answers: [plans], how many true tokens each gets; answer_rows: their verify rows. emit_rows[i]:
-    those of plan i. guesses: [plans], slots of a proposal that may become drafts; guess_rows: the rows of these slots
-    of all proposals. first_mask_rows: [plans]. Mask rows are counted from the first one in all of these.
+    size: of the step, without its context. known_behind: how many known tokens all plans together have behind their
+    first ones. answers: [plans], how many true tokens each plan gets; answer_rows: the verify rows that give them, and
+    emit_rows[i]: those of plan i. guesses: [plans], how many slots of one proposal may become drafts; guess_rows: the
+    rows of these slots, of all proposals. first_mask_rows: [plans]. Mask rows count from the first mask row here.
 
     verify_owner, verify_place: [verify], the plan of each verify row, and its place there. mask_columns: [5, mask], the
     positions, sequence, context_end, tail_start and tail_end of mask rows, positions counted from their plan's start.
@@ -33,7 +33,7 @@ class Laid:
     """
 
     size: StepSize
-    ahead: int
+    known_behind: int
     answers: IntArray
     answer_rows: IntArray
     emit_rows: tuple[range, ...]
@@ -50,7 +50,7 @@ class Laid:
 
 
 def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Of the elements of groups of these sizes, side by side: each one's group, and its place there."""
+    """For groups of these sizes laid side by side: each element's group, and its place in the group."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - _before(counts)[owner]
 
@@ -93,7 +93,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
             picked=int(guesses.sum()),
             sequences=len(shapes),
         ),
-        ahead=sum(known) - len(known),
+        known_behind=sum(known) - len(known),
         answers=answers,
         answer_rows=(ends - answers)[asked] + asked_place,
         emit_rows=tuple(range(end - count, end) for end, count in zip(ends.tolist(), answers.tolist(), strict=True)),
@@ -111,7 +111,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
 
 
 def _before(counts: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
-    """The sum of those in front of each."""
+    """The sum of the counts before each."""
     return counts.cumsum() - counts
 
 

@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it
 
 @lru_cache(maxsize=256)
 def as_changed(params: SamplingParams) -> SamplingParams:
-    """How tokens are picked from scores that were changed already."""
+    """The parameters without bias, penalties and allowed tokens: for scores that these have changed already."""
     return replace(
         params,
         presence_penalty=0.0,
@@ -84,8 +84,8 @@ def _or_none(tokens: Tensor, none: int) -> Tensor:
 
 
 def _counted(plans: Items[SequencePlan], vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the host has counted: which tokens were seen, bool, and how often each was said in the answer, fp32, both
-    [plans, vocab + 1]."""
+    """What the host has counted: which tokens occur in prompt or answer, bool, and how often each occurs in the answer,
+    fp32; both [plans, vocab + 1]."""
     histories = []
     for plan in plans:
         ledger = plan.sequence.said

@@ -135,7 +135,7 @@ def load_engine(
 
 
 def keep_loaded() -> None:
-    """What was loaded stays as long as the process: else the garbage collector walks through it between steps."""
+    """Tells the garbage collector that what was loaded stays: else it walks through all of it between steps."""
     gc.collect()
     gc.freeze()
 

@@ -1,9 +1,10 @@
-"""What a step leaves to the one behind it, in plain torch: for steps that are launched before the host knows the last.
+"""What a step leaves to the next one, in plain torch: for steps that are launched before the host knows the last.
 
-The state of a batch is int32 [plans + 1, 2 + width]: of each sequence the tokens that its last step committed, its
-anchor, and the drafts in hand, -1 behind the last; then a row of zeros, which padding goes by. `carry` brings a batch
-to where a state says, `decide` finds the next state out of the step's true tokens, `renew` puts new drafts into it.
-The arithmetic is that of `tidar_core.layout`: `count_committed`, `drafts_left`.
+The state of a batch is int32 [plans + 1, 2 + width], a row a sequence: how many tokens its last step committed, its
+anchor, and the drafts in hand, -1 behind the last; width is block length - 1. The last row is all zero: padding follows
+it. `carry` moves the rows of a batch on to where a state says, `decide` derives the next state from the step's true
+tokens, `renew` puts new drafts into it. The arithmetic is that of `tidar_core.layout`: `count_committed`,
+`drafts_left`.
 """
 
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ that draft it is."""
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """state: as above. came: int32 [plans], which of its proposals came true, -1 where none did. Of slots 1 … b-1 of
-    that one, or else the first, rows: their rows, and scores: their rows of the scores, int64 [slots]. anchors: int64
-    [drafting], none below 0."""
+    """What a step decided. state: as above. came: int32 [plans], which of a plan's proposals came true, -1 for none.
+    rows, scores: int64 [slots], for slots 1 … b-1 of that proposal (of the first one where none came true) their rows
+    of the step and their rows of the scores. anchors: int64 [drafting], the new anchors of the plans that draft, none
+    below 0."""
 
     state: Tensor
     came: Tensor
@@ -38,9 +40,9 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What the numbers of a batch lack where they count from the step before. source: int32 [sequences], the row of
-    `state` for each row of the page table. nearest: int32 [mask], of a first proposal's mask rows the outcome that they
-    were laid for, of all others 0."""
+    """What completes the numbers of a batch that count from the step before. state: what that step left. source: int32
+    [sequences], the row of `state` for each row of the page table. nearest: int32 [mask], the outcome that a plan's
+    first proposal was laid for, on its mask rows; 0 on all others."""
 
     state: Tensor
     source: Tensor
@@ -48,9 +50,9 @@ class Carried:
 
 
 def carry(rows: "StepRows", tokens: Tensor, repeats: Tensor, carried: Carried, page_size: int) -> None:
-    """Moves the rows of a batch on, in place. tokens: int32 [verify], places in the state (the anchor is 0, draft i is
-    i) that become tokens. A first proposal for more than can come out is made one for the most that can. repeats: int32
-    [mask], the verify rows that mask rows repeat, -1 for none."""
+    """Moves the rows of a batch on, in place. tokens: int32 [verify], places in the state (0 the anchor, i draft i)
+    that are replaced by the tokens there. A first proposal for an outcome beyond the drafts in hand becomes one for the
+    furthest outcome that can come. repeats: int32 [mask], the verify rows that mask rows repeat, -1 for none."""
     verify, owner = len(tokens), rows.sequence.long()
     states = carried.state[carried.source[owner].long()]
     ahead = states[:, 0].clone()
@@ -66,8 +68,9 @@ def carry(rows: "StepRows", tokens: Tensor, repeats: Tensor, carried: Carried, p
 
 
 def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: int, drafting: int) -> Decided:
-    """truths: int64, of the verify rows of all plans. state, source: of the step before, int32 [plans] of its rows.
-    slots, drafting: how many slots and plans that draft there are."""
+    """The next state, and which proposals came true. truths: int64, the true tokens of the verify rows of all plans.
+    table: the plans, as `COLUMNS` says. state: what the step before left; source: int32 [plans], each plan's row of it.
+    slots, drafting: how many slots there are, and how many plans that draft."""
     hand, place = state[source.long(), 2:].long(), torch.arange(state.shape[1] - 1, device=state.device)
     first, most, slot_start, block, row, score, number = table[:, :COLUMNS].long().unbind(1)
     in_hand = (hand >= 0).sum(1)
@@ -94,8 +97,8 @@ def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: 
 
 
 def renew(decided: Decided, table: Tensor, picks: Tensor) -> None:
-    """New drafts into the state where a proposal came true, up to the first that could not be picked. picks: int64
-    [slots]."""
+    """Puts new drafts into the state of plans whose proposal came true, up to the first that could not be picked.
+    picks: int64 [slots]."""
     slot_start, block = table[:, 2].long(), table[:, 3].long()
     place = torch.arange(decided.state.shape[1] - 2, device=picks.device)
     new = picks[(slot_start[:, None] + place).clamp(max=len(picks) - 1)]

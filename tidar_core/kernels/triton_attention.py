@@ -312,7 +312,7 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a step: the first, how many, and the device's list of what is to do for them."""
+    """Some rows of a step: the first, how many, and the list of work for them on the device (`_plan`)."""
 
     first: int
     rows: int
@@ -342,9 +342,9 @@ def paged_attend(
 ) -> Callable[[Tensor, StepRows, KVCache, int], Tensor]:
     """`Ops.attend` for a model's sizes, `programs` at once on the device.
 
-    What is to do is listed on the device when layer 0 is attended, and read again by the layers behind it: two
-    launches a layer and one a step, of shapes that depend on the numbers of rows and pages alone. So a whole step
-    can be captured as a graph and replayed over other contents of the same tensors.
+    The work is listed on the device when layer 0 is attended; the later layers read the same list. That makes one
+    launch a step and two a layer, whose shapes depend on the numbers of rows and pages alone, so that a whole step can
+    be captured as a graph and replayed over other contents of the same tensors.
     """
     group = heads // kv_heads
     tile_rows = attention_tiles(dtype, head_dim, group).rows // group

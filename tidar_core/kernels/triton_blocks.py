@@ -40,6 +40,7 @@ class BlockAttentionSizes:
 
     @property
     def group(self) -> int:
+        """Query heads of a K/V head."""
         return self.heads // self.kv_heads
 
 
@@ -273,7 +274,7 @@ class _BlockAttention(torch.autograd.Function):
 def _options(
     qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockAttentionSizes, back: bool
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of either kernel, what it is compiled for and how."""
+    """The grid of either kernel, and its sizes and options."""
     width = keys.stride(1)
     if keys.stride() != (sizes.head_dim, width, 1) or values.stride() != keys.stride():
         raise ValueError("the heads of a clean row do not lie side by side")

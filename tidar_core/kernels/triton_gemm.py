@@ -83,8 +83,8 @@ def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> Gem
 
     Where one tile of 64 does not hold the rows, tiles are of 128: one warpgroup, four warps, multiplies the first 64,
     a second one those behind, each as a tile of 64 is multiplied, in the same order along K, so that no bit changes.
-    Tiles of fp32 stay as they are, those that two warpgroups share already (a row's numbers would lie otherwise in
-    their threads, and be summed up in another order), and those that would leave no room for copies ahead.
+    Some tiles stay as they are: those of fp32, those that two warpgroups share already (a row's numbers would lie in
+    other threads and be summed up in another order), and those that would leave no room for copies ahead.
     """
     if (tiles.rows, tiles.warps) != (WARPGROUP_ROWS, WARPGROUP) or rows <= WARPGROUP_ROWS:
         return tiles
@@ -112,8 +112,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def measured_tiles(gpu: Gpu, dtype: torch.dtype) -> dict[tuple[int, int], GemmTiles]:
-    """The tiles of weights [outs, ins] that were measured, for one dtype: on a GPU of this name, else on one that has
-    as many multiprocessors of the same architecture (an H200 is an H100 with other memory); none, mostly."""
+    """The measured tiles by weight (outs, ins), for one dtype: from a GPU of this name, else from one with as many
+    multiprocessors of the same architecture (an H200 is an H100 with other memory). Empty where none was measured."""
     path = resources.files("tidar_core").joinpath("data", "gemm_tiles.json")
     tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     alike = [
@@ -281,8 +281,9 @@ def _linear(
 
 @dataclass(frozen=True, slots=True)
 class ProductLaunch:
-    """How a product is launched. operands: weight, bias, the adapter's two matrices, the next weight; any tensor for
-    those that are not there. parts: where its splits meet. named: the sizes and options of its kernel."""
+    """How a product is launched. operands: weight, bias, the adapter's two matrices, the next weight; any tensor stands
+    in for one that is not there. parts: the buffers in which its splits meet. named: sizes and options of the
+    kernel."""
 
     grid: tuple[int, int, int]
     operands: tuple[Tensor, ...]

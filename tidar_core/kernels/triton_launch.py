@@ -22,8 +22,8 @@ LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
 
 def launch_options(device: torch.device, rows: int, overlap_launches: bool) -> dict[str, Any]:
-    """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
-    overlap_launches: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
+    """The options for launching a kernel with a parameter OVERLAP in a step of `rows` rows. overlap_launches: whether
+    launches are to overlap, where the device and the rows allow it. The meta device counts as Hopper."""
     hopper = device.type == "meta" or (device.type == "cuda" and capability(device) >= HOPPER)
     can = hopper and rows <= MOST_OVERLAPPING_ROWS
     return {"OVERLAP": True, "launch_pdl": True} if overlap_launches and can else {"OVERLAP": False}
@@ -44,8 +44,8 @@ def wait_for_kernel_before(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """Lets the next kernel begin once all programs of this one are here or through. A kernel that fills the GPU says it
-    late: programs that begin while it runs would crowd where there is room, instead of spreading."""
+    """Lets the next kernel begin once all programs of this one have come here or ended. A kernel that fills the GPU
+    calls it late: programs that begin while it runs would crowd together where there is room, instead of spreading."""
     if OVERLAP:
         gdc_launch_dependents()
 

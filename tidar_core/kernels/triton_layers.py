@@ -230,18 +230,19 @@ def _rotated_linear(
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """What the product behind a norm reads: x [rows, hidden], the residual times the norm's weight, and squares, fp32
-    [rows, parts], the sum of the residual's squares in parts. Of no parts: x is normed already."""
+    """What the product behind a norm reads. x [rows, hidden]: the residual times the norm's weight. squares: fp32
+    [rows, parts], partial sums of the residual's squares; with 0 parts x is normed already."""
 
     x: Tensor
     squares: Tensor
 
     def some(self, rows: slice) -> "Normed":
+        """The same of some rows."""
         return Normed(self.x[rows], self.squares[rows])
 
 
 def joined(first: Normed, then: Normed) -> Normed:
-    """The rows of both, of which each product left as many parts."""
+    """The rows of both one behind the other; both have the same number of parts."""
     return Normed(torch.cat((first.x, then.x)), torch.cat((first.squares, then.squares)))
 
 

@@ -1,4 +1,4 @@
-"""What a step leaves to the one behind it, in Triton: `tidar_core.kernels.succession` in one launch each.
+"""What a step leaves to the next one, in Triton: each function of `tidar_core.kernels.succession` as one launch.
 
 All of it is small: what counts is that the host launches three kernels instead of some sixty operations.
 """

@@ -73,7 +73,7 @@ def _mixture(ops: Ops, config: ModelConfig, experts: Experts, layer: LayerWeight
 
 
 def _added(ops: Ops, x: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """What the next product reads, the sum or its norm, and the sum."""
+    """(what the next product reads: the sum or its norm, the sum)."""
     if norm is not None:
         return ops.add_norm(x, residual, norm, eps)
     total = x if residual is None else residual + x

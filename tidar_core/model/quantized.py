@@ -49,6 +49,7 @@ class StoredLinear:
             raise self.error(f"{part} is {list(found.shape)}, but {list(expected)} was expected")
 
     def error(self, what: str) -> ConfigError:
+        """The error `what`, with the file and the layer in front."""
         return ConfigError(f"{self.where}: {what}")
 
     def _needed(self, part: str) -> Tensor:
@@ -164,11 +165,12 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def words_for(count: int, bits: int) -> int:
+    """How many 32-bit words hold `count` numbers of `bits` bits each."""
     return -(-count * bits // 32)
 
 
 def bits_of(linear: StoredLinear, part: str, words: int, count: int, possible: tuple[int, ...]) -> int:
-    """How many bits each of `count` numbers has that fill `words` words. Raises ConfigError."""
+    """How many bits each of `count` numbers has if together they fill `words` words. Raises ConfigError."""
     for bits in possible:
         if 1 <= bits <= 8 and words_for(count, bits) == words:
             return bits

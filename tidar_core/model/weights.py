@@ -58,7 +58,7 @@ class ModelWeights:
 
 
 def numbers_a_row(config: ModelConfig, layer: LayerWeights) -> float:
-    """How many numbers of a layer's matrices one row is multiplied by: of experts, of those that it goes through."""
+    """How many weights of a layer one row is multiplied by; of the experts, those that it goes through alone."""
     whole = (layer.qkv, layer.o, layer.router, layer.shared_gate_up, layer.shared_down)
     count = sum(matrix.numel() for matrix in whole if matrix is not None)
     inner = layer.gate_up.numel() + layer.down.numel()
