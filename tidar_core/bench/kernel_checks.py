@@ -256,7 +256,7 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     block, count = sizes.block, 2 * sizes.block
     hands = [torch.randint(config.vocab_size, (number % block,)).tolist() for number in range(count)]
     states = [[1 + len(hand), 5, *hand, *[-1] * (block - 1 - len(hand))] for hand in hands]
-    state = on_device([*states, [0] * (block + 1)], device, torch.int32)
+    state = on_device([*states, [0] * len(states[0])], device, torch.int32)
     sources = torch.randperm(count).tolist()
     plans, truths = [], []
     for number, source in enumerate(sources):

@@ -27,6 +27,7 @@ from tidar_core.engine.runner import Runner
 from tidar_core.engine.said_ahead import as_changed, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
+from tidar_core.kernels.columns import COMMITTED, DRAFTS, FIRST_ROW, FIRST_SCORE
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
@@ -80,7 +81,7 @@ class Flight:
         truths = [values[end - count : end] for end, count in zip(ends, self.rows, strict=True)]
         width = self.state.shape[1]
         states = range(ends[-1], ends[-1] + width * len(self.plans), width)
-        return truths, [values[start + 2 : start + width] for start in states]
+        return truths, [values[start + DRAFTS : start + width] for start in states]
 
 
 def may_fly(sequence: Sequence, block_length: int) -> bool:
@@ -157,7 +158,7 @@ def launch(
     verified = scores[: len(laid.answer_rows)]
     if asked.changing:
         own = state[source[: len(plans)].long()].long()
-        verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, 2:])
+        verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, DRAFTS:])
     truths = ops.pick(verified, asked.verify, None if asked.greedy else _positions(plans, answers, state, source))
 
     lengths = guesses[guesses > 0].tolist()
@@ -179,11 +180,12 @@ def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) 
     """The state of sequences whose last step is over (`kernels.succession`)."""
     width = max(0, block_length - 1)
     states = [[0, plan.known[-1], *plan.sequence.drafts, *[-1] * (width - len(plan.sequence.drafts))] for plan in plans]
-    return on_device([*states, [0] * (2 + width)], device, torch.int32)
+    return on_device([*states, [0] * (DRAFTS + width)], device, torch.int32)
 
 
 def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tensor:
-    """The tokens that the step before commits, -1 behind the last: int64 [plans, most]. state: [plans, 2 + width]."""
+    """The tokens that the step before commits, -1 behind the last: int64 [plans, most]. state: [plans, DRAFTS +
+    width]."""
     if behind is None:
         return state[:, :0]
     flight, sources = behind
@@ -191,7 +193,7 @@ def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tenso
     place = torch.arange(max(flight.rows), device=state.device)
     at = on_device([starts[source] for source in sources], state.device)[:, None] + place
     tokens = flight.truths[at.clamp(max=len(flight.truths) - 1)]
-    return tokens.masked_fill(place >= state[:, :1], -1)
+    return tokens.masked_fill(place >= state[:, COMMITTED, None], -1)
 
 
 def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Asked:
@@ -219,9 +221,9 @@ def _positions(
 ) -> Tensor:
     """The positions of `counts[i]` tokens of plan i, int64 [sum of counts]. They follow the plan's last known token and
     what the step before committed; with `after`, the state that this step leaves, also what this step commits."""
-    committed = state[source[: len(counts)].long(), 0].long()
+    committed = state[source[: len(counts)].long(), COMMITTED].long()
     if after is not None:
-        committed = committed + after[:-1, 0]
+        committed = committed + after[:-1, COMMITTED]
     owner, place = numbered(counts)
     first = np.array([plan.position + 1 for plan in plans])
     told = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
@@ -247,7 +249,8 @@ def nearest_outcomes(batch: Batch) -> Tensor:
 def plan_table(batch: Batch, scored: int) -> Tensor:
     """The plans as `tidar_core.kernels.succession` reads them. scored: how many scores come before those of slots."""
     table = batch.laid.table.copy()
-    table[:, 4:6] += np.array((batch.size.verify, scored), dtype=np.int32)  # where mask rows begin, and their scores
+    table[:, FIRST_ROW] += batch.size.verify
+    table[:, FIRST_SCORE] += scored
     return torch.from_numpy(table)
 
 

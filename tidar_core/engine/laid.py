@@ -12,6 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidar_core.engine.step_cost import IntArray, StepSize
+from tidar_core.kernels.columns import (
+    BLOCK,
+    DRAFTER,
+    FIRST_ROW,
+    FIRST_SCORE,
+    FIRST_SLOT,
+    FIRST_TRUTH,
+    MOST_DRAFTS,
+    OUTCOMES,
+)
 from tidar_core.layout import BlockForm, Shape, mask_rows
 
 Int32Array = NDArray[np.int32]
@@ -78,10 +88,12 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
     repeats = np.where(repeated >= 0, (ends - drafts - 1)[owner] + repeated, -1)
     nearest = np.array([shape.proposals[0] if shape.proposals else 0 for shape in shapes])[owner]
 
-    slots = _before(outcomes * guesses)
-    front = (_before(answers), drafts, _before(guesses), block, _before(masks) + 1, slots, _before(block > 0))
-    named = np.zeros((len(shapes), int(outcomes.max())), dtype=np.int64)
-    named[numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
+    table = np.zeros((len(shapes), OUTCOMES + int(outcomes.max())), dtype=np.int32)
+    table[:, FIRST_TRUTH], table[:, MOST_DRAFTS] = _before(answers), drafts
+    table[:, FIRST_SLOT], table[:, BLOCK] = _before(guesses), block
+    table[:, FIRST_ROW], table[:, FIRST_SCORE] = _before(masks) + 1, _before(outcomes * guesses)
+    table[:, DRAFTER] = _before(block > 0)
+    table[:, OUTCOMES:][numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
 
     verify = int(answers.sum())
     return Laid(
@@ -106,7 +118,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
         mask_slots=slot,
         repeats=repeats.astype(np.int32),
         nearest=np.where(place < block[owner], nearest, 0).astype(np.int32),
-        table=np.concatenate((np.stack(front, axis=1), named), axis=1).astype(np.int32),
+        table=table,
     )
 
 

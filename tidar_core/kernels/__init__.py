@@ -6,7 +6,7 @@ Read first: ops.py (what each operation takes and gives), then reference.py (the
     reference.py            `Ops` in plain torch: runs anywhere, and is the oracle of every faster one
     rules.py                token rules as numbers, for the kernels that pick tokens
     experts.py              a mixture of experts in plain torch
-    succession.py           what a step leaves to the next one, in plain torch
+    succession.py           what a step leaves to the next one, in plain torch; columns.py: the columns of its arrays
 
 On a CPU, compiled once on the user's machine:
 

@@ -209,7 +209,14 @@ def test_tiles_of_a_sequence_meet_at_each_split():
     _, _, rows, _ = attention_case([(400, Shape(9)), (0, Shape()), (120, Shape(20))], (4, 2, 16), torch.float32)
     tile = 4
     (part,) = triton_attention._plan_parts(rows, tile, 1024, triton_attention.split_count(448), {"OVERLAP": False})
-    listed = [tuple(item) for item in part.items[: int(part.count), :5].tolist()]
+    columns = [
+        triton_attention.ITEM_ROW,
+        triton_attention.ITEM_ROWS,
+        triton_attention.ITEM_SPLIT,
+        triton_attention.ITEM_SEQUENCE,
+        triton_attention.ITEM_END,
+    ]
+    listed = [tuple(item) for item in part.items[: int(part.count), [one.value for one in columns]].tolist()]
     expected = []
     for sequence in range(3):
         mine = (rows.sequence == sequence).nonzero().flatten().tolist()
