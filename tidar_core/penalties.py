@@ -1,5 +1,5 @@
 """What changes the scores before the token rule looks at them: the tokens that are allowed, logit bias, and penalties
-for what was said before.
+for tokens that came before.
 
 Each row is changed by itself, element by element, so that its bits stay its own. The meaning is vLLM's (and
 transformers', for the repetition penalty): presence and frequency count the tokens of the answer alone, the
@@ -29,7 +29,7 @@ class History:
     times: Tensor
 
 
-NOTHING_SAID = History(torch.empty(0, dtype=torch.int64), torch.empty(0))
+NO_HISTORY = History(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
 class Ledger:
@@ -116,7 +116,7 @@ def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tenso
     seen, times = history.tokens.to(scores.device), history.times.to(scores.device)
     before = scores[seen]
     if params.repetition_penalty != 1.0:
-        # By a tensor: for a number a GPU multiplies by its reciprocal, and `said_ahead` could not give the same bits.
+        # By a tensor: for a number a GPU multiplies by its reciprocal, and `penalties_ahead` would have other bits.
         factor = torch.full_like(before, params.repetition_penalty)
         before = torch.where(before > 0, before / factor, before * factor)
     scores[seen] = before - (params.frequency_penalty * times + params.presence_penalty * (times > 0))

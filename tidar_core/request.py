@@ -240,7 +240,8 @@ class StepTrace(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log-probabilities of the model's raw scores at one position: of the token that was picked, and of the
-    likeliest tokens (id, log-probability), best first. rank: of the token among all, from 1; told for prompts alone."""
+    likeliest tokens (id, log-probability), best first. rank: of the token among all, from 1; given for prompts
+    alone."""
 
     token: int
     logprob: float
@@ -274,15 +275,15 @@ class Sequence:
     """A request on its way. The engine's thread alone changes it: the scheduler tokens, cursor, drafts and pages, and
     where an answer ends (`ending.py`) its `stop_watch` and `constraint` move on behind what is emitted. `grammars.py`
     and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance_rates` fade, whoever picks by
-    penalties has `said` follow the tokens, and the engine notes `prompt_logprobs`.
+    penalties has `ledger` follow the tokens, and the engine notes `prompt_logprobs`.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time. acceptance_rates: how often its drafts held. said: what
-    penalties count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from the
-    second on, as far as they were read.
-    draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text. ends: the
+    admitted. cached: tokens that it found there the first time. acceptance_rates: how often its drafts held. ledger:
+    what penalties count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from
+    the second on, as far as they were read.
+    draft_scores: [drafts, vocab], the drafter's scores of each draft, where they have a say in the text. ends: the
     tokens that end the answer.
     """
 
@@ -299,7 +300,7 @@ class Sequence:
     stop_watch: "TextStream | None" = None
     acceptance_rates: "AcceptanceRates | None" = None
     constraint: "Constraint | None" = None
-    said: "Ledger | None" = None
+    ledger: "Ledger | None" = None
     bad_words: "BadWords | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.penalties import NOTHING_SAID, History, penalised
+from tidar_core.penalties import NO_HISTORY, History, penalised
 from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import on_device
@@ -53,7 +53,7 @@ class TokenRule:
     params: SamplingParams
     position: int
     banned: tuple[int, ...] = ()
-    history: History = NOTHING_SAID
+    history: History = NO_HISTORY
     allowed: np.ndarray | None = field(default=None, compare=False)
 
     @property

@@ -18,7 +18,7 @@ from tidar_core.model.float8 import to_float8
 from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
 
-SAID = 400  # characters of what raised
+MESSAGE_CHARACTERS = 400  # characters of what raised
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
@@ -53,7 +53,7 @@ def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterato
         raise
     except Exception as error:
         traceback.print_exception(error)
-        yield Check(name, f"{type(error).__name__}: {str(error)[-SAID:]}", str(dtype)[6:], math.nan, 0.0)
+        yield Check(name, f"{type(error).__name__}: {str(error)[-MESSAGE_CHARACTERS:]}", str(dtype)[6:], math.nan, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,34 +164,34 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             output.seek(0)
-            said = output.read()
-            said = said if len(said) <= 2 * KEPT else f"{said[:KEPT]}\n…\n{said[-KEPT:]}"
+            printed = output.read()
+            printed = printed if len(printed) <= 2 * KEPT else f"{printed[:KEPT]}\n…\n{printed[-KEPT:]}"
         found = _read(path)
     if status is None:
-        return found | {"error": f"stopped after {seconds:.0f} s", "output": said}
-    return found if status == 0 else found | {"error": f"exit status {status}", "failed": True, "output": said}
+        return found | {"error": f"stopped after {seconds:.0f} s", "output": printed}
+    return found if status == 0 else found | {"error": f"exit status {status}", "failed": True, "output": printed}
 
 
 def outcome(found: dict[str, Any]) -> str:
     """What a phase came to, in a line."""
-    said = [found["error"]] if "error" in found else []
+    parts = [found["error"]] if "error" in found else []
     checks = found.get("checks", ())
     if "steps" in found:  # what is not there raised
-        said += [f"{check['kernel']}: {check['case']}" for check in checks]
+        parts += [f"{check['kernel']}: {check['case']}" for check in checks]
     elif checks:
-        said.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
+        parts.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
     for one in found.get("decode", ()):
-        said.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
+        parts.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
     for one in found.get("steps", ()):
         if one["context"] == 512 and one["rows"] == 1:
-            said.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
+            parts.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
     for one in found.get("peers", ()):
-        said.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
+        parts.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
     if trained := found.get("training"):
-        said.append(f"{trained['mask_rows_per_second']:.0f} mask rows a second")
+        parts.append(f"{trained['mask_rows_per_second']:.0f} mask rows a second")
     if compared := found.get("comparisons"):
-        said.append(f"{sum(one['different'] for one in compared)} answers differ")
-    return "; ".join(said) or "done"
+        parts.append(f"{sum(one['different'] for one in compared)} answers differ")
+    return "; ".join(parts) or "done"
 
 
 def _read(path: Path) -> dict[str, Any]:

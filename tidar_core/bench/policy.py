@@ -75,21 +75,22 @@ def record_traces(
     if path is None:
         raise ConfigError("this model drafts by itself, without an adapter: see tidar bench decode")
     adapter = load_trained(path, identity, dtype, device)
-    told = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    longer = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     documents = tuple(
-        (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)])) for prompt, answer in told
+        (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)]))
+        for prompt, answer in longer
     )
-    windows = tuple(np.arange(len(prompt), len(prompt) + len(answer)) for prompt, answer in told)
+    windows = tuple(np.arange(len(prompt), len(prompt) + len(answer)) for prompt, answer in longer)
     own: Kind = "prompt"
     base = frozen_base(model, weights)
     judged = judge_windows(
         base,
         adapter,
-        HeldOut(documents, windows, (own,) * len(told)),
+        HeldOut(documents, windows, (own,) * len(longer)),
         engine.info.block_length,
         engine.info.form.within_block,
     )
     return [
         Trace(tuple(np.logical_and.accumulate(held[:, 1:], axis=1).sum(1).tolist()), len(prompt))
-        for held, (prompt, _) in zip(judged, told, strict=True)
+        for held, (prompt, _) in zip(judged, longer, strict=True)
     ]

@@ -61,7 +61,8 @@ class StepTime:
     share: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
+        """One line for the log."""
         return f"{self.rows} rows, context {self.context}: {self.microseconds:.0f} µs, {self.share:.0%}"
 
 
@@ -75,7 +76,8 @@ class PrefillTime:
     milliseconds: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
+        """One line for the log."""
         return f"{self.tokens} tokens of a prompt: {self.milliseconds:.1f} ms"
 
 
@@ -226,7 +228,7 @@ def run_step_bench(
                     record["checks"].append(one.as_record())
                 else:
                     record[part].append(asdict(one))
-                    report(f"{name}: {one.said}")
+                    report(f"{name}: {one.summary}")
                 keep(record)
         del model, parts, found
         torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
     runner.py             the model on its device: hidden states, then the scores of chosen rows
     graphs.py             steps as CUDA graphs
     drafting.py           the drafts of a proposal that came true
-    said_ahead.py         penalties for tokens that only the device knows yet
+    penalties_ahead.py    penalties for tokens that only the device knows yet
 
     grammars.py           compiles grammars, off the engine's thread
     constraint.py         follows a grammar through tokens and drafts

@@ -333,7 +333,9 @@ def best_shape(
 def _candidates(block_limit: int) -> tuple[IntArray, IntArray, IntArray]:
     """n, b and the number of outcomes of every candidate."""
     sizes = [(n, b, count) for b, n in _sizes(block_limit) for count in range(1, n + 2)]
-    drafts, blocks, counts = np.array(sizes).T
+    found = np.array(sizes).T
+    found.setflags(write=False)
+    drafts, blocks, counts = found
     return drafts, blocks, counts
 
 

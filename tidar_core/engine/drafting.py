@@ -119,17 +119,18 @@ def _slot_by_slot(runner: Runner, head: SlotHead, vocabulary: Tensor, slots: Gue
 
 
 @torch.inference_mode()
-def with_drafts_say(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
+def with_draft_scores(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
     """The verify rows' scores with those of the drafter mixed in where a draft stands and its request trusts it (paper,
     section 3: beta AR + (1 - beta) diffusion). logits: [rows, vocab], left as they are."""
     mixed, row = logits, 0
     for plan in plans:
-        said, trust = plan.sequence.draft_scores, plan.sequence.request.params.draft_trust
-        if plan.emits and said is not None and plan.drafts:
+        draft_scores, trust = plan.sequence.draft_scores, plan.sequence.request.params.draft_trust
+        if plan.emits and draft_scores is not None and plan.drafts:
             if mixed is logits:
                 mixed = logits.clone()
             own = mixed[row : row + len(plan.drafts)]
             never = own == -torch.inf  # times a trust of 0 that would be no number
-            own.mul_(trust).add_(said[: len(plan.drafts)], alpha=1.0 - trust).masked_fill_(never, -torch.inf)
+            own.mul_(trust).add_(draft_scores[: len(plan.drafts)], alpha=1.0 - trust)
+            own.masked_fill_(never, -torch.inf)
         row += len(plan.drafts) + 1 if plan.emits else 0
     return mixed

@@ -12,7 +12,7 @@ from tidar_core.bad_words import BadWords, check_bad_words
 from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import DraftPolicy
-from tidar_core.engine.drafting import pick_drafts, with_drafts_say
+from tidar_core.engine.drafting import pick_drafts, with_draft_scores
 from tidar_core.engine.flight import Flight, is_free, launch, may_fly, settled
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
@@ -22,7 +22,7 @@ from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
-from tidar_core.penalties import NOTHING_SAID, Ledger, check_allowed, keep_allowed
+from tidar_core.penalties import NO_HISTORY, Ledger, check_allowed, keep_allowed
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
@@ -173,10 +173,10 @@ class Engine:
             if params.stop
             else None
         )
-        said = Ledger(len(request.prompt)) if params.penalises else None
+        ledger = Ledger(len(request.prompt)) if params.penalises else None
         tokens = [*request.prompt, *request.emitted]
         bad_words = BadWords(params.bad_words, len(request.prompt)) if params.bad_words else None
-        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said, bad_words=bad_words)
+        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, ledger=ledger, bad_words=bad_words)
         if params.thought_limit is not None:
             sequence.constraint = ThoughtWatch(
                 params.thought_limit, self.tokenizer, self.info.vocab_size, params.special_text
@@ -287,7 +287,7 @@ class Engine:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
-        truths = self._runner.ops.pick(with_drafts_say(plans, logits), rules).tolist()
+        truths = self._runner.ops.pick(with_draft_scores(plans, logits), rules).tolist()
         outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows))
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
@@ -321,19 +321,19 @@ class Engine:
         logits = scores.of(rows_chosen)
         anchors = on_device([plan.sequence.tokens[-1] for plan, _, _ in chosen], hidden.device)
         counts = [len(rows) for _, rows, _ in chosen]
-        said = [
+        draft_scores = [
             own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
         keep_allowed(logits, [plan.sequence.request.params for plan, _, _ in chosen], counts)
-        alone = any(own is not None for own in said)
+        alone = any(own is not None for own in draft_scores)
         slots = GuessedSlots(hidden[on_device(rows_chosen, hidden.device)], logits, rules, anchors, counts)
         picks = pick_drafts(self._runner, slots, alone=alone)
         drafts = _split(picks.tolist(), [rows for _, rows, _ in chosen])
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):
             drafts = guess_within(followed, logits, rules)
-        for (plan, _, _), tokens, own in zip(chosen, drafts, said, strict=True):
+        for (plan, _, _), tokens, own in zip(chosen, drafts, draft_scores, strict=True):
             self._scheduler.take_drafts(plan.sequence, tokens, own)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
@@ -352,12 +352,12 @@ class Engine:
         if params.temperature == 0 and not still_banned and not params.penalises and bad_words is None:
             return [TokenRule(params, first)] * count  # the best is the best wherever it stands
         ends = tuple(sorted(sequence.ends)) if still_banned else ()
-        said = sequence.said
-        if said is not None:
-            said.follow(sequence.tokens)
+        ledger = sequence.ledger
+        if ledger is not None:
+            ledger.follow(sequence.tokens)
         rules = []
         for place in range(count):
-            history = NOTHING_SAID if said is None else said.history(ahead[:place])
+            history = NO_HISTORY if ledger is None else ledger.history(ahead[:place])
             banned = ends if place < still_banned else ()
             if bad_words is not None:
                 known = place <= len(ahead)

@@ -23,8 +23,8 @@ from torch import Tensor
 from tidar_core.engine.batch import Batch, step_size
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.laid import Laid, numbered
+from tidar_core.engine.penalties_ahead import as_changed, penalised_ahead
 from tidar_core.engine.runner import Runner
-from tidar_core.engine.said_ahead import as_changed, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
 from tidar_core.kernels.columns import COMMITTED, DRAFTS, FIRST_ROW, FIRST_SCORE
@@ -59,8 +59,8 @@ class Asked:
 class Flight:
     """A step that was launched and is not over. launched: when, on the monotonic clock; untypical: `Runner.untypical`
     at that time. rows: how many true tokens each plan gets. On the device: truths, int64, the true tokens of all plans,
-    and state, what the step leaves to the next (`kernels.succession`). told: int64, truths and then state, on its way
-    to the host until `ready`."""
+    and state, what the step leaves to the next (`kernels.succession`). fetched: int64, truths and then state, on its
+    way to the host until `ready`."""
 
     plans: tuple[SequencePlan, ...]
     asked: Asked
@@ -68,7 +68,7 @@ class Flight:
     rows: tuple[int, ...]
     truths: Tensor
     state: Tensor
-    told: Tensor
+    fetched: Tensor
     ready: torch.cuda.Event | None
     launched: float
     untypical: int
@@ -77,7 +77,7 @@ class Flight:
         """Waits for the step. Returns the true tokens of each plan, and its drafts in hand (-1 where there is none)."""
         if self.ready is not None:
             self.ready.synchronize()
-        values, ends = self.told.tolist(), list(accumulate(self.rows))
+        values, ends = self.fetched.tolist(), list(accumulate(self.rows))
         truths = [values[end - count : end] for end, count in zip(ends, self.rows, strict=True)]
         width = self.state.shape[1]
         states = range(ends[-1], ends[-1] + width * len(self.plans), width)
@@ -158,7 +158,7 @@ def launch(
     verified = scores[: len(laid.answer_rows)]
     if asked.changing:
         own = state[source[: len(plans)].long()].long()
-        verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, DRAFTS:])
+        verified = penalised_ahead(verified, plans, _under_way(behind, own), own[:, DRAFTS:])
     truths = ops.pick(verified, asked.verify, None if asked.greedy else _positions(plans, answers, state, source))
 
     lengths = guesses[guesses > 0].tolist()
@@ -170,9 +170,9 @@ def launch(
         shift = None if asked.greedy else _positions(plans, guesses, state, source, decided.state)
         slots = GuessedSlots(hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift)
         ops.renew(decided, table, pick_drafts(runner, slots))
-    told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
+    fetched, ready = _fetched(torch.cat((truths, decided.state.flatten())))
     return Flight(
-        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, untypical
+        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, fetched, ready, launched, untypical
     )
 
 
@@ -226,8 +226,8 @@ def _positions(
         committed = committed + after[:-1, COMMITTED]
     owner, place = numbered(counts)
     first = np.array([plan.position + 1 for plan in plans])
-    told = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
-    return committed[told[0]] + told[1]
+    owners, positions = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
+    return committed[owners] + positions
 
 
 def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | Tensor:
@@ -235,7 +235,8 @@ def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | T
     laid = batch.laid
     if not at_once and not laid.size.unscored:
         return range(len(laid.answer_rows))
-    rows = np.concatenate((laid.answer_rows, batch.size.verify + laid.guess_rows)) if at_once else laid.answer_rows
+    guess_rows = batch.size.verify + laid.guess_rows if at_once else laid.guess_rows[:0]
+    rows = np.concatenate((laid.answer_rows, guess_rows))
     return sent(torch.from_numpy(rows), device)
 
 
@@ -254,12 +255,12 @@ def plan_table(batch: Batch, scored: int) -> Tensor:
     return torch.from_numpy(table)
 
 
-def _fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def _fetched(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A copy in the host's memory, complete once the event has come; the tensor itself where it is there already."""
-    if told.device.type != "cuda":
-        return told, None
-    there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-    there.copy_(told, non_blocking=True)
+    if values.device.type != "cuda":
+        return values, None
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
     return there, ready

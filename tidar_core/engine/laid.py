@@ -5,7 +5,7 @@ start, their tokens and their pages differ. All else is here, for all plans at o
 some calls of Python or numpy each. Numbers alone, no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -29,7 +29,7 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The rows of a step; nobody changes these arrays.
+    """The rows of a step. The arrays cannot be written to, since steps share them.
 
     size: of the step, without its context. known_behind: how many known tokens all plans together have behind their
     first ones. answers: [plans], how many true tokens each plan gets; answer_rows: the verify rows that give them, and
@@ -57,6 +57,12 @@ class Laid:
     repeats: Int32Array
     nearest: Int32Array
     table: Int32Array
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
 
 
 def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -131,4 +137,6 @@ def _before(counts: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
 def _mask_columns(proposals: tuple[int, ...], block: int, form: BlockForm) -> Int32Array:
     """[6, rows]: slot, offset, context offset, tail start, tail end, repeats (see `layout.MaskRow`)."""
     rows = [row[1:] for row in mask_rows(proposals, block, form)]
-    return np.array(rows, dtype=np.int32).T
+    columns = np.array(rows, dtype=np.int32).T
+    columns.setflags(write=False)
+    return columns

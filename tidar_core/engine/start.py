@@ -42,7 +42,7 @@ from tidar_core.model.weights import ModelWeights, pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
-_DECIDES_COST = {"kind", "rank", "projections", "slot_head", "block_length"}  # of what a drafter says of itself
+_DECIDES_COST = frozenset(("kind", "rank", "projections", "slot_head", "block_length"))  # of a drafter's own account
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _proven(
     exact = rows_are_exact(trial)
     path = cost_file(
         cache_directory(), weights=fingerprint, dtype=config.dtype, arithmetic=arithmetic,
-        drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
+        drafter=adapter and adapter.config.model_dump(include=set(_DECIDES_COST)),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact,
         graphs=trial.graphs is not None, overlap_launches=config.overlap_launches,
     )  # fmt: skip

@@ -123,6 +123,10 @@ def _points(rows: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[FloatArr
     """The points of a curve, and one far behind them in line with the last two."""
     far = float(1 << 24)
     if len(rows) == 1:
-        return np.array([rows[0], far]), np.array([seconds[0], seconds[0] * far / rows[0]])
-    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
-    return np.array([*rows, far]), np.array([*seconds, seconds[-1] + slope * (far - rows[-1])])
+        x, y = np.array([rows[0], far]), np.array([seconds[0], seconds[0] * far / rows[0]])
+    else:
+        slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        x, y = np.array([*rows, far]), np.array([*seconds, seconds[-1] + slope * (far - rows[-1])])
+    x.setflags(write=False)
+    y.setflags(write=False)
+    return x, y

@@ -45,7 +45,7 @@ class Turns:
 
 
 def _seconds(sequence: Sequence) -> float:
-    """What its grammar takes of a step; nothing while it computes what it said before."""
+    """Seconds of a step that a sequence's grammar takes; none while known tokens are computed."""
     if sequence.constraint is None or len(sequence.tokens) - sequence.computed != 1:
         return 0.0
     return sequence.constraint.seconds

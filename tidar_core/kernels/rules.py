@@ -60,8 +60,8 @@ def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> Ru
     # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
     words[2] = [rule.position & _WORD for rule in rules]
-    told = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
-    return RuleNumbers(sent(torch.from_numpy(told), device), sent(torch.from_numpy(words.astype(np.int32)), device))
+    numbers = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
+    return RuleNumbers(sent(torch.from_numpy(numbers), device), sent(torch.from_numpy(words.astype(np.int32)), device))
 
 
 def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:

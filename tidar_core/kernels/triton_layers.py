@@ -189,12 +189,12 @@ def _rotate(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first_mask_row", "verify"],
+    do_not_specialize=["rows", "first_mask_row"],
     do_not_specialize_on_alignment=["positions", "write_slots"],
 )
 def _rotated_linear(
     x, squares, weight, bias, low_a, low_b, next_weight, out, positions, cos, sin, keys, values, write_slots,
-    partial, arrived, eps, rows, first_mask_row, verify,
+    partial, arrived, eps, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     PREFETCH_LINES: tl.constexpr,
@@ -220,7 +220,7 @@ def _rotated_linear(
         total = _biased(total, seen, bias, n, eps, N, K, PARTS, HAS_BIAS)
         if ROTATES:
             _rotate(
-                total, out, positions, cos, sin, keys, values, write_slots, rows, verify, m,
+                total, out, positions, cos, sin, keys, values, write_slots, rows, first_mask_row, m,
                 N, HEADS, KV_HEADS, HALF, PAGE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
@@ -292,7 +292,7 @@ def rotated_linear(
     out = x.new_empty(count, weight.shape[0])
     _rotated_linear[launch.grid](
         x, squares, *launch.operands, out, rows.positions, rotary.cos, rotary.sin,
-        cache.keys[layer], cache.values[layer], rows.write_slots, *launch.parts, eps, count, rows.verify, rows.verify,
+        cache.keys[layer], cache.values[layer], rows.write_slots, *launch.parts, eps, count, rows.verify,
         HEADS=weight.shape[0] // head_dim - 2 * kv_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size,
         ROTATES=rotates, **_parts(normed), **launch.named,
     )  # fmt: skip
@@ -349,9 +349,9 @@ def bind_layers(
             else:  # rows of each kind by their own projections
                 verifying, masks = rows.apart()
                 second = replace(layer, qkv=own.qkv, q_norm=own.q_norm, k_norm=own.k_norm)
-                said = rotated(normed.some(slice(verify)), layer, extra, verifying, cache, index)
-                drafted = rotated(normed.some(slice(verify, None)), second, extra, masks, cache, index)
-                x = attend(torch.cat((said, drafted)), rows, cache, index)
+                verify_qkv = rotated(normed.some(slice(verify)), layer, extra, verifying, cache, index)
+                mask_qkv = rotated(normed.some(slice(verify, None)), second, extra, masks, cache, index)
+                x = attend(torch.cat((verify_qkv, mask_qkv)), rows, cache, index)
                 parts = (
                     added_linear(
                         plan, x[some], weight, None, None, verify, residual[some], norms[index][1], layer.gate_up

@@ -115,8 +115,8 @@ def shared(
     if len(fitting) == 1:
         return Shared(numbers, fitting.pop())
     if fitting:
-        told = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(fitting))
-        raise linear.error(f"{part} is {list(numbers.shape)}, which fits blocks of {told} in a matrix of {list(shape)}")
+        each = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(fitting))
+        raise linear.error(f"{part} is {list(numbers.shape)}, which fits blocks of {each} in a matrix of {list(shape)}")
     raise linear.error(f"{part} is {list(numbers.shape)}, which fits no block of a matrix of {list(shape)}")
 
 
@@ -174,5 +174,5 @@ def bits_of(linear: StoredLinear, part: str, words: int, count: int, possible: t
     for bits in possible:
         if 1 <= bits <= 8 and words_for(count, bits) == words:
             return bits
-    told = " or ".join(map(str, possible))
-    raise linear.error(f"{part} has {words} words for {count} numbers, which are not {told} bits each")
+    sizes = " or ".join(map(str, possible))
+    raise linear.error(f"{part} has {words} words for {count} numbers, which are not {sizes} bits each")

@@ -15,7 +15,7 @@ from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import EngineConfig
-from tidar_core.engine import Engine, flight, load_engine, said_ahead
+from tidar_core.engine import Engine, flight, load_engine, penalties_ahead
 from tidar_core.grammar import Grammar
 from tidar_core.kernels import rules
 from tidar_core.kernels.ops import GuessedSlots
@@ -110,7 +110,7 @@ def test_what_was_said_counts_before_the_host_knows_it(
 ) -> None:
     """Penalties and bias of all kinds, beside requests without: what the step under way says, and the drafts behind it,
     are counted on the device."""
-    monkeypatch.setattr(said_ahead, "ROWS_AT_ONCE", 5)  # fewer than there are, and sequences lie across the runs
+    monkeypatch.setattr(penalties_ahead, "ROWS_AT_ONCE", 5)  # fewer than there are, and sequences lie across the runs
     changes: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7, "frequency_penalty": 0.4},
