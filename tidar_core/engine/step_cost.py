@@ -50,6 +50,7 @@ class StepCost:
 
     def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
         """Seconds of a whole step. any_hit: the probability that drafts are picked at all."""
+        # `draft_policy._step_seconds` is the same formula for many shapes at once.
         rows = size.unscored + size.verify + size.mask
         attention = size.context * (size.sequences * self.reading + rows * self.attending)
         trunk = self.trunk_seconds(rows) + attention
