@@ -58,8 +58,8 @@ def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is checked: contexts of sequences, row counts of products, rank of the adapter, block length, the number of
-    experts where the model has none."""
+    """The sizes that are checked: contexts of sequences, row counts of products, rank of the adapter, block length, and
+    the number of experts for models without any."""
 
     contexts: tuple[int, ...] = (1, 16, 129, 511, 1030, 4000)
     rows: tuple[int, ...] = (1, 3, 64, 65, 300)
@@ -106,7 +106,7 @@ def in_8_bits(cache: KVCache) -> KVCache:
 
 
 def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
-    """What pages in 8 bits stand for."""
+    """The numbers that pages in 8 bits stand for."""
     assert cache.key_scales is not None
     assert cache.value_scales is not None
     keys = cache.keys.float() * cache.key_scales[..., None, :]

@@ -19,8 +19,8 @@ MODES: tuple[DraftMode, ...] = ("off", "auto", "full")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the answers of one way of decoding compare with the reference's: equal to the last token, parted where
-    the reference's two best scores nearly tie, or different."""
+    """How many answers of one way of decoding are equal to the reference's to the last token, how many part from it
+    where its two best scores nearly tie, and how many are different."""
 
     way: str
     equal: int
@@ -38,8 +38,8 @@ def each_way(
     batch: int,
     modes: Sequence[DraftMode] = MODES,
 ) -> Iterator[tuple[str, list[EngineAnswer]]]:
-    """The answers with drafts as in each mode, alone and in batches of `batch`, or of all where there are fewer.
-    Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
+    """The answers by each way of decoding: every draft mode, alone and in batches of `batch` (of all prompts where
+    there are fewer). Each way computes its prompts itself: a reused prefix would hide what the batch did to it.
     """
     for mode in modes if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):

@@ -26,8 +26,8 @@ KEPT = 4000  # characters from either end of a failed phase's output that are ke
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A bench command without `--json`, and the seconds it may take. where_failed: the phase that has to have failed
-    for this one to be run."""
+    """A bench command without `--json`, and the seconds it may take. where_failed: a phase; this one is run only where
+    that one failed."""
 
     name: str
     command: tuple[str, ...]
@@ -84,8 +84,8 @@ def phases(model: str) -> list[Phase]:
 
 @contextmanager
 def _interrupted_by_every_end() -> Iterator[None]:
-    """Who ends this process, or its terminal, interrupts it: the phase under way, which has a session of its own, would
-    stay on the GPU. What is ignored, as under nohup, stays so."""
+    """Turns SIGTERM and SIGHUP into an interrupt: else the phase under way, which has a session of its own, would stay
+    on the GPU. Signals that are ignored, as under nohup, stay ignored."""
     numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
@@ -98,7 +98,8 @@ def _interrupted_by_every_end() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Interrupts come when this is over: amid a phase's start one would leave behind a process that nobody knows."""
+    """Holds interrupts back until this is over: one amid the start of a phase would leave a process that nobody
+    knows."""
     came: list[int] = []
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     caught = {one: handler for one, handler in before.items() if callable(handler)}
@@ -117,8 +118,8 @@ def _interrupts_wait() -> Iterator[None]:
 def run_gpu_bench(
     chosen: Sequence[Phase], minutes: float, report: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Runs the phases that time is left for. keep gets the record after each: by phase its record, seconds, and what
-    went wrong."""
+    """Runs the phases that there is time for. keep gets the whole record after each phase: by phase its own record, its
+    seconds, and what went wrong."""
     record: dict[str, Any] = {"phases": {}}
     until = time.monotonic() + 60 * minutes
     for phase in chosen:
@@ -173,7 +174,7 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
 
 
 def outcome(found: dict[str, Any]) -> str:
-    """What a phase came to, in a line."""
+    """The result of a phase in one line."""
     parts = [found["error"]] if "error" in found else []
     checks = found.get("checks", ())
     if "steps" in found:  # what is not there raised
@@ -195,7 +196,7 @@ def outcome(found: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A phase's record, as far as it came; nothing where it was stopped while it wrote."""
+    """A phase's record as far as it got; empty where the phase was stopped while it wrote."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""What real steps take beside what the curves of warm-up say: the engine's policy learns it as it serves, and whoever
-simulates it has to know it before.
+"""What real steps take compared with the curves of warm-up: the engine's policy learns it as it serves, and a
+simulation of it has to know it beforehand.
 
 The curves are passes and heads, measured one apart from the other and at their fastest. A real step also plans, lays
 rows and commits, and picks drafts by a slot head, which no curve has.
@@ -22,8 +22,9 @@ SETTLING, STEPS = 4, 24  # steps of each kind: that come first, which find cold 
 
 @dataclass(frozen=True, slots=True)
 class RealSteps:
-    """Steps of `batch` answers, plain ones and such as draft in `shape`: seconds, and so many times what the curves say
-    (`StepCost.plain`, `StepCost.drafting`), medians. picking_seconds: of a drafting step, if all pick drafts in it."""
+    """Steps of `batch` answers, plain ones and ones that draft in `shape`: medians of their seconds and of the ratio to
+    what the curves say (`StepCost.plain`, `StepCost.drafting`). picking_seconds: what picking drafts takes of a
+    drafting step in which all sequences pick some."""
 
     batch: int
     shape: Shape
@@ -34,7 +35,7 @@ class RealSteps:
     picking_seconds: float
 
     def learnt(self, cost: StepCost) -> StepCost:
-        """What a policy that has seen such steps for long knows of the cost."""
+        """The cost as a policy knows it that has seen such steps for long."""
         return replace(cost, plain=self.plain, drafting=self.drafting)
 
 

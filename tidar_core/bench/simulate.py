@@ -80,7 +80,7 @@ Choose = Callable[[Sequence[SequenceView]], list[Shape]]
 
 
 def always(shape: Shape) -> Choose:
-    """One shape for all, and where no drafts are in hand new ones first."""
+    """Chooses one shape for all; a sequence without drafts in hand drafts first."""
     renewing = Shape(0, (1,), shape.block) if shape.proposals else Shape()
     return lambda views: [shape if view.drafts_in_hand else renewing for view in views]
 
@@ -153,8 +153,8 @@ def mean_acceptance(traces: Sequence[Trace], block_length: int) -> tuple[float, 
 
 
 def _oracle(cost: StepCost, traces: Sequence[Trace], block_length: int, tokens: int) -> Simulated:
-    """What a policy could reach that knew how far all drafts hold: it verifies those alone that do, and drafts for the
-    one outcome that comes. Found backwards, from the end of each answer."""
+    """The result of a policy that knows how far all drafts hold: it verifies only those that do, and drafts only for
+    the outcome that comes. Computed backwards, from the end of each answer."""
     emitted = steps = 0
     seconds = 0.0
     for trace in _enough(traces, tokens):

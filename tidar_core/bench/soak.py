@@ -42,7 +42,8 @@ class SoakResult:
 def run_soak(
     engine: Engine, prompts: Sequence[tuple[int, ...]], seconds: float, say: Callable[[str], None] = lambda line: None
 ) -> SoakResult:
-    """Random requests for so long, some of which leave again or are refused; then all that is left is finished."""
+    """Sends random requests for so many seconds, some of which leave again or are refused; then finishes what is
+    left."""
     draw = random.Random(0)
     process = psutil.Process()
     began = sampled = reported = time.monotonic()

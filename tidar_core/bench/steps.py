@@ -101,7 +101,7 @@ class _Model:
     layers_drafting: Layers
 
     def bytes(self, rows: int) -> float:
-        """Of the weights that a step of so many rows reads; of experts, as many as random rows go through."""
+        """Bytes of the weights that a step of `rows` rows reads; of the experts, as many as random rows go through."""
         experts = self.config.experts
         share = 1.0 if experts is None else 1 - (1 - experts.chosen / experts.count) ** rows
         head, layers = self.weights.head, self.weights.layers

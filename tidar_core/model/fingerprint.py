@@ -25,7 +25,7 @@ def fingerprint(weights: ModelWeights) -> str:
 
 
 def _some_rows(tensor: Tensor) -> Tensor:
-    """All of a vector, some rows of a matrix, of experts' matrices at least one row each."""
+    """All of a vector, some rows of a matrix; of experts' matrices at least one row each."""
     if tensor.dim() == 1:
         return tensor
     rows = tensor.flatten(0, -2)

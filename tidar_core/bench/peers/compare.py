@@ -126,9 +126,9 @@ def compare_engines(
     say: Callable[[str], None] = lambda line: None,
     keep: Callable[[list[PeerResult]], None] = lambda found: None,
 ) -> list[PeerResult]:
-    """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn; before the first of each
-    batch every engine has one that does not count, in which it compiles what it compiles for so many. keep gets after
-    each round what is known so far.
+    """Sends rounds of at least `at_least` prompts, `batch` at a time, to each engine in turn. Before the first round of
+    a batch size every engine gets one that does not count, in which it compiles what it needs for that size. keep gets
+    the results so far after each round.
 
     Raises ConfigError where an engine does not start or dies.
     """
