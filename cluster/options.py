@@ -69,7 +69,7 @@ class ServeOptions(BaseModel):
     adapters: further adapters of the same base by the names that requests ask for them with, each served by engines of
     its own, as many as the first has.
     models: further bases by such names, each with its adapter and engines (`FurtherModel`). What is not said there, and
-    device, threads, exact, graphs, overlap, accelerator and how engines follow the load, is common to all.
+    device, threads, exact, graphs, overlap_steps, accelerator and how engines follow the load, is common to all.
     name: what clients call the model; by default the last part of its path, or its hub id.
     replicas: engines, always so many. min_replicas, max_replicas: instead of it, as many between these as the load
     wants (`cluster.autoscaling`); 0 lets the model sleep while nobody asks, and the first request wakes it.
@@ -78,7 +78,7 @@ class ServeOptions(BaseModel):
     wake_seconds: how long a request may wait for a model that sleeps.
     accelerator: the kind of GPU that each needs, by Ray's name for it ("H100"); None for any.
     reasoning: tell what a model thinks before it answers apart from the answer in chats; else it stands in the text.
-    exact, graphs, overlap: as in `EngineConfig`, for GPUs.
+    exact, graphs, overlap_steps: as in `EngineConfig`, for GPUs.
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
@@ -119,7 +119,7 @@ class ServeOptions(BaseModel):
     reasoning: bool = True
     exact: bool = True
     graphs: bool = True
-    overlap: bool | None = None
+    overlap_steps: bool | None = None
     threads: Count = 0
     max_model_len: Count = 0
     max_running: Positive = EngineConfig().max_running
@@ -241,7 +241,7 @@ class ServeOptions(BaseModel):
             generation_config=self.generation_config,
             exact=self.exact,
             graphs=self.graphs,
-            overlap=self.overlap,
+            overlap_steps=self.overlap_steps,
         )
         first = ServedModel(config, self.max_replicas or self.replicas)
         found = {self.served_name: first}

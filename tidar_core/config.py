@@ -82,13 +82,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The MLPs of a mixture of experts: in the layers `layers` each row goes through `chosen` of `count`, whose
-    intermediate size is `inner`.
+    """The MLPs of a mixture of experts: in the layers `layers` each row goes through `chosen` of `count` experts of
+    intermediate size `inner`.
 
-    A router's logits make `scores`; the experts with the highest are chosen, `biased` ones by the score plus a number
-    of the expert's own. Their scores, `renormalised` to a sum of one or not, times `scale` are the shares in which
-    their results are added. All rows go through an MLP of the size `shared_inner` besides (0: there is none),
-    `shared_gated` with a share that the router's last row tells.
+    scores: how the router's logits become scores. The experts with the highest scores are chosen; where `biased`, a
+    number of each expert's own is added for the choice alone. A chosen expert's score, divided by the sum of the chosen
+    ones where `renormalised`, times `scale`, is the share by which its result counts. shared_inner: the size of an MLP
+    that all rows go through besides, 0 for none. shared_gated: its result has a share too, from the router's last row.
     """
 
     count: int
@@ -111,15 +111,16 @@ class ModelConfig:
     does so by other rotary frequencies, thus other keys, for every position (`rope.stretched`). `eos_ids` end an
     answer.
 
-    In the layers `windowed` a token sees the `window` positions that end with its own (None: all), as in the others.
-    `window_theta`: these layers' rotary base, unscaled, where they have one of their own.
+    In the layers `windowed` a token sees the last `window` positions, its own included; in all others, and where
+    `window` is None, it sees all. `window_theta`: the rotary base of these layers, unscaled, where it differs.
 
-    Of a head's coordinates the first `rotary_dim` rotate (None: all), in pairs that the checkpoint has side by side
-    where it is `interleaved`, else half of them apart; in the layers `unrotated` none does. `norms` stand before
-    attention and MLP, behind them (before the sum), or both; `qk_norm` is one a head, `wide_qk_norm` one over all of
-    them; `norms_less_one`: the checkpoint has all their weights so. What is scaled by a number is scaled with the
-    weights or tables: the embedding, the final norm (by `logit_scale`), cos and sin. Where there are `experts`,
-    `intermediate_size` is that of the other layers.
+    `rotary_dim`: how many of a head's coordinates rotate, the first ones (None: all). `interleaved`: the checkpoint has
+    the two coordinates of a pair side by side, else they are half of `rotary_dim` apart. In the layers `unrotated` no
+    coordinate rotates. `norms` stand before attention and MLP, behind them (before the sum), or both. `qk_norm`: a norm
+    of each query and key head; `wide_qk_norm`: one over all heads together. `norms_less_one`: the checkpoint stores
+    norm weights minus 1 (Gemma). The scales are multiplied into weights and tables when they are loaded:
+    `embedding_scale` into the embedding, `logit_scale` into the final norm, `rotary_scale` into cos and sin. Where
+    there are `experts`, `intermediate_size` is that of the layers without them.
     """
 
     architecture: Architecture
@@ -176,7 +177,7 @@ class EngineConfig:
         0 for as many as leave prompts room beside that many sequences.
     exact: on a GPU, matrix products that give a row the same bits in any batch, or else torch's.
     graphs: on a GPU, steps as CUDA graphs.
-    overlap: plan the next step while one runs; None where there is a GPU that runs it.
+    overlap_steps: plan the next step while one runs. None: on a GPU yes, on a CPU no.
     overlap_launches: on a GPU that can (Hopper's), kernels begin while the one before still runs.
     generation_config: "auto" takes what a request says nothing of from the model's makers, where they state how it is
         to be sampled (generation_config.json, or the GGUF file's header); "none" takes neutral values.
@@ -195,7 +196,7 @@ class EngineConfig:
     step_rows: int = 0
     exact: bool = True
     graphs: bool = True
-    overlap: bool | None = None
+    overlap_steps: bool | None = None
     overlap_launches: bool = True
     kv_dtype: KVDType = "model"
     generation_config: GenerationConfig = "auto"

@@ -175,8 +175,8 @@ def _check_level(schema: dict[str, Any]) -> None:
         raise GrammarError("`uniqueItems` cannot be enforced: leave it out of the schema")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not _LEADS_HERE.fullmatch(reference):
-        told = str(reference)[:60]
-        raise GrammarError(f"`$ref` {told} cannot be followed: put the schema under `$defs` and lead there")
+        shown = str(reference)[:60]
+        raise GrammarError(f"`$ref` {shown} cannot be followed: put the schema under `$defs` and lead there")
     if schema.get("type") == []:
         raise GrammarError("`type` must name at least one type")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:

@@ -326,9 +326,9 @@ def _mended_part(found: re.Match[str]) -> str:
     return _NO_CONTROL_CHARACTER if found[0] == _BOUNDED_CHARACTER else found[0]
 
 
-def one_line(said: str) -> str:
+def one_line(message: str) -> str:
     """The last line that the compiler wrote, without time and place in its source."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     return _SOURCE.sub("", lines[-1])[:300].removeprefix("Warning: ") if lines else ""
 
 
@@ -359,10 +359,10 @@ def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: Bin
     try:
         compile_grammar(compiler, job["kind"], job["text"])
     except Exception as error:
-        said = str(error)
-        if isinstance(error, MemoryError) or "bad_alloc" in said:
+        message = str(error)
+        if isinstance(error, MemoryError) or "bad_alloc" in message:
             return "it takes too much memory to compile: make it simpler"
-        return one_line(said) or type(error).__name__
+        return one_line(message) or type(error).__name__
     finally:
         signal.alarm(0)
     warnings.seek(0)

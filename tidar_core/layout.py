@@ -44,10 +44,12 @@ class Shape(NamedTuple):
 
     @property
     def verify_rows(self) -> int:
+        """n + 1: the anchor and the drafts."""
         return self.drafts + 1
 
     @property
     def mask_rows(self) -> int:
+        """|P| b: all slots of all proposals."""
         return len(self.proposals) * self.block
 
 
@@ -57,9 +59,10 @@ PLAIN = Shape()
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """How a drafter wants its proposals laid. within_block: whether slots see each other both ways or only the earlier
-    ones. slot_0: a "mask" like the others, or the token that the proposal follows, whose verify row it repeats. labels:
-    whether slots guess their own position or the one behind it; an anchor needs no guess, so behind it they do that."""
+    """How a drafter wants its proposals laid. within_block: whether slots see each other both ways or only earlier
+    ones. slot_0: a "mask" like the others, or the "anchor": the token that the proposal follows, whose verify row it
+    repeats. labels: whether slots guess their own position ("aligned") or the next one ("shifted"). An anchor needs no
+    guess, so behind one the labels are shifted."""
 
     within_block: WithinBlock = "bidirectional"
     slot_0: Literal["mask", "anchor"] = "mask"

@@ -1,5 +1,5 @@
 """What changes the scores before the token rule looks at them: the tokens that are allowed, logit bias, and penalties
-for what was said before.
+for tokens that came before.
 
 Each row is changed by itself, element by element, so that its bits stay its own. The meaning is vLLM's (and
 transformers', for the repetition penalty): presence and frequency count the tokens of the answer alone, the
@@ -29,11 +29,11 @@ class History:
     times: Tensor
 
 
-NOTHING_SAID = History(torch.empty(0, dtype=torch.int64), torch.empty(0))
+NO_HISTORY = History(torch.empty(0, dtype=torch.int64), torch.empty(0))
 
 
 class Ledger:
-    """The history of one sequence as it grows: each token is counted once, however often the history is asked for."""
+    """Counts the tokens of one sequence as it grows. Each is counted once, however often the history is asked for."""
 
     def __init__(self, prompt_length: int):
         self._prompt_length = prompt_length
@@ -54,7 +54,7 @@ class Ledger:
         self._counted = len(tokens)
 
     def history(self, ahead: Sequence[int] = ()) -> History:
-        """With the tokens of drafts `ahead` of what was counted, as if they were said."""
+        """The history, with the drafts `ahead` of what was counted as if they had been emitted."""
         fresh = [token for token in dict.fromkeys(ahead) if token not in self._places]
         tokens = np.concatenate((self._tokens, np.array(fresh, dtype=np.int64)))
         times = np.concatenate((self._times, np.zeros(len(fresh), dtype=np.float32)))
@@ -64,7 +64,8 @@ class Ledger:
 
 
 def check_allowed(params: SamplingParams, vocab_size: int, eos_ids: tuple[int, ...], mask_token: int | None) -> None:
-    """Raises RequestError where a token that is allowed is none of the model's, or none of them can be said."""
+    """Raises RequestError where an allowed token is not in the vocabulary, or where no allowed token can begin the
+    answer."""
     allowed, name = params.allowed_token_ids, "allowed_token_ids"
     if not all(0 <= token < vocab_size for token in allowed):
         raise RequestError(f"{name}: ids must lie between 0 and {vocab_size - 1}", name)
@@ -78,7 +79,7 @@ def check_allowed(params: SamplingParams, vocab_size: int, eos_ids: tuple[int, .
 
 @lru_cache(maxsize=64)
 def refused(allowed: tuple[int, ...], vocab: int, device: torch.device) -> Tensor:
-    """Which tokens are none of those that are allowed: bool [vocab], nobody's to change."""
+    """Which tokens are not allowed: bool [vocab]. Shared: do not change it."""
     mask = torch.ones(vocab, dtype=torch.bool)
     mask[list(allowed)] = False
     return sent(mask, device)
@@ -86,8 +87,8 @@ def refused(allowed: tuple[int, ...], vocab: int, device: torch.device) -> Tenso
 
 @torch.inference_mode()
 def keep_allowed(scores: Tensor, params: Sequence[SamplingParams], counts: Sequence[int]) -> None:
-    """Excludes in place what each params do not allow, in so many rows of `scores` [rows, vocab] for each in turn: a
-    draft of what can never be said is none."""
+    """Excludes in place the tokens that a request does not allow, so that they are not drafted. scores: [rows, vocab];
+    counts[i]: how many rows, in order, belong to params[i]."""
     start = 0
     for one, count in zip(params, counts, strict=True):
         if one.allowed_token_ids:
@@ -100,7 +101,7 @@ def keep_allowed(scores: Tensor, params: Sequence[SamplingParams], counts: Seque
 def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tensor:
     """One row of scores (fp32 [vocab]) with bias and penalties, changed in place and given back.
 
-    A token's score x, said c times in the answer: -inf where only others are allowed; x + bias; then, if the token
+    For a token with score x that occurs c times in the answer: -inf where it is not allowed; x + bias; then, if it
     occurs in prompt or answer, x / repetition where x > 0, else x * repetition; then x - frequency * c - presence *
     (c > 0).
     """
@@ -115,7 +116,7 @@ def penalised(scores: Tensor, params: SamplingParams, history: History) -> Tenso
     seen, times = history.tokens.to(scores.device), history.times.to(scores.device)
     before = scores[seen]
     if params.repetition_penalty != 1.0:
-        # By a tensor: for a number a GPU multiplies by its reciprocal, and `said_ahead` could not give the same bits.
+        # By a tensor: for a number a GPU multiplies by its reciprocal, and `penalties_ahead` would have other bits.
         factor = torch.full_like(before, params.repetition_penalty)
         before = torch.where(before > 0, before / factor, before * factor)
     scores[seen] = before - (params.frequency_penalty * times + params.presence_penalty * (times > 0))

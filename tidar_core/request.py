@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tidar_core.bad_words import BadWords
+    from tidar_core.engine.acceptance_rates import AcceptanceRates
     from tidar_core.engine.constraint import Constraint
-    from tidar_core.engine.held_drafts import HeldDrafts
     from tidar_core.penalties import Ledger
     from tidar_core.text import TextStream
 
@@ -163,17 +163,17 @@ class SamplingParams:
 
     @property
     def drafting(self) -> DraftMode:
-        """How much is drafted: everything where drafts have a say in the text."""
+        """How much is drafted: everything where drafts have a say in the text (`draft_trust` below 1)."""
         return "full" if self.draft_trust < 1.0 else self.drafts
 
     @property
     def changes_scores(self) -> bool:
-        """Bias, penalties or a choice of tokens do."""
+        """Whether bias, penalties or allowed tokens change the scores."""
         return bool(self.logit_bias or self.allowed_token_ids) or self.penalises
 
     @property
     def penalises(self) -> bool:
-        """What was said before changes the scores."""
+        """Whether tokens that came before change the scores."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
@@ -240,7 +240,8 @@ class StepTrace(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Natural log-probabilities of the model's raw scores at one position: of the token that was picked, and of the
-    likeliest tokens (id, log-probability), best first. rank: of the token among all, from 1; told for prompts alone."""
+    likeliest tokens (id, log-probability), best first. rank: of the token among all, from 1; given for prompts
+    alone."""
 
     token: int
     logprob: float
@@ -273,16 +274,16 @@ def page_numbers(pages: Iterable[int] = ()) -> PageNumbers:
 class Sequence:
     """A request on its way. The engine's thread alone changes it: the scheduler tokens, cursor, drafts and pages, and
     where an answer ends (`ending.py`) its `stop_watch` and `constraint` move on behind what is emitted. `grammars.py`
-    and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance` fade, whoever picks by penalties
-    has `said` follow the tokens, and the engine notes `prompt_logprobs`.
+    and `thought_watch.py` bring the constraint, `draft_policy.py` lets `acceptance_rates` fade, whoever picks by
+    penalties has `ledger` follow the tokens, and the engine notes `prompt_logprobs`.
 
     tokens: prompt and emitted tokens. computed: how many of them have their K/V in pages (the cursor).
     drafts: guesses for the positions behind the last token. pages: page numbers, in order of position.
     page_keys: keys of the leading pages that are known to others. prefix_keys: those that it looked for when it was
-    admitted. cached: tokens that it found there the first time. acceptance: how its drafts held. said: what penalties
-    count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from the second on,
-    as far as they were read.
-    draft_scores: [drafts, vocab], what the drafter said of each draft, where that has a say in the text. ends: the
+    admitted. cached: tokens that it found there the first time. acceptance_rates: how often its drafts held. ledger:
+    what penalties count, where there are any; bad_words: what may not be. prompt_logprobs: of the prompt's tokens from
+    the second on, as far as they were read.
+    draft_scores: [drafts, vocab], the drafter's scores of each draft, where they have a say in the text. ends: the
     tokens that end the answer.
     """
 
@@ -297,9 +298,9 @@ class Sequence:
     cached: int | None = None
     decode_steps: int = 0
     stop_watch: "TextStream | None" = None
-    acceptance: "HeldDrafts | None" = None
+    acceptance_rates: "AcceptanceRates | None" = None
     constraint: "Constraint | None" = None
-    said: "Ledger | None" = None
+    ledger: "Ledger | None" = None
     bad_words: "BadWords | None" = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft_scores: "Tensor | None" = None
@@ -307,11 +308,13 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
     def reads_prompt(self) -> bool:
-        """The prompt's log-probabilities are still to be told: its K/V alone would not do."""
+        """Whether log-probabilities of the prompt are still missing, so that all of it has to be computed: cached K/V
+        would not do."""
         request = self.request
         return (
             request.params.prompt_logprobs is not None

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.penalties import NOTHING_SAID, History, penalised
+from tidar_core.penalties import NO_HISTORY, History, penalised
 from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import on_device
@@ -53,16 +53,16 @@ class TokenRule:
     params: SamplingParams
     position: int
     banned: tuple[int, ...] = ()
-    history: History = NOTHING_SAID
+    history: History = NO_HISTORY
     allowed: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def adjusts(self) -> bool:
-        """Banned ids, a grammar, bias or penalties change this row's scores."""
+        """Whether banned ids, a grammar, bias or penalties change this row's scores."""
         return bool(self.banned) or self.allowed is not None or self.params.changes_scores
 
     def keeps_all(self, vocab: int) -> bool:
-        """S is the whole vocabulary, or the best alone."""
+        """Whether S is the whole vocabulary, or the best token alone."""
         return _kind(self.params, vocab) in (_Kind.GREEDY, _Kind.WHOLE)
 
 
@@ -75,15 +75,15 @@ T = TypeVar("T")
 
 
 class Rules(tuple[TokenRule, ...]):
-    """Rules that many steps pick by, one a row: what was found of all of them (`of_all`) is kept with them."""
+    """The rules of rows, one each, for many steps: what `of_all` derives from them is kept with them."""
 
     def __init__(self, rules: Iterable[TokenRule]):
         self._found: dict[Hashable, Any] = {}
 
 
 def of_all(rules: Sequence[TokenRule], find: Callable[..., T], *arguments: Hashable) -> T:
-    """`find(rules, *arguments)`, found once where the rules are `Rules`. find: a function that has a name, and gives
-    what nobody changes."""
+    """`find(rules, *arguments)`, computed once and then kept where the rules are `Rules`. find: a named function, the
+    same object at each call, whose result nobody changes."""
     if not isinstance(rules, Rules):
         return find(rules, *arguments)
     key = (find, *arguments)
@@ -94,12 +94,12 @@ def of_all(rules: Sequence[TokenRule], find: Callable[..., T], *arguments: Hasha
 
 
 def kept_by_rank(params: SamplingParams, vocab: int) -> int:
-    """How many tokens top-k keeps, beside ties; 0 where it keeps all."""
+    """How many tokens top-k keeps, ties at the border not counted; 0 where it keeps all."""
     return params.top_k if params.top_k < vocab else 0
 
 
 def any_adjusts(rules: Sequence[TokenRule]) -> bool:
-    """Whether any of them changes its row's scores."""
+    """Whether any of the rules changes its row's scores."""
     return any(rule.adjusts for rule in distinct(rules))
 
 
@@ -129,12 +129,13 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None
 
 
 def heat(params: SamplingParams) -> float:
-    """What scores are divided by: lower temperatures would overflow x / T, and decide nothing more. 0 for the best."""
+    """The temperature that scores are divided by, 0 for greedy. Below `_COLDEST` x / T would overflow, and the choice
+    would be the same."""
     return max(params.temperature, _COLDEST) if params.temperature else 0.0
 
 
 def top_p_cut(params: SamplingParams) -> float:
-    """The share of the mass that top-p leaves out; below 0 where it keeps all."""
+    """The share of the mass that top-p removes, 1 - top_p; below 0 where it keeps all."""
     # The best token always stays: its share is 1, so the cut has to stay below.
     return min(1 - params.top_p, 1 - 2.0**-24) if params.top_p < 1 else -1.0
 
@@ -147,7 +148,8 @@ class _Kind(Enum):
 
 
 class _Way(NamedTuple):
-    """What rows have in common that are computed together. widths: how many candidates are tried, in turn."""
+    """How rows that are computed together are picked. widths: how many candidates are tried, one number after the
+    other."""
 
     kind: _Kind
     widths: tuple[int, ...] = ()

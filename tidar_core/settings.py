@@ -39,15 +39,15 @@ def _line(mistake: ErrorDetails, kind: type[BaseModel]) -> str:
     key = ".".join(place)
     if mistake["type"] == "extra_forbidden":
         return f"unknown key '{key}'{suggestion(place[-1], keys_beside(place, kind))}"
-    said = mistake["msg"].removeprefix("Value error, ")
-    said = said[:1].lower() + said[1:]
+    message = mistake["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
     if not key:
-        return said
+        return message
     if mistake["type"] == "missing":
         return f"{key} is missing"
     given = mistake["input"]
     # A whole part of a file would hide what is wrong with it.
-    return f"{key}: {said}" if isinstance(given, list | dict) else f"{key} is {shortened(given)}: {said}"
+    return f"{key}: {message}" if isinstance(given, list | dict) else f"{key} is {shortened(given)}: {message}"
 
 
 def shortened(given: Any) -> str:

@@ -20,7 +20,7 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype | 
 
 
 def sent(made: Tensor, device: torch.device) -> Tensor:
-    """`on_device` of a tensor in the host's memory."""
+    """A tensor in the host's memory as `on_device` brings it to a device."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

@@ -13,9 +13,9 @@ LOOP_TOKENS, LONGEST_LOOP = 64, 24
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceResult:
-    """tokens_per_step: emitted / decode steps, prefill tokens left out. acceptance_by_position: how often draft i
-    held of the steps that verified it. ended: answers that came to an end by themselves. looping: those that repeat
-    themselves at their end, which any drafter guesses well."""
+    """Counts over all answers. tokens_per_step: emitted / decode steps, prefill tokens left out.
+    acceptance_by_position: the share of the steps that verified draft i in which it held. ended: answers that ended by
+    themselves. looping: answers that repeat themselves at their end, which any drafter guesses well."""
 
     prompts: int
     tokens: int
@@ -30,8 +30,8 @@ class AcceptanceResult:
 
 
 def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], params: SamplingParams) -> AcceptanceResult:
-    """Answers all prompts under `params` and counts what held; no more of them at once than may all draft fully, where
-    that is asked for."""
+    """Answers all prompts under `params` and counts which drafts held. Under full drafting no more prompts run at once
+    than may all draft fully."""
     most = max(1, len(prompts))
     if params.drafting == "full":
         block = engine.info.block_length

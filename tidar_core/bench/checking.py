@@ -18,7 +18,7 @@ from tidar_core.model.float8 import to_float8
 from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
 
-SAID = 400  # characters of what raised
+MESSAGE_CHARACTERS = 400  # characters of what raised
 ALLOWED = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
@@ -44,22 +44,22 @@ T = TypeVar("T")
 
 
 def each_or_failed(name: str, dtype: torch.dtype, items: Iterator[T]) -> Iterator[T | Check]:
-    """Checks or measures as far as they come. What raises ends these alone, and is a check that failed: its traceback
-    goes to stderr, the end of its message is the case. Raises AcceleratorError, after which a device computes nothing
-    any more."""
+    """The checks or measures of `items` until one raises. That one becomes a failed check, whose case is the end of its
+    message; the traceback goes to stderr. AcceleratorError is raised on: after it a device computes nothing any
+    more."""
     try:
         yield from items
     except torch.AcceleratorError:
         raise
     except Exception as error:
         traceback.print_exception(error)
-        yield Check(name, f"{type(error).__name__}: {str(error)[-SAID:]}", str(dtype)[6:], math.nan, 0.0)
+        yield Check(name, f"{type(error).__name__}: {str(error)[-MESSAGE_CHARACTERS:]}", str(dtype)[6:], math.nan, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is checked: contexts of sequences, row counts of products, rank of the adapter, block length, the number of
-    experts where the model has none."""
+    """The sizes that are checked: contexts of sequences, row counts of products, rank of the adapter, block length, and
+    the number of experts for models without any."""
 
     contexts: tuple[int, ...] = (1, 16, 129, 511, 1030, 4000)
     rows: tuple[int, ...] = (1, 3, 64, 65, 300)
@@ -106,7 +106,7 @@ def in_8_bits(cache: KVCache) -> KVCache:
 
 
 def numbers_of(cache: KVCache, dtype: torch.dtype) -> KVCache:
-    """What pages in 8 bits stand for."""
+    """The numbers that pages in 8 bits stand for."""
     assert cache.key_scales is not None
     assert cache.value_scales is not None
     keys = cache.keys.float() * cache.key_scales[..., None, :]

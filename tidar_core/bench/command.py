@@ -15,8 +15,8 @@ from tidar_core.bench.device_command import (
     Exact,
     Graphs,
     JsonFile,
-    Overlap,
     OverlapLaunches,
+    OverlapSteps,
     gpu,
     kernels,
     steps,
@@ -42,7 +42,7 @@ def exact(
     batch: Annotated[int, typer.Option(min=1, help="Prompts decoded at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt.")] = 64,
     graphs: Graphs = True,
-    overlap: Overlap = None,
+    overlap_steps: OverlapSteps = None,
     overlap_launches: OverlapLaunches = True,
     dtype: DType = "float32",
     device: DeviceName = "auto",
@@ -60,7 +60,14 @@ def exact(
 
         texts = human_eval_prompts(prompts)
         config = EngineConfig(
-            model, adapter, dtype, device, threads, graphs=graphs, overlap=overlap, overlap_launches=overlap_launches
+            model,
+            adapter,
+            dtype,
+            device,
+            threads,
+            graphs=graphs,
+            overlap_steps=overlap_steps,
+            overlap_launches=overlap_launches,
         )
         engine = load(replace(config, max_running=max(config.max_running, batch)))
         if not engine.info.block_length:
@@ -146,7 +153,7 @@ def decode(
     full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
     exact: Exact = True,
     graphs: Graphs = True,
-    overlap: Overlap = None,
+    overlap_steps: OverlapSteps = None,
     overlap_launches: OverlapLaunches = True,
     dtype: DType = "bfloat16",
     kv_dtype: KV = "model",
@@ -163,7 +170,7 @@ def decode(
 
         most, texts = max(batch or [0], default=0), human_eval_prompts()
         config = EngineConfig(
-            model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap=overlap,
+            model, adapter, dtype, device, threads, exact=exact, graphs=graphs, overlap_steps=overlap_steps,
             overlap_launches=overlap_launches, kv_dtype=kv_dtype,
         )  # fmt: skip
         engine = load(replace(config, max_running=max(config.max_running, most)))

@@ -31,7 +31,7 @@ class DecodeResult:
 
 @dataclass(slots=True)
 class _Turns:
-    """What a mode said in a round, in how many seconds, with how many captures."""
+    """What a mode did in a round: answers, seconds, and how many graphs were captured."""
 
     answers: list[EngineAnswer] = field(default_factory=list)
     seconds: float = 0.0
@@ -52,8 +52,8 @@ def measure_decode(
     params: SamplingParams,
     at_least: int,
 ) -> Iterator[DecodeResult]:
-    """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts. A batch size
-    is told once all its rounds are over.
+    """The modes take turns on the same prompts, `batch` after `batch`; each round takes the next prompts. The results
+    of a batch size come once all its rounds are over.
 
     A round answers at least `at_least` prompts, `batch` at a time, by `params`, to the end of sequence or `max_tokens`.
     Time runs from the first request to the last token, prompts included; no prefix is reused across answers. A round in

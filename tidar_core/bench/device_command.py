@@ -33,7 +33,7 @@ Shapes = Annotated[
     list[str] | None, typer.Option("--shape", help="A model's shape; repeat it for several. [default: all]")
 ]
 Graphs = Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")]
-Overlap = Annotated[bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")]
+OverlapSteps = Annotated[bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")]
 OverlapLaunches = Annotated[
     bool, typer.Option(help="On a GPU that can (Hopper's): kernels begin while the one before still runs.")
 ]
@@ -105,11 +105,11 @@ def gpu(
 def steps(
     shape: Shapes = None,
     exact: Exact = True,
-    ahead: Annotated[
+    prefetch: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="MiB of the next product's weights that each asks for, in steps of few rows.",
+            help="MiB of the next product's weights that each product prefetches, in steps of few rows.",
             show_default="as an engine's",
         ),
     ] = None,
@@ -126,8 +126,8 @@ def steps(
 
         say = Console(stderr=True).print
         settings = StepSettings(exact, float8=float8)
-        if ahead is not None:
-            settings = replace(settings, bytes_behind=int(ahead * 2**20))
+        if prefetch is not None:
+            settings = replace(settings, prefetch_bytes=int(prefetch * 2**20))
         record = run_step_bench(
             say, _shapes(shape, whole_steps=True), settings, lambda found: write_record(json_file, found)
         )

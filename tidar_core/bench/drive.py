@@ -17,15 +17,15 @@ class EngineAnswer:
 
     @property
     def decode_steps(self) -> int:
-        """Steps behind the one that ended the prefill, whose token is left out of tokens per step."""
+        """Steps after the one that ended the prefill, whose token does not count in tokens per step."""
         return sum(step.step > 0 for step in self.steps)
 
 
 def answer_all(
     engine: Engine, prompts: Sequence[tuple[int, ...]], params: Iterable[SamplingParams], cache_salt: str = ""
 ) -> list[EngineAnswer]:
-    """The answers to all prompts, decoded as one batch as far as the engine's limits allow. With a salt none of them
-    finds a prefix of another's, were it the same prompt; without one they do."""
+    """The answers to all prompts, decoded as one batch as far as the engine's limits allow. With a salt no answer
+    reuses a prefix of another, even of the same prompt; without one they do."""
     answers = {str(index): EngineAnswer() for index in range(len(prompts))}
     for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
         salt = f"{cache_salt} {index}" if cache_salt else ""

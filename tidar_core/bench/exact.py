@@ -19,8 +19,8 @@ MODES: tuple[DraftMode, ...] = ("off", "auto", "full")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the answers of one way of decoding compare with the reference's: equal to the last token, parted where
-    the reference's two best scores nearly tie, or different."""
+    """How many answers of one way of decoding are equal to the reference's to the last token, how many part from it
+    where its two best scores nearly tie, and how many are different."""
 
     way: str
     equal: int
@@ -38,8 +38,8 @@ def each_way(
     batch: int,
     modes: Sequence[DraftMode] = MODES,
 ) -> Iterator[tuple[str, list[EngineAnswer]]]:
-    """The answers with drafts as in each mode, alone and in batches of `batch`, or of all where there are fewer.
-    Each way computes its prompts itself: a prefix reused from another would hide what the batch did to it.
+    """The answers by each way of decoding: every draft mode, alone and in batches of `batch` (of all prompts where
+    there are fewer). Each way computes its prompts itself: a reused prefix would hide what the batch did to it.
     """
     for mode in modes if engine.info.block_length else MODES[:1]:  # without a drafter there is nothing else
         for size in dict.fromkeys((1, min(batch, len(prompts)))):
@@ -126,8 +126,8 @@ def compare_with_reference(
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """One line of `tidar bench exact`: the token rule, what it is held against, what came out, and how many drafts were
-    verified and held: where none was, nothing was shown of them."""
+    """One line of `tidar bench exact`: the token rule, what it is compared with, the comparison, and how many drafts
+    were verified and how many held. Where none was verified, the line shows nothing about drafts."""
 
     rule: str
     against: str
@@ -141,8 +141,8 @@ class ExactResult:
 
 
 def shows_drafts(results: Sequence[dict[str, object]]) -> bool:
-    """Whether drafts were verified under full drafting, of which some held and some did not, for every token rule;
-    results: records of `ExactResult`."""
+    """Whether under full drafting, for every token rule, some of the verified drafts held and some did not. results:
+    records of `ExactResult`."""
     full = [one for one in results if str(one["way"]).startswith("full")]
     return bool(full) and all(0 < int(str(one["drafts_held"])) < int(str(one["drafts_verified"])) for one in full)
 

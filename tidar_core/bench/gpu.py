@@ -26,8 +26,8 @@ KEPT = 4000  # characters from either end of a failed phase's output that are ke
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A bench command without `--json`, and the seconds it may take. where_failed: the phase that has to have failed
-    for this one to be run."""
+    """A bench command without `--json`, and the seconds it may take. where_failed: a phase; this one is run only where
+    that one failed."""
 
     name: str
     command: tuple[str, ...]
@@ -40,7 +40,7 @@ def phases(model: str) -> list[Phase]:
     small, *large = SHAPES
     decode = ("decode", "--model", model, "--device", "cuda", "--max-tokens", "128", "--rounds", "1")
     exact = ("exact", "--model", model, "--device", "cuda", "--prompts", "4")
-    one_by_one = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
+    one_by_one = ("--no-overlap-steps", "--no-graphs", "--no-overlap-launches")
     batches = tuple(word for batch in (1, 8, 32, 128) for word in ("--batch", str(batch)))
     found = [
         Phase(f"kernels {small}", ("kernels", "--shape", small), 180),
@@ -60,7 +60,7 @@ def phases(model: str) -> list[Phase]:
     beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
     few = ("--batch", "1", "--batch", "32")
     found += [
-        Phase("decode, one step at a time", (*decode, *few, "--no-overlap"), 90),
+        Phase("decode, one step at a time", (*decode, *few, "--no-overlap-steps"), 90),
         Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 150),
         Phase("decode, sampled", (*decode, *few, "--temperature", "0.7", "--top-p", "0.9"), 90),
         Phase("prefix", ("prefix", "--model", model, "--device", "cuda"), 75),
@@ -73,7 +73,9 @@ def phases(model: str) -> list[Phase]:
         Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 90),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
-    found += [Phase(f"steps {name}, nothing ahead", ("steps", "--shape", name, "--ahead", "0"), 110) for name in SHAPES]
+    found += [
+        Phase(f"steps {name}, no prefetch", ("steps", "--shape", name, "--prefetch", "0"), 110) for name in SHAPES
+    ]
     found += [Phase(f"kernels {name}", ("kernels", "--shape", name), 120) for name in large]
     return found + [
         Phase(f"steps {name}", ("steps", "--shape", name), 150) for name in STEP_SHAPES if name not in SHAPES
@@ -82,8 +84,8 @@ def phases(model: str) -> list[Phase]:
 
 @contextmanager
 def _interrupted_by_every_end() -> Iterator[None]:
-    """Who ends this process, or its terminal, interrupts it: the phase under way, which has a session of its own, would
-    stay on the GPU. What is ignored, as under nohup, stays so."""
+    """Turns SIGTERM and SIGHUP into an interrupt: else the phase under way, which has a session of its own, would stay
+    on the GPU. Signals that are ignored, as under nohup, stay ignored."""
     numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
@@ -96,7 +98,8 @@ def _interrupted_by_every_end() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Interrupts come when this is over: amid a phase's start one would leave behind a process that nobody knows."""
+    """Holds interrupts back until this is over: one amid the start of a phase would leave a process that nobody
+    knows."""
     came: list[int] = []
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     caught = {one: handler for one, handler in before.items() if callable(handler)}
@@ -115,8 +118,8 @@ def _interrupts_wait() -> Iterator[None]:
 def run_gpu_bench(
     chosen: Sequence[Phase], minutes: float, report: Callable[[str], None], keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Runs the phases that time is left for. keep gets the record after each: by phase its record, seconds, and what
-    went wrong."""
+    """Runs the phases that there is time for. keep gets the whole record after each phase: by phase its own record, its
+    seconds, and what went wrong."""
     record: dict[str, Any] = {"phases": {}}
     until = time.monotonic() + 60 * minutes
     for phase in chosen:
@@ -162,38 +165,38 @@ def _run(phase: Phase, seconds: float) -> dict[str, Any]:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             output.seek(0)
-            said = output.read()
-            said = said if len(said) <= 2 * KEPT else f"{said[:KEPT]}\n…\n{said[-KEPT:]}"
+            printed = output.read()
+            printed = printed if len(printed) <= 2 * KEPT else f"{printed[:KEPT]}\n…\n{printed[-KEPT:]}"
         found = _read(path)
     if status is None:
-        return found | {"error": f"stopped after {seconds:.0f} s", "output": said}
-    return found if status == 0 else found | {"error": f"exit status {status}", "failed": True, "output": said}
+        return found | {"error": f"stopped after {seconds:.0f} s", "output": printed}
+    return found if status == 0 else found | {"error": f"exit status {status}", "failed": True, "output": printed}
 
 
 def outcome(found: dict[str, Any]) -> str:
-    """What a phase came to, in a line."""
-    said = [found["error"]] if "error" in found else []
+    """The result of a phase in one line."""
+    parts = [found["error"]] if "error" in found else []
     checks = found.get("checks", ())
     if "steps" in found:  # what is not there raised
-        said += [f"{check['kernel']}: {check['case']}" for check in checks]
+        parts += [f"{check['kernel']}: {check['case']}" for check in checks]
     elif checks:
-        said.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
+        parts.append(f"{sum(check['passed'] for check in checks)} of {len(checks)} checks passed")
     for one in found.get("decode", ()):
-        said.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
+        parts.append(f"batch {one['batch']} {one['drafts']} {one['tokens_per_second']:.0f} tokens/s")
     for one in found.get("steps", ()):
         if one["context"] == 512 and one["rows"] == 1:
-            said.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
+            parts.append(f"a row {one['microseconds']:.0f} µs, {one['share']:.0%} of read bandwidth")
     for one in found.get("peers", ()):
-        said.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
+        parts.append(f"{one['engine']} {one['tokens_per_second']:.0f} tokens/s")
     if trained := found.get("training"):
-        said.append(f"{trained['mask_rows_per_second']:.0f} mask rows a second")
+        parts.append(f"{trained['mask_rows_per_second']:.0f} mask rows a second")
     if compared := found.get("comparisons"):
-        said.append(f"{sum(one['different'] for one in compared)} answers differ")
-    return "; ".join(said) or "done"
+        parts.append(f"{sum(one['different'] for one in compared)} answers differ")
+    return "; ".join(parts) or "done"
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A phase's record, as far as it came; nothing where it was stopped while it wrote."""
+    """A phase's record as far as it got; empty where the phase was stopped while it wrote."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):

@@ -207,13 +207,13 @@ def _check_second_view(
         layers = all_layers(reference.REFERENCE_OPS, small, widened(weights, torch.float64), None, rotary)
         return layers(x[some].double(), some_rows(rows, some), wide_cache)
 
-    said = oracle(base, verify)
+    verified = oracle(base, verify)
     drafted = oracle(replace(base, layers=second), mask)
     allowed = 4 * ALLOWED[dtype]  # two layers round some twenty times: plain torch in bf16 is 1.2e-2 off
     kept, alone = (KVCache(cache.keys.clone(), cache.values.clone()) for _ in range(2))
     found = all_layers(ops, small, base, adapter, rotary)(x.clone(), rows, kept)
     for case, actual, expected in (
-        (f"{len(said)} verify rows", found[verify], said),
+        (f"{len(verified)} verify rows", found[verify], verified),
         (f"{len(drafted)} mask rows", found[mask], drafted),
         ("keys", kept.keys, wide_cache.keys),
         ("values", kept.values, wide_cache.values),
@@ -256,7 +256,7 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     block, count = sizes.block, 2 * sizes.block
     hands = [torch.randint(config.vocab_size, (number % block,)).tolist() for number in range(count)]
     states = [[1 + len(hand), 5, *hand, *[-1] * (block - 1 - len(hand))] for hand in hands]
-    state = on_device([*states, [0] * (block + 1)], device, torch.int32)
+    state = on_device([*states, [0] * len(states[0])], device, torch.int32)
     sources = torch.randperm(count).tolist()
     plans, truths = [], []
     for number, source in enumerate(sources):
@@ -274,14 +274,14 @@ def _check_succession(ops: Ops, config: ModelConfig, device: torch.device, sizes
     batch = build_batch(plans, sizes.page_size, lambda size: size, form)
     source = on_device([*sources, count], device, torch.int32)
     carried = Carried(state, source, nearest_outcomes(batch).to(device))
-    table, said = plan_table(batch, len(truths)).to(device), on_device(truths, device)
+    table, true_tokens = plan_table(batch, len(truths)).to(device), on_device(truths, device)
     picks = torch.randint(-1, config.vocab_size, (count * (block - 1),), device=device)
     found = []
     for some in (reference.REFERENCE_OPS, ops):
         numbers = batch.numbers.to(device, copy=True)
         inputs = inputs_of(numbers, batch.size)
         some.carry(inputs.rows, inputs.tokens, inputs.repeats, carried, sizes.page_size)
-        decided = some.decide(said, table, state, source[:count], len(picks), count)
+        decided = some.decide(true_tokens, table, state, source[:count], len(picks), count)
         left = decided.state.clone()
         some.renew(decided, table, picks)
         tensors = decided.state, decided.came, decided.rows, decided.scores, decided.anchors

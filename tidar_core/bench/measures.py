@@ -33,8 +33,8 @@ PICKS = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured. cold_bytes: that many of weights or K/V are walked through, so that none comes out of a
-    cache. calls: of what reads too little for that."""
+    """How much is measured. cold_bytes: how many bytes of weights or K/V are walked through, so that nothing comes out
+    of a cache. calls: how often a work is called that reads too little for that."""
 
     rows: tuple[int, ...] = (1, 8, 64, 288)
     contexts: tuple[int, ...] = (512, 4096, 32768)
@@ -47,7 +47,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One time. share: of the measured read bandwidth, where `bytes` must be read; None where neither counts."""
+    """The time of one case. bytes: how much has to be read for it. share: of the measured read bandwidth, None where
+    reading does not count."""
 
     shape: str
     kernel: str
@@ -69,8 +70,8 @@ class Ceilings:
 
 
 def seconds_a_call(work: Callable[[int], object], calls: int, device: torch.device, repeats: int = REPEATS) -> float:
-    """Seconds of one call among `calls` in a row, work(0), work(1), …; on a GPU they are one graph, so that what is
-    timed is the device and not the launching, and the median of several replays counts."""
+    """Seconds of one call among `calls` in a row: work(0), work(1), … On a GPU they are one graph, so that the device
+    is timed and not the launching, and the median of several replays counts."""
     if device.type != "cuda":
         began = time.perf_counter()
         for call in range(calls):
@@ -99,7 +100,7 @@ def seconds_a_call(work: Callable[[int], object], calls: int, device: torch.devi
 
 
 def again(work: Callable[..., object], *args: object) -> Callable[[int], object]:
-    """The same work at every call."""
+    """The work as a function of the call's number, which it does not use."""
     return lambda call: work(*args)
 
 
@@ -134,7 +135,8 @@ class Subject:
         return LowRank(self.random(RANK, ins), self.random(outs, RANK))
 
     def measure(self, kernel: str, case: str, work: Callable[[int], object], calls: int, size: int) -> Measure:
-        """The time of `work`, and of a reading kernel's bandwidth what `size` bytes in that time are."""
+        """The time of `work`, and the share of a reading kernel's bandwidth that `size` bytes in this time amount
+        to."""
         seconds = seconds_a_call(work, calls, self.device)
         share = size / self.ceilings.read / seconds if size else None
         return Measure(self.name, kernel, case, 1e6 * seconds, size, share)

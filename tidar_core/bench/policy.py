@@ -8,7 +8,7 @@ import torch
 
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.real_steps import RealSteps, measure_real_steps
-from tidar_core.bench.simulate import Simulated, Trace, compare_settings, mean_holds
+from tidar_core.bench.simulate import Simulated, Trace, compare_settings, mean_acceptance
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.held_out import HeldOut, judge_windows
@@ -48,13 +48,13 @@ def run_policy_bench(
     answers = [answer.tokens for answer in answer_all(engine, prompts, [params] * len(prompts))]
     traces = record_traces(engine, config, prompts, answers)
     info = engine.info
-    holds = mean_holds(traces, info.block_length)
-    steps = tuple([measure_real_steps(engine, prompts, batch, holds) for batch in batches])
+    acceptance = mean_acceptance(traces, info.block_length)
+    steps = tuple([measure_real_steps(engine, prompts, batch, acceptance) for batch in batches])
     simulated = [
         found
         for real in steps
         for found in compare_settings(
-            real.learnt(info.cost), traces, info.block_length, real.batch, tokens, info.expected_holds
+            real.learnt(info.cost), traces, info.block_length, real.batch, tokens, info.expected_acceptance
         )
     ]
     return PolicyFound(steps, tuple(simulated))
@@ -75,21 +75,22 @@ def record_traces(
     if path is None:
         raise ConfigError("this model drafts by itself, without an adapter: see tidar bench decode")
     adapter = load_trained(path, identity, dtype, device)
-    told = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
+    longer = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     documents = tuple(
-        (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)])) for prompt, answer in told
+        (np.array([*prompt, *answer]), np.repeat([False, True], [len(prompt), len(answer)]))
+        for prompt, answer in longer
     )
-    windows = tuple(np.arange(len(prompt), len(prompt) + len(answer)) for prompt, answer in told)
+    windows = tuple(np.arange(len(prompt), len(prompt) + len(answer)) for prompt, answer in longer)
     own: Kind = "prompt"
     base = frozen_base(model, weights)
     judged = judge_windows(
         base,
         adapter,
-        HeldOut(documents, windows, (own,) * len(told)),
+        HeldOut(documents, windows, (own,) * len(longer)),
         engine.info.block_length,
         engine.info.form.within_block,
     )
     return [
-        Trace(tuple(np.logical_and.accumulate(holds[:, 1:], axis=1).sum(1).tolist()), len(prompt))
-        for holds, (prompt, _) in zip(judged, told, strict=True)
+        Trace(tuple(np.logical_and.accumulate(held[:, 1:], axis=1).sum(1).tolist()), len(prompt))
+        for held, (prompt, _) in zip(judged, longer, strict=True)
     ]

@@ -1,5 +1,5 @@
-"""What real steps take beside what the curves of warm-up say: the engine's policy learns it as it serves, and whoever
-simulates it has to know it before.
+"""What real steps take compared with the curves of warm-up: the engine's policy learns it as it serves, and a
+simulation of it has to know it beforehand.
 
 The curves are passes and heads, measured one apart from the other and at their fastest. A real step also plans, lays
 rows and commits, and picks drafts by a slot head, which no curve has.
@@ -22,8 +22,9 @@ SETTLING, STEPS = 4, 24  # steps of each kind: that come first, which find cold 
 
 @dataclass(frozen=True, slots=True)
 class RealSteps:
-    """Steps of `batch` answers, plain ones and such as draft in `shape`: seconds, and so many times what the curves say
-    (`StepCost.plain`, `StepCost.drafting`), medians. picking_seconds: of a drafting step, if all pick drafts in it."""
+    """Steps of `batch` answers, plain ones and ones that draft in `shape`: medians of their seconds and of the ratio to
+    what the curves say (`StepCost.plain`, `StepCost.drafting`). picking_seconds: what picking drafts takes of a
+    drafting step in which all sequences pick some."""
 
     batch: int
     shape: Shape
@@ -34,18 +35,18 @@ class RealSteps:
     picking_seconds: float
 
     def learnt(self, cost: StepCost) -> StepCost:
-        """What a policy that has seen such steps for long knows of the cost."""
+        """The cost as a policy knows it that has seen such steps for long."""
         return replace(cost, plain=self.plain, drafting=self.drafting)
 
 
 def measure_real_steps(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, holds: Sequence[float]
+    engine: Engine, prompts: Sequence[tuple[int, ...]], batch: int, acceptance: Sequence[float]
 ) -> RealSteps:
-    """Decodes with `batch` sequences, plainly and in the drafting shape that the curves call the best where drafts hold
-    so often. Raises ConfigError where the engine does not hold so many at once."""
+    """Decodes with `batch` sequences, plainly and in the drafting shape that is best by the curves at this acceptance.
+    Raises ConfigError where the engine does not run so many at once."""
     info = engine.info
     load = Load(batch, context=sum(map(len, prompts)) // len(prompts))
-    shape, _, _ = best_shape(info.cost, holds, info.block_length, load, batch)
+    shape, _, _ = best_shape(info.cost, acceptance, info.block_length, load, batch)
     plain, drafting = (_measured(engine, prompts, batch, wanted) for wanted in (PLAIN, shape))
     return RealSteps(
         batch,
@@ -59,10 +60,11 @@ def measure_real_steps(
 
 
 class _Watching(DraftPolicy):
-    """All that decode do so in one shape; it notes what steps of the whole batch took, beside what the curves say."""
+    """A policy that lets all sequences decode in one shape, and notes for steps of the whole batch the seconds that
+    they took and those that the curves say."""
 
     def __init__(self, info: EngineInfo, batch: int, shape: Shape):
-        super().__init__(info.block_length, info.cost, info.expected_holds)
+        super().__init__(info.block_length, info.cost, info.expected_acceptance)
         self._batch, self._drafts, self._choose = batch, bool(shape.block), always(shape)
         self.seen: list[tuple[float, float]] = []
 

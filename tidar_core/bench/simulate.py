@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
+from tidar_core.engine.acceptance_rates import AcceptanceRates
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView, candidate_shapes
-from tidar_core.engine.held_drafts import HeldDrafts
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape, fit_shape, full_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One answer. holds[t]: how many drafts behind its token t hold in a row, 0 … block length - 1. context: tokens
+    """One answer. accepted[t]: how many drafts behind its token t hold in a row, 0 … block length - 1. context: tokens
     of the prompt before it."""
 
-    holds: tuple[int, ...]
+    accepted: tuple[int, ...]
     context: int
 
 
@@ -41,7 +41,7 @@ class _Walker:
     """A sequence on its way through a trace: its last token's place, drafts in hand, and how many of them hold."""
 
     trace: Trace
-    acceptance: HeldDrafts
+    acceptance_rates: AcceptanceRates
     place: int = 0
     in_hand: int = 0
     holding: int = 0
@@ -52,10 +52,10 @@ class _Walker:
 
     @property
     def arrived(self) -> bool:
-        return self.place >= len(self.trace.holds) - 1
+        return self.place >= len(self.trace.accepted) - 1
 
     def fit(self, wanted: Shape) -> Shape:
-        remaining = max(1, len(self.trace.holds) - 1 - self.place)
+        remaining = max(1, len(self.trace.accepted) - 1 - self.place)
         return fit_shape(
             wanted, drafts_in_hand=self.in_hand, remaining=remaining, position=self.place, max_positions=1 << 30
         )
@@ -64,12 +64,12 @@ class _Walker:
         """Tokens that the step emits."""
         committed = 1 + min(shape.drafts, self.holding)
         if shape.drafts:
-            self.acceptance.observe(shape.drafts, committed - 1)
+            self.acceptance_rates.observe(shape.drafts, committed - 1)
         left = committed == shape.drafts + 1 and self.holding > shape.drafts
         self.place += committed
         if committed in shape.proposals:
             self.in_hand = shape.block - 1
-            self.holding = min(self.in_hand, self.trace.holds[self.place])
+            self.holding = min(self.in_hand, self.trace.accepted[self.place])
         else:
             self.in_hand = self.in_hand - committed if left else 0
             self.holding = self.holding - committed if left else 0
@@ -80,7 +80,7 @@ Choose = Callable[[Sequence[SequenceView]], list[Shape]]
 
 
 def always(shape: Shape) -> Choose:
-    """One shape for all, and where no drafts are in hand new ones first."""
+    """Chooses one shape for all; a sequence without drafts in hand drafts first."""
     renewing = Shape(0, (1,), shape.block) if shape.proposals else Shape()
     return lambda views: [shape if view.drafts_in_hand else renewing for view in views]
 
@@ -90,11 +90,11 @@ def simulate(
 ) -> tuple[float, float]:
     """Tokens per second and tokens per step of a batch that always has `batch` sequences, over `tokens` tokens."""
     waiting = cycle(traces)
-    walkers = [_Walker(next(waiting), policy.new_acceptance()) for _ in range(batch)]
+    walkers = [_Walker(next(waiting), policy.new_acceptance_rates()) for _ in range(batch)]
     emitted = steps = 0
     seconds = 0.0
     while emitted < tokens:
-        views = [SequenceView("auto", w.in_hand, policy.block_length, w.context, w.acceptance) for w in walkers]
+        views = [SequenceView("auto", w.in_hand, policy.block_length, w.context, w.acceptance_rates) for w in walkers]
         shapes = [walker.fit(shape) for walker, shape in zip(walkers, choose(views), strict=True)]
         picking = [shape for shape in shapes if shape.proposals]
         size = StepSize(
@@ -109,7 +109,9 @@ def simulate(
         emitted += sum(walker.step(shape) for walker, shape in zip(walkers, shapes, strict=True))
         seconds += cost.seconds(size)
         steps += batch
-        walkers = [_Walker(next(waiting), policy.new_acceptance()) if walker.arrived else walker for walker in walkers]
+        walkers = [
+            _Walker(next(waiting), policy.new_acceptance_rates()) if walker.arrived else walker for walker in walkers
+        ]
     return emitted / seconds, emitted / steps
 
 
@@ -119,7 +121,7 @@ def compare_settings(
     block_length: int,
     batch: int,
     tokens: int,
-    expected_holds: Sequence[float] = (),
+    expected_acceptance: Sequence[float] = (),
 ) -> list[Simulated]:
     """Drafts off, full, the best fixed shape, the policy, and for one sequence the oracle."""
 
@@ -130,8 +132,8 @@ def compare_settings(
         rate, per_step = simulate(cost, traces, batch, tokens, policy or DraftPolicy(block_length, cost), choose)
         return Simulated(batch, setting, rate, per_step, shape)
 
-    policy = DraftPolicy(block_length, cost, expected_holds)
-    shapes = {shape for shape, _ in candidate_shapes(mean_holds(traces, block_length), block_length)}
+    policy = DraftPolicy(block_length, cost, expected_acceptance)
+    shapes = {shape for shape, _ in candidate_shapes(mean_acceptance(traces, block_length), block_length)}
     best = max((run("best fixed", always(s), s) for s in (Shape(), *shapes)), key=lambda found: found.tokens_per_second)
     results = [
         run("off", always(Shape())),
@@ -144,19 +146,19 @@ def compare_settings(
     return results
 
 
-def mean_holds(traces: Sequence[Trace], block_length: int) -> tuple[float, ...]:
+def mean_acceptance(traces: Sequence[Trace], block_length: int) -> tuple[float, ...]:
     """P(draft i holds | drafts 1 … i-1 hold) over all places of all traces."""
-    reached = [sum(hold >= i for trace in traces for hold in trace.holds) for i in range(block_length)]
+    reached = [sum(count >= i for trace in traces for count in trace.accepted) for i in range(block_length)]
     return tuple(reached[i] / max(1, reached[i - 1]) for i in range(1, block_length))
 
 
 def _oracle(cost: StepCost, traces: Sequence[Trace], block_length: int, tokens: int) -> Simulated:
-    """What a policy could reach that knew how far all drafts hold: it verifies those alone that do, and drafts for the
-    one outcome that comes. Found backwards, from the end of each answer."""
+    """The result of a policy that knows how far all drafts hold: it verifies only those that do, and drafts only for
+    the outcome that comes. Computed backwards, from the end of each answer."""
     emitted = steps = 0
     seconds = 0.0
     for trace in _enough(traces, tokens):
-        end = len(trace.holds) - 1
+        end = len(trace.accepted) - 1
         context = trace.context + end / 2
         price = {
             (drafts, block): cost.seconds(
@@ -184,11 +186,11 @@ def _moves(
     price: dict[tuple[int, int], float],
     best: list[list[tuple[float, int]]],
 ) -> Iterator[tuple[float, int]]:
-    end = len(trace.holds) - 1
+    end = len(trace.accepted) - 1
     for drafts in range(min(holding, end - place - 1) + 1):
         there = place + drafts + 1
         for block in (0, *range(2, block_length + 1)):
-            after = min(trace.holds[there], block - 1) if block else max(0, holding - drafts - 1)
+            after = min(trace.accepted[there], block - 1) if block else max(0, holding - drafts - 1)
             seconds, steps = best[there][after]
             yield seconds + price[drafts, block], steps + 1
 
@@ -197,5 +199,5 @@ def _enough(traces: Sequence[Trace], tokens: int) -> Iterator[Trace]:
     for trace in cycle(traces):
         if tokens <= 0:
             return
-        tokens -= len(trace.holds) - 1
+        tokens -= len(trace.accepted) - 1
         yield trace

@@ -42,10 +42,11 @@ class SoakResult:
 def run_soak(
     engine: Engine, prompts: Sequence[tuple[int, ...]], seconds: float, say: Callable[[str], None] = lambda line: None
 ) -> SoakResult:
-    """Random requests for so long, some of which leave again or are refused; then all that is left is finished."""
+    """Sends random requests for so many seconds, some of which leave again or are refused; then finishes what is
+    left."""
     draw = random.Random(0)
     process = psutil.Process()
-    began = sampled = told = time.monotonic()
+    began = sampled = reported = time.monotonic()
     sizes: list[tuple[float, float]] = []
     under_way: set[str] = set()
     asked = finished = left = refused = wrong = tokens = 0
@@ -70,9 +71,9 @@ def run_soak(
         if now - sampled >= SAMPLE_SECONDS:
             sizes.append((now - began, process.memory_info().rss / 1e6))
             sampled = now
-        if now - told >= SETTLING:
+        if now - reported >= SETTLING:
             say(f"{(now - began) / 60:.0f} min: {finished} answers, {tokens} tokens, {sizes[-1][1]:.0f} MB")
-            told = now
+            reported = now
     late = np.array([(at / 60, size) for at, size in sizes if at >= min(SETTLING, seconds / 2)])
     growth = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 2 else 0.0
     return SoakResult(

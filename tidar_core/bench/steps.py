@@ -21,7 +21,7 @@ from tidar_core.engine.batch import build_batch, inputs_of
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.kernels.ops import KVCache, Layers, Ops, StepRows, rotary_tables
 from tidar_core.kernels.rules import all_zero
-from tidar_core.kernels.triton_gemm import BYTES_BEHIND
+from tidar_core.kernels.triton_gemm import PREFETCH_BYTES
 from tidar_core.kernels.triton_ops import has_float8, triton_ops
 from tidar_core.kernels.triton_sampling import pick_whole
 from tidar_core.layout import BlockForm, Shape
@@ -61,13 +61,14 @@ class StepTime:
     share: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
+        """One line for the log."""
         return f"{self.rows} rows, context {self.context}: {self.microseconds:.0f} µs, {self.share:.0%}"
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTime:
-    """The time of all chunks of a prompt and the token behind it."""
+    """The time to read a prompt in chunks and pick the first token behind it."""
 
     shape: str
     tokens: int
@@ -75,7 +76,8 @@ class PrefillTime:
     milliseconds: float
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
+        """One line for the log."""
         return f"{self.tokens} tokens of a prompt: {self.milliseconds:.1f} ms"
 
 
@@ -84,7 +86,7 @@ class StepSettings:
     """How products are made (`triton_ops`), and whether weights and K/V are in 8 bits."""
 
     exact: bool = True
-    bytes_behind: int = BYTES_BEHIND
+    prefetch_bytes: int = PREFETCH_BYTES
     float8: bool = False
 
 
@@ -99,7 +101,7 @@ class _Model:
     layers_drafting: Layers
 
     def bytes(self, rows: int) -> float:
-        """Of the weights that a step of so many rows reads; of experts, as many as random rows go through."""
+        """Bytes of the weights that a step of `rows` rows reads; of the experts, as many as random rows go through."""
         experts = self.config.experts
         share = 1.0 if experts is None else 1 - (1 - experts.chosen / experts.count) ** rows
         head, layers = self.weights.head, self.weights.layers
@@ -226,7 +228,7 @@ def run_step_bench(
                     record["checks"].append(one.as_record())
                 else:
                     record[part].append(asdict(one))
-                    report(f"{name}: {one.said}")
+                    report(f"{name}: {one.summary}")
                 keep(record)
         del model, parts, found
         torch.cuda.empty_cache()

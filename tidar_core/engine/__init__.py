@@ -1,19 +1,55 @@
 """The engine: token ids in, token ids out, one device, many requests at once.
 
-`start.py` makes one of what a user chose, on the kernels of `ops_choice.py` and with the pages of `room.py`.
-`engine.py` is the whole way of a request in one `step()`: the scheduler plans rows and pages (`scheduler.py`,
-`chosen.py`, `pages.py`, with `tidar_core.prefixes` for those that are shared) in shapes that the draft policy chose
-(`draft_policy.py`, by how often drafts held, `held_drafts.py`, and the prices of `step_cost.py`), `laid.py` finds the
-rows that plans lay, `batch.py` turns them into tensors, `runner.py` runs the model, tokens are picked by the rule of
-`tidar_core.sampling`, the scheduler commits up to where an answer ends (`ending.py`), and `drafting.py` picks the next
-drafts. On a GPU `graphs.py` replays steps that were captured, and `flight.py` launches the next step while one runs
-(`said_ahead.py` counts for penalties what that one says). `grammars.py` compiles what an answer has to follow, off
-this thread, `constraint.py` follows it, and `thought_watch.py` ends thoughts that are long enough; those whose
-grammars are slow take turns (`turns.py`). `warmup.py` proves on the loaded model that a row's bits do not depend on
-its batch, and measures what rows cost, which `cost_cache.py` remembers.
+Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler.py and flight.py.
 
-The geometry of a step is `tidar_core.layout`. K/V at positions below a sequence's cursor come from committed
-tokens under causal attention; mask rows never write pages; a rejected draft moves a cursor and nothing else.
+    engine.py             a request's whole way: submit, abort, and `step`, which moves all of them on
+    flight.py             steps that overlap: the next one is launched before the host knows the answers of this one
+    start.py              what a user chose -> an engine that is ready to serve
+
+    scheduler.py          plans a step's rows and pages, commits its answers; who runs, waits, is preempted
+    chosen.py             who runs in the step that is planned, and with how many known tokens
+    turns.py              sequences with slow grammars take turns
+    pages.py              the pool of K/V pages: free, owned, cached (`tidar_core.prefixes` names the shared ones)
+    ending.py             where an answer ends
+
+    draft_policy.py       how much to draft: the shape of each sequence, the most tokens per second for the batch
+    acceptance_rates.py   how often drafts are accepted
+    step_cost.py          what a step costs, by its rows
+    cost_cache.py         measured costs kept on disk, checked at the next start
+
+    laid.py               the rows that plans lay; kept while steps repeat
+    batch.py              plans -> the tensors of a forward pass, in one copy
+    runner.py             the model on its device: hidden states, then the scores of chosen rows
+    graphs.py             steps as CUDA graphs
+    drafting.py           the drafts of a proposal that came true
+    penalties_ahead.py    penalties for tokens that only the device knows yet
+
+    grammars.py           compiles grammars, off the engine's thread
+    constraint.py         follows a grammar through tokens and drafts
+    thought_watch.py      ends thoughts that are long enough
+
+    ops_choice.py         which kernels the engine runs on
+    room.py               positions of a request, and how many pages there is memory for
+    warmup.py             proves on the loaded model that a row's bits do not depend on its batch; measures costs
+
+A step is computed in one of two ways, and both must give the same tokens:
+
+    on the host     `Engine._step_alone`: the device computes scores, and the host picks tokens, commits and drafts. The
+                    verify rows' tokens come to the host; `Scheduler.commit` compares them with the drafts
+                    (`layout.count_committed`); then the drafts of the proposal that came true are picked.
+    on the device   `flight.launch` and `Flight.land`: `carry` moves the rows on to where the step before ends, the
+                    verify rows' tokens are picked, `decide` compares them with the drafts and finds the proposal that
+                    came true, `renew` puts its drafts into the state. The host launches the next step
+                    (`Scheduler.plan_ahead`) before it reads the tokens, then commits as ever (`flight.settled`).
+
+A step runs on the device where steps overlap (`EngineConfig.overlap_steps`), every plan emits, and `flight.may_fly` is
+true of every sequence: nothing needs the host between two steps, as grammars, log-probabilities, bad words, min_tokens
+that is not reached, and `draft_trust` below 1 do. `carry`, `decide` and `renew` (`tidar_core.kernels.succession`) are
+`tidar_core.layout` on tensors: tests/tidar_core/kernels/test_succession.py checks it. That both ways give the same
+tokens and drafts is checked by tests/tidar_core/engine/test_flight.py (`test_the_same_is_said_and_drafted`).
+
+K/V at positions below a sequence's cursor come from committed tokens under causal attention; mask rows never write
+pages; a rejected draft moves a cursor and nothing else.
 """
 
 from tidar_core.engine.engine import Engine, EngineInfo, EngineStats

@@ -18,8 +18,8 @@ from tidar_core.layout import BlockForm, Shape
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """What the tensors of a step are as large as: rows of both kinds, rows of the page table and its width. The last
-    row of the page table is the trash page's, which padding rows belong to."""
+    """The sizes of a step's tensors: verify rows, mask rows, rows of the page table and its width. The last row of the
+    page table is the trash page's; padding rows belong to it."""
 
     verify: int
     mask: int
@@ -40,8 +40,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward pass, in the host's memory. numbers: int32, all of `Inputs` in one array, so that one copy brings it
-    to a device. laid: what its rows are."""
+    """One forward pass, in the host's memory. numbers: int32, all of `Inputs` in one array, so that a single copy
+    brings it to a device. laid: its rows, without padding."""
 
     size: BatchSize
     numbers: Tensor
@@ -61,8 +61,9 @@ def draft_rows(shape: Shape, first_mask_row: int, place: int) -> range:
 
 
 def _lengths(size: BatchSize) -> tuple[int, ...]:
-    """Of the parts of a batch's numbers: the columns positions, sequence, context_end, tail_start and tail_end of all
-    rows, page table, write slots and tokens of the verify rows, slots and repeats of the mask rows."""
+    """The lengths of the parts of a batch's numbers: the columns positions, sequence, context_end, tail_start and
+    tail_end of all rows; the page table; write slots and tokens of the verify rows; slots and repeats of the mask
+    rows."""
     return 5 * (size.verify + size.mask), size.sequences * size.pages, size.verify, size.verify, size.mask, size.mask
 
 
@@ -76,15 +77,17 @@ def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
 
 
 def step_size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
-    """What a step is as large as, for those who price it."""
-    return replace(batch.laid.size, context=(sum([plan.start for plan in plans]) + batch.laid.ahead) / len(plans))
+    """The size of a step, for its price."""
+    return replace(
+        batch.laid.size, context=(sum([plan.start for plan in plans]) + batch.laid.known_behind) / len(plans)
+    )
 
 
 def build_batch(
     plans: Items[SequencePlan], page_size: int, padded: Callable[[BatchSize], BatchSize], form: BlockForm
 ) -> Batch:
-    """Rows of all plans, all verify rows first. padded: the size to fill up to, no smaller in any part; what is filled
-    up with sees the trash page and writes to it."""
+    """Rows of all plans, all verify rows first. padded: gives the size to fill up to, no smaller in any part. Padding
+    rows read and write the trash page alone."""
     known, shapes = tuple([len(plan.known) for plan in plans]), tuple([plan.shape for plan in plans])
     laid = lay(known, shapes, tuple([plan.emits for plan in plans]), form)
     pages = [plan.sequence.pages for plan in plans]

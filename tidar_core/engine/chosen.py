@@ -6,8 +6,9 @@ from tidar_core.request import Sequence
 
 
 class Chosen:
-    """Who runs in the step that is planned, with how many known tokens, `rows` of them in all, `most` at most. Each of
-    `decoding` that has not come yet has one row kept for it: a long prompt of greater urgency does not silence it."""
+    """Who runs in the step that is planned, and with how many known tokens: `rows` in all, `most` at most. One row is
+    kept for each sequence of `decoding` that was not put in yet, so that a more urgent long prompt does not silence
+    it."""
 
     def __init__(self, most: int, decoding: Iterable[Sequence]) -> None:
         self.counts: dict[Sequence, int] = {}
@@ -21,10 +22,12 @@ class Chosen:
         return max(left - len(self._kept) + (sequence in self._kept), min(1, left))
 
     def put(self, sequence: Sequence, count: int) -> None:
+        """Gives a sequence `count` rows of known tokens."""
         self.counts[sequence] = count
         self.rows += count
         self._kept.pop(sequence, None)
 
     def drop(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the step, its kept row included; one that is not here is ignored."""
         self.rows -= self.counts.pop(sequence, 0)
         self._kept.pop(sequence, None)

@@ -24,7 +24,8 @@ ANY_NUMBER = sys.maxsize
 
 
 class Constraint(Protocol):
-    """What an answer has to follow, behind the tokens that were emitted. Whatever looks ahead goes back there.
+    """What an answer has to follow. It stands behind the tokens that were emitted; what looks ahead of them returns
+    there.
 
     error: why the answer cannot go on, in one line, or None. A mask is uint8, a bit a token id, the lowest first; None
     where any token may come.
@@ -35,27 +36,27 @@ class Constraint(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Nothing may follow any more."""
+        """Whether nothing may follow any more."""
 
     @property
     def free(self) -> int:
-        """So many tokens at least may be any."""
+        """How many of the next tokens, at least, are not constrained."""
 
     @property
     def seconds(self) -> float:
-        """Of the processor, that were taken here for the last step and for the guesses that it began with."""
+        """Processor seconds spent here on the last step, its guesses included."""
 
     @property
     def guesses(self) -> bool:
         """Whether anything is guessed behind what was emitted."""
 
     def advance(self, tokens: Items[int]) -> int:
-        """Moves on behind emitted tokens; how many there are until the answer ends. Sets `error` where one of them is
-        not allowed, or takes too long: the answer ends with that one."""
+        """Moves on behind emitted tokens; returns how many of them belong to the answer. Sets `error` where one is not
+        allowed or takes too long: the answer ends with that one."""
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
-        """What may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or where a
-        draft that ends the answer makes the question idle. Behind a draft that is refused nothing is asked."""
+        """The masks of what may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or
+        where an earlier draft ends the answer. Behind a draft that is refused nothing is looked up."""
 
     def guess(self, token: int) -> bool:
         """Moves on behind a draft, if it is allowed; `forget` goes back."""
@@ -216,7 +217,8 @@ class GrammarState:
 
 
 def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:
-    """The rule under a constraint. Where that leaves nothing but the end, min_tokens cannot put it off."""
+    """The rule under a constraint. Where that allows nothing but ending the answer, min_tokens cannot put the end
+    off."""
     if mask is None:
         return rule
     return replace(rule, allowed=mask, banned=rule.banned if allows_beside(mask, rule.banned) else ())

@@ -52,10 +52,11 @@ def known_cost(
     check: Callable[[StepCost], Iterable[tuple[float, float]]],
     preemptions: Callable[[], int] = own_preemptions,
 ) -> StepCost:
-    """The cost in `path`, at today's pace, where it still holds, else what `measure` finds, which is kept there.
+    """The cost kept in `path`, scaled to today's pace, where it still holds; else what `measure` finds, which is then
+    kept there.
 
-    check(cost) gives seconds as the cost has them and as they are now, of a few things; preemptions() counts how often
-    other programs were let run instead. A file that cannot be read or written is no matter.
+    check(cost) gives pairs (seconds by the cost, seconds now) of a few works; preemptions() counts how often the
+    processor was given to other programs. A file that cannot be read or written is ignored.
     """
     cost = _read(path)
     if cost is not None and (pace := _pace_now(partial(check, cost), preemptions)) is not None:
@@ -66,8 +67,8 @@ def known_cost(
 
 
 def _pace_now(check: Callable[[], Iterable[tuple[float, float]]], preemptions: Callable[[], int]) -> float | None:
-    """How many times longer all things of a check take now than before, by the fastest of a few looks: what else the
-    machine does may fall on some of them alone. None where they differ in that."""
+    """How many times as long all works of a check take now as before, by the fastest of a few looks, since other
+    programs may disturb some of them alone. None where the works do not agree."""
     fastest: FloatArray | None = None
     busy = True  # in each look so far: that makes things slower, and tells at most how much faster they have become
     for _ in range(LOOKS):

@@ -5,7 +5,7 @@ outcome a comes out with probability P(a), and if a is in P the next step has dr
 (0, {1}, b) emits one token and drafts anew. The long-run tokens per second of that cycle is compared over a few
 shapes and with plain autoregression, at the size that the batch has now. Rows are priced for the batch as a whole:
 where not all sequences are worth their rows, those whose drafts hold best draft and the others decode plainly. Where
-steps are planned while others run, nobody knows yet whether there are drafts: each has all rows of the shape.
+steps overlap, a step is planned before it is known whether there are drafts: each has all rows of the shape.
 
 Rows of prompts come and go, so what is best is judged for the steps without them, at the size that the batch will have
 when the prompts are through; in a step beside them drafts have to be worth what they add to that very step.
@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidar_core.engine.held_drafts import FADING, SEQUENCE_MEMORY, HeldDrafts, outcome_probabilities
+from tidar_core.engine.acceptance_rates import FADING, SEQUENCE_MEMORY, AcceptanceRates, outcome_probabilities
 from tidar_core.engine.step_cost import NO_TIE, FloatArray, IntArray, StepCost, StepSize, curve_at
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.request import DraftMode
 
-PRIOR_HOLDS = 0.55  # where a drafter does not say how often its drafts hold
+PRIOR_ACCEPTANCE = 0.55  # where a drafter does not say how often its drafts hold
 PLAIN_FADING = 0.998  # weight that an observation of plain steps keeps through a step that drafts
 FRESH = 40  # steps for which it is not doubted
 BIAS_MEMORY = 0.95  # of how long real steps take
@@ -38,13 +38,13 @@ OTHER_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
 class SequenceView(NamedTuple):
     """What the policy may know of a sequence: its draft mode, drafts in hand, its limit on b, the tokens that its
-    rows attend to, how its drafts held, and whether they have a say in its text."""
+    rows attend to, how often its drafts are accepted, and whether they have a say in its text."""
 
     mode: DraftMode
     drafts_in_hand: int
     block_limit: int
     context: int = 0
-    acceptance: HeldDrafts | None = None
+    acceptance_rates: AcceptanceRates | None = None
     say: bool = False
 
 
@@ -55,10 +55,13 @@ def _sizes(block_limit: int) -> tuple[tuple[int, int], ...]:
     return tuple((block, drafts) for block in (*blocks, block_limit) if block > 1 for drafts in range(1, block))
 
 
-def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple[Shape, list[float]]]:
-    """Shapes worth comparing, each with its P(a): for every (b, n) the k likeliest outcomes, k = 1 … n+1."""
+def candidate_shapes(acceptance: Sequence[float], block_limit: int) -> Iterator[tuple[Shape, list[float]]]:
+    """Shapes worth comparing, each with its P(a): for every (b, n) the k likeliest outcomes, k = 1 … n+1.
+
+    acceptance: P(draft i holds | drafts 1 … i-1 hold) for i = 1, 2, …, here and below.
+    """
     for block, drafts in _sizes(block_limit):
-        chances = outcome_probabilities(holds, drafts)
+        chances = outcome_probabilities(acceptance, drafts)
         ranked = sorted(range(1, drafts + 2), key=lambda outcome: -chances[outcome - 1])
         for count in range(1, drafts + 2):
             yield Shape(drafts, tuple(sorted(ranked[:count])), block), chances
@@ -67,12 +70,13 @@ def candidate_shapes(holds: Sequence[float], block_limit: int) -> Iterator[tuple
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a step carries beside the drafts: `sequences` that choose, `other_rows` that are there anyway, and the
-    context. ahead: steps are planned while others run, with all rows of the shape whether there are drafts or not."""
+    context. overlap_steps: each step is planned while the one before runs, with all rows of the shape whether there are
+    drafts in hand or not."""
 
     sequences: int
     other_rows: int = 0
     context: int = 0
-    ahead: bool = False
+    overlap_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,24 +107,30 @@ def most_full(block: int) -> int:
 class DraftPolicy:
     """Chooses the shape of every sequence, step by step. Texts never depend on it.
 
-    expected: P(draft i holds | those before it hold) for i = 1, 2, … as the drafter's training measured it; the last
-    one goes for those beyond. ahead: as in `Load`.
+    expected_acceptance: P(draft i holds | drafts 1 … i-1 hold) for i = 1, 2, …, as the drafter's training measured it;
+    the last one stands for all beyond. overlap_steps: as in `Load`.
     """
 
-    def __init__(self, block_length: int, cost: StepCost, expected: Sequence[float] = (), ahead: bool = False):
+    def __init__(
+        self,
+        block_length: int,
+        cost: StepCost,
+        expected_acceptance: Sequence[float] = (),
+        overlap_steps: bool = False,
+    ):
         self.block_length = block_length
         self.cost = cost
-        self._ahead = ahead
-        known = tuple(expected) or (PRIOR_HOLDS,)
-        self._expected = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
-        self._all = HeldDrafts(self._expected)
+        self._overlap_steps = overlap_steps
+        known = tuple(expected_acceptance) or (PRIOR_ACCEPTANCE,)
+        self._expected_acceptance = (*known, *known[-1:] * block_length)[: max(0, block_length - 1)]
+        self._all = AcceptanceRates(self._expected_acceptance)
         self._choices: dict[tuple[int, Load], KeptChoice] = {}
         self._step = 0
         self._without_drafts = FRESH
 
-    def new_acceptance(self) -> HeldDrafts:
-        """The books of a sequence that begins, over what all have shown."""
-        return HeldDrafts(self._expected, SEQUENCE_MEMORY, whole=self._all)
+    def new_acceptance_rates(self) -> AcceptanceRates:
+        """Those of a sequence that begins: the rates of all sequences are their prior."""
+        return AcceptanceRates(self._expected_acceptance, SEQUENCE_MEMORY, whole=self._all)
 
     def choose(self, views: Sequence[SequenceView], prompt_rows: int, coming: int = 0) -> list[Shape]:
         """A shape for each sequence, for drafts in hand or none; the caller fits it to the sequence's limits.
@@ -139,9 +149,9 @@ class DraftPolicy:
         if not any(shape.drafts for shape in shapes):
             self._all.fade()
         for index in free:
-            acceptance = views[index].acceptance
-            if acceptance is not None and not shapes[index].block:
-                acceptance.fade()
+            own = views[index].acceptance_rates
+            if own is not None and not shapes[index].block:
+                own.fade()
         return shapes
 
     def took(self, size: StepSize, seconds: float) -> None:
@@ -187,14 +197,14 @@ class DraftPolicy:
         """Shapes of the sequences that leave it to the policy: the best ones draft, as many as are worth it."""
         context = sum(view.context for view in views) // len(views)
         sequences = _coarse(len(views) + coming)
-        load = Load(sequences, _rounded(others, OTHER_GRAIN), _rounded(context, CONTEXT_GRAIN), self._ahead)
+        load = Load(sequences, _rounded(others, OTHER_GRAIN), _rounded(context, CONTEXT_GRAIN), self._overlap_steps)
         choice = self._best(views, load)
         if not choice.drafting:
             return [PLAIN] * len(views)
         count = -(-choice.drafting * len(views) // load.sequences)
         drafting = set(range(len(views)))
         if count < len(views):  # drafts in hand were paid for already
-            promises = [(view.drafts_in_hand > 0, _promise(self._holds(view))) for view in views]
+            promises = [(view.drafts_in_hand > 0, _promise(self._acceptance(view))) for view in views]
             ranked = sorted(drafting, key=promises.__getitem__, reverse=True)
             drafting = set(ranked[:count])
         shapes = [
@@ -211,7 +221,7 @@ class DraftPolicy:
         """Whether these shapes bring more than the time that they add to a step beside `other_rows`."""
         gain = 0.0
         for view, shape in zip(views, shapes, strict=True):
-            chances = outcome_probabilities(self._holds(view), shape.drafts)
+            chances = outcome_probabilities(self._acceptance(view), shape.drafts)
             gain += sum(outcome * chance for outcome, chance in enumerate(chances, 1)) - 1.0
             gain += choice.renewal * sum(chances[outcome - 1] for outcome in shape.proposals)
         size = StepSize(other_rows, len(views), sequences=len(views), context=context)
@@ -225,8 +235,8 @@ class DraftPolicy:
         )
         return gain > choice.rate * (self.cost.seconds(drafted) - self.cost.seconds(size))
 
-    def _holds(self, view: SequenceView) -> tuple[float, ...]:
-        return (view.acceptance or self._all).holds()
+    def _acceptance(self, view: SequenceView) -> tuple[float, ...]:
+        return (view.acceptance_rates or self._all).rates()
 
     def _best(self, views: Sequence[SequenceView], load: Load) -> DraftChoice:
         limit = min(max(view.block_limit for view in views), self.block_length)
@@ -236,8 +246,8 @@ class DraftPolicy:
         if kept is None or self._step - kept.step >= life or abs(dearer / kept.dearer - 1) > MOVED:
             if len(self._choices) > 1024:
                 self._choices.clear()
-            known = [self._holds(view) for view in views]
-            known += [self._all.holds()] * (load.sequences - len(views))
+            known = [self._acceptance(view) for view in views]
+            known += [self._all.rates()] * (load.sequences - len(views))
             ranked = sorted(known, key=_promise, reverse=True)
             kept = KeptChoice(best_choice(self.cost, ranked, limit, load), self._step, dearer)
             self._choices[key] = kept
@@ -263,22 +273,22 @@ def _coarse(sequences: int) -> int:
     return -(-sequences // grain) * grain
 
 
-def _promise(holds: Sequence[float]) -> float:
+def _promise(acceptance: Sequence[float]) -> float:
     """Drafts that are expected to hold in a row."""
-    return sum(accumulate(holds, mul))
+    return sum(accumulate(acceptance, mul))
 
 
 def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: int, load: Load) -> DraftChoice:
     """The most tokens per second: how many of the sequences draft, and in which shape.
 
-    ranked: P(draft i holds | those before it hold) of each sequence, the most promising first.
+    ranked: the acceptance of each sequence, the most promising first.
     """
     alone = StepSize(load.other_rows, load.sequences, sequences=load.sequences, context=load.context)
     best, best_rate = DraftChoice(), load.sequences / cost.seconds(alone)
     drafting = load.sequences
     while drafting:
-        holds = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
-        shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
+        acceptance = [sum(column) / drafting for column in zip(*ranked[:drafting], strict=True)]
+        shape, rate, renewing = best_shape(cost, acceptance, block_limit, load, drafting)
         if rate > best_rate:
             renewal = max(0.0, (rate * renewing - load.sequences) / drafting)
             best, best_rate = DraftChoice(shape, drafting, rate, renewal), rate
@@ -287,25 +297,25 @@ def best_choice(cost: StepCost, ranked: Sequence[Sequence[float]], block_limit: 
 
 
 def best_shape(
-    cost: StepCost, holds: Sequence[float], block_limit: int, load: Load, drafting: int
+    cost: StepCost, acceptance: Sequence[float], block_limit: int, load: Load, drafting: int
 ) -> tuple[Shape, float, float]:
     """The one of `candidate_shapes` that gives most tokens per second, how many, and the seconds of a step that only
     brings it new drafts. All are priced at once, since a busy engine asks often.
 
     `drafting` sequences run a shape while they have drafts in hand, with one step (0, {1}, b) after each miss; where
-    steps are planned ahead that one has all rows of the shape.
+    steps overlap that one has all rows of the shape.
     """
     drafts, blocks, counts = _candidates(block_limit)
     longest = int(drafts.max())
     hits, tokens = np.zeros((longest + 1, longest + 2)), np.zeros(longest + 1)
-    chances = [np.array(outcome_probabilities(holds, n)) for n in range(longest + 1)]
+    chances = [np.array(outcome_probabilities(acceptance, n)) for n in range(longest + 1)]
     for n in range(1, longest + 1):
         hits[n, 1 : n + 2] = np.sort(chances[n])[::-1].cumsum()
         tokens[n] = chances[n] @ np.arange(1, n + 2)
     hit: FloatArray = hits[drafts, counts].clip(0.0, 1.0)
     in_hand: FloatArray = 1.0 / (2.0 - hit)
     one, sure = np.ones_like(drafts), np.ones_like(hit)
-    if load.ahead:
+    if load.overlap_steps:
         seconds = renewing = _step_seconds(cost, load, drafting, drafts, blocks, counts, sure)
     else:
         renewing = _step_seconds(cost, load, drafting, 0 * one, blocks, one, sure)
@@ -323,15 +333,19 @@ def best_shape(
 def _candidates(block_limit: int) -> tuple[IntArray, IntArray, IntArray]:
     """n, b and the number of outcomes of every candidate."""
     sizes = [(n, b, count) for b, n in _sizes(block_limit) for count in range(1, n + 2)]
-    drafts, blocks, counts = np.array(sizes).T
+    found = np.array(sizes).T
+    found.setflags(write=False)
+    drafts, blocks, counts = found
     return drafts, blocks, counts
 
 
 def _step_seconds(
     cost: StepCost, load: Load, drafting: int, drafts: IntArray, blocks: IntArray, counts: IntArray, hit: FloatArray
 ) -> FloatArray:
-    """Steps in which `drafting` sequences run each of many shapes, all with mask rows; a sequence finds its outcome
-    among the proposals with probability `hit`."""
+    """Seconds of steps in which `drafting` sequences run each of many shapes, all with mask rows; a sequence finds its
+    outcome among the proposals with probability `hit`."""
+    # `StepCost.seconds` over arrays: one by one the shapes take eight times as long, and by way of arrays a single step
+    # seven times. test_all_shapes_at_once_are_priced_as_one_by_one holds the two together.
     any_hit = 1.0 - (1.0 - hit) ** drafting
     verify, mask = load.sequences + drafting * drafts, drafting * counts * blocks
     slots = drafting * (blocks - 1)

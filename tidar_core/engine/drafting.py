@@ -1,4 +1,4 @@
-"""What a proposal that came true drafts: each slot's best, knowing the token before it where there is a slot head."""
+"""The drafts of a proposal that came true: one token a slot, given the token before it where there is a slot head."""
 
 from bisect import bisect_left
 from collections.abc import Sequence as Items
@@ -23,7 +23,8 @@ GRAPHED = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # proposals of one graph; launching
 
 @torch.inference_mode()
 def pick_drafts(runner: Runner, slots: GuessedSlots, *, alone: bool = False) -> Tensor:
-    """The drafts of slots, int64 [slots], by the slot head where there is one. alone: leave it out."""
+    """The drafts of slots, int64 [slots], by the slot head where there is one. alone: each slot by its own scores,
+    without the slot head."""
     head = None if runner.adapter is None else runner.adapter.slot_head
     if head is None or runner.vocabulary is None or alone:
         return runner.ops.pick(slots.logits, slots.rules, slots.shift)
@@ -36,8 +37,8 @@ def pick_drafts(runner: Runner, slots: GuessedSlots, *, alone: bool = False) -> 
 
 
 def _side_by_side(runner: Runner, head: SlotHead, vocabulary: Tensor, slots: GuessedSlots) -> Tensor:
-    """All proposals as if they were of one length, so that sizes alone decide what is launched: in one graph, where
-    there are graphs."""
+    """Drafts all proposals as if they had one length, so that sizes alone decide what is launched; as one CUDA graph
+    where there are graphs."""
     counts, words, device = slots.counts, runner.weights.embedding, runner.device
     longest = max(counts)
     graphs = None if len(counts) > GRAPHED[-1] else runner.graphs
@@ -118,17 +119,18 @@ def _slot_by_slot(runner: Runner, head: SlotHead, vocabulary: Tensor, slots: Gue
 
 
 @torch.inference_mode()
-def with_drafts_say(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
+def with_draft_scores(plans: Items[SequencePlan], logits: Tensor) -> Tensor:
     """The verify rows' scores with those of the drafter mixed in where a draft stands and its request trusts it (paper,
     section 3: beta AR + (1 - beta) diffusion). logits: [rows, vocab], left as they are."""
     mixed, row = logits, 0
     for plan in plans:
-        said, trust = plan.sequence.draft_scores, plan.sequence.request.params.draft_trust
-        if plan.emits and said is not None and plan.drafts:
+        draft_scores, trust = plan.sequence.draft_scores, plan.sequence.request.params.draft_trust
+        if plan.emits and draft_scores is not None and plan.drafts:
             if mixed is logits:
                 mixed = logits.clone()
             own = mixed[row : row + len(plan.drafts)]
             never = own == -torch.inf  # times a trust of 0 that would be no number
-            own.mul_(trust).add_(said[: len(plan.drafts)], alpha=1.0 - trust).masked_fill_(never, -torch.inf)
+            own.mul_(trust).add_(draft_scores[: len(plan.drafts)], alpha=1.0 - trust)
+            own.masked_fill_(never, -torch.inf)
         row += len(plan.drafts) + 1 if plan.emits else 0
     return mixed

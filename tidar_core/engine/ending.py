@@ -53,11 +53,11 @@ def _follow(
     if finish is not None and finish.reason is FinishReason.ERROR:
         mask = constraint.mask()
         if mask is not None and not mask.any():
-            told = "no token can go on with the grammar here"
-            finish = Finish(FinishReason.ERROR, error=told, param="grammar")
+            why = "no token can go on with the grammar here"
+            finish = Finish(FinishReason.ERROR, error=why, param="grammar")
             if has_stops:
-                told += " but those of stop_token_ids, with which it may not end here"
-                finish = Finish(FinishReason.ERROR, error=told, param="stop_token_ids")
+                why += " but those of stop_token_ids, with which it may not end here"
+                finish = Finish(FinishReason.ERROR, error=why, param="stop_token_ids")
     if constraint.ended and (finish is None or finish.reason is FinishReason.LENGTH):
         finish = Finish(FinishReason.STOP)
     return emitted, finish

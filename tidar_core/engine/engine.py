@@ -12,7 +12,7 @@ from tidar_core.bad_words import BadWords, check_bad_words
 from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import DraftPolicy
-from tidar_core.engine.drafting import pick_drafts, with_drafts_say
+from tidar_core.engine.drafting import pick_drafts, with_draft_scores
 from tidar_core.engine.flight import Flight, is_free, launch, may_fly, settled
 from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
@@ -22,7 +22,7 @@ from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
-from tidar_core.penalties import NOTHING_SAID, Ledger, check_allowed, keep_allowed
+from tidar_core.penalties import NO_HISTORY, Ledger, check_allowed, keep_allowed
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
 from tidar_core.text import TextStream
@@ -33,13 +33,16 @@ READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilitie
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, for those who ask: `block_length` 0 means that there is no drafter; `expected_holds` is how
-    often its drafts hold by its own account (`AdapterConfig.holds`); `exact` says that a token's bits do not depend on
-    the batch, as proven at warm-up; `fingerprint` names the base weights, `identity` all of the model that decides a
-    token (`tidar_core.model.fingerprint`), `arithmetic` the kernels, the torch and the kind of processor that compute
-    with them; `mask_token` is the one that is never said, where one stands for a mask;
-    `cost` is what a step's rows were measured to cost at warm-up.
-    `sampling_defaults` is for whoever makes requests: the engine does as their parameters say."""
+    """What an engine is, for those who ask.
+
+    exact: a token's bits do not depend on the batch, as proven at warm-up. block_length: 0 where there is no drafter.
+    expected_acceptance: how often the drafts hold by the drafter's own account (`AdapterConfig.holds`).
+    max_model_len: positions that a request may use. sampling_defaults: for whoever makes requests; the engine does as
+    their parameters say. pages: of K/V, page_size positions each. fingerprint: names the base weights. identity: all of
+    the model that decides a token (`tidar_core.model.fingerprint`). arithmetic: names the kernels, the torch and the
+    kind of processor that compute with them. mask_token: the token that is never emitted, where one stands for a mask.
+    cost: what a step's rows were measured to cost at warm-up.
+    """
 
     model: str
     adapter: str | None
@@ -49,7 +52,7 @@ class EngineInfo:
     exact: bool
     block_length: int
     form: BlockForm
-    expected_holds: tuple[float, ...]
+    expected_acceptance: tuple[float, ...]
     max_model_len: int
     vocab_size: int
     eos_ids: tuple[int, ...]
@@ -88,13 +91,13 @@ class Engine:
         grammars: Grammars,
         runner: Runner,
         scheduler: Scheduler,
-        overlap: bool,
+        overlap_steps: bool,
     ):
         self.info = info
         self.tokenizer = tokenizer
         self._runner = runner
         self._scheduler = scheduler
-        self._overlap = overlap
+        self._overlap_steps = overlap_steps
         self._flight: Flight | None = None
         self._landed = 0.0
         self._ended: list[StepOutput] = []
@@ -103,6 +106,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
         return bool(self._ended or self._scheduler.running or self._scheduler.waiting or self._compiling)
 
     @property
@@ -111,6 +115,7 @@ class Engine:
         return 0 if self._runner.graphs is None else len(self._runner.graphs)
 
     def stats(self) -> EngineStats:
+        """Requests and pages at this moment."""
         scheduler = self._scheduler
         waiting = len(scheduler.waiting) + len(self._compiling)
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
@@ -118,22 +123,22 @@ class Engine:
         return EngineStats(len(scheduler.running), waiting, pool.owned, pool.total, since, self._passed)
 
     def use_policy(self, policy: DraftPolicy) -> DraftPolicy:
-        """Another one chooses from now on, and learns what steps take. The one that did."""
+        """Lets another policy choose from now on and learn what steps take; returns the one before it."""
         before, self._scheduler.policy = self._scheduler.policy, policy
         return before
 
     def picking_seconds(self, proposals: int, slots: int) -> float:
-        """What picking the drafts of so many proposals takes, their scores apart."""
+        """Seconds that picking the drafts of `proposals` proposals takes, `slots` each, once they are scored."""
         return picking_seconds(self._runner, proposals, slots)
 
     def prefix_marks(self, limit: int) -> bytes:
-        """What of prompts is cached here, as `PagePool.marks` tells it."""
+        """Which prefixes of prompts are cached here: `PagePool.marks`."""
         return self._scheduler.pool.marks(limit)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""
         params, known = request.params, len(request.prompt) + len(request.emitted)
-        if self._scheduler.holds(request.request_id) or request.request_id in self._compiling:
+        if self._scheduler.has(request.request_id) or request.request_id in self._compiling:
             raise RequestError(f"a request named {request.request_id} is under way already", "request_id")
         if not request.prompt:
             raise RequestError("the prompt is empty: send at least one token", "prompt")
@@ -170,10 +175,10 @@ class Engine:
             if params.stop
             else None
         )
-        said = Ledger(len(request.prompt)) if params.penalises else None
+        ledger = Ledger(len(request.prompt)) if params.penalises else None
         tokens = [*request.prompt, *request.emitted]
         bad_words = BadWords(params.bad_words, len(request.prompt)) if params.bad_words else None
-        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, said=said, bad_words=bad_words)
+        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, ledger=ledger, bad_words=bad_words)
         if params.thought_limit is not None:
             sequence.constraint = ThoughtWatch(
                 params.thought_limit, self.tokenizer, self.info.vocab_size, params.special_text
@@ -190,7 +195,8 @@ class Engine:
             self._ended.append(StepOutput(request_id, (), finish=Finish(FinishReason.ABORT)))
 
     def step(self) -> list[StepOutput]:
-        """One forward pass over everything that can run; at most one output a request."""
+        """Returns the outputs of one finished step, at most one a request. With overlapping steps the next one may
+        already have been launched."""
         ended, self._ended, self._passed = self._ended, [], 0
         ended += self._compiling.admit(self._scheduler.add)
         flight, self._flight = self._flight, None
@@ -201,12 +207,12 @@ class Engine:
             if not ended:
                 self._compiling.pause()
             return ended
-        if self._overlap and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
+        if self._overlap_steps and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
 
     def _unknown_token(self, tokens: Items[int]) -> str:
-        """What to tell of the first that the model has no embedding for: its tokenizer may know more words."""
+        """The error for the first token without an embedding: a tokenizer may know more words than its model."""
         unknown = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
         word = next((f" ({word!r})" for word, token in self.tokenizer.get_vocab().items() if token == unknown), "")
         return (
@@ -240,8 +246,8 @@ class Engine:
         """The answers of a step in flight; before they are waited for the next one is launched, where it can be."""
         scheduler = self._scheduler
         free = all(is_free(plan.sequence, self.info.block_length) for plan in flight.plans)
-        ahead = scheduler.plan_ahead(flight.plans) if free else None
-        following = None if ahead is None else self._launch(ahead[0], (flight, ahead[1]))
+        planned = scheduler.plan_ahead(flight.plans) if free else None
+        following = None if planned is None else self._launch(planned[0], (flight, planned[1]))
         found = zip(flight.plans, *flight.land(), strict=True)
         here = [entry for entry in found if entry[0].sequence in scheduler.running]
         outputs = scheduler.commit([plan for plan, _, _ in here], [truths for _, truths, _ in here])
@@ -283,7 +289,7 @@ class Engine:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
-        truths = self._runner.ops.pick(with_drafts_say(plans, logits), rules).tolist()
+        truths = self._runner.ops.pick(with_draft_scores(plans, logits), rules).tolist()
         outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows))
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
@@ -317,19 +323,19 @@ class Engine:
         logits = scores.of(rows_chosen)
         anchors = on_device([plan.sequence.tokens[-1] for plan, _, _ in chosen], hidden.device)
         counts = [len(rows) for _, rows, _ in chosen]
-        said = [
+        draft_scores = [
             own.clone() if plan.sequence.request.params.draft_trust < 1.0 else None
             for (plan, _, _), own in zip(chosen, logits.split(counts), strict=True)
         ]
         keep_allowed(logits, [plan.sequence.request.params for plan, _, _ in chosen], counts)
-        alone = any(own is not None for own in said)
+        alone = any(own is not None for own in draft_scores)
         slots = GuessedSlots(hidden[on_device(rows_chosen, hidden.device)], logits, rules, anchors, counts)
         picks = pick_drafts(self._runner, slots, alone=alone)
         drafts = _split(picks.tolist(), [rows for _, rows, _ in chosen])
         followed = [(plan.sequence.constraint, tokens) for (plan, _, _), tokens in zip(chosen, drafts, strict=True)]
         if any(constraint is not None for constraint, _ in followed):
             drafts = guess_within(followed, logits, rules)
-        for (plan, _, _), tokens, own in zip(chosen, drafts, said, strict=True):
+        for (plan, _, _), tokens, own in zip(chosen, drafts, draft_scores, strict=True):
             self._scheduler.take_drafts(plan.sequence, tokens, own)
 
     def _verify_rules(self, plan: SequencePlan) -> list[TokenRule]:
@@ -348,12 +354,12 @@ class Engine:
         if params.temperature == 0 and not still_banned and not params.penalises and bad_words is None:
             return [TokenRule(params, first)] * count  # the best is the best wherever it stands
         ends = tuple(sorted(sequence.ends)) if still_banned else ()
-        said = sequence.said
-        if said is not None:
-            said.follow(sequence.tokens)
+        ledger = sequence.ledger
+        if ledger is not None:
+            ledger.follow(sequence.tokens)
         rules = []
         for place in range(count):
-            history = NOTHING_SAID if said is None else said.history(ahead[:place])
+            history = NO_HISTORY if ledger is None else ledger.history(ahead[:place])
             banned = ends if place < still_banned else ()
             if bad_words is not None:
                 known = place <= len(ahead)
@@ -363,7 +369,8 @@ class Engine:
 
 
 class Scores:
-    """The logits of a step's rows, those of `first` in one pass; of others when they are asked for."""
+    """The logits of a step's rows: those of the rows `first` are computed in one pass, others when they are asked
+    for."""
 
     def __init__(self, runner: Runner, hidden: Tensor, first: Items[int]):
         self._runner = runner

@@ -23,10 +23,11 @@ from torch import Tensor
 from tidar_core.engine.batch import Batch, step_size
 from tidar_core.engine.drafting import pick_drafts
 from tidar_core.engine.laid import Laid, numbered
+from tidar_core.engine.penalties_ahead import as_changed, penalised_ahead
 from tidar_core.engine.runner import Runner
-from tidar_core.engine.said_ahead import as_changed, with_what_was_said
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
+from tidar_core.kernels.columns import COMMITTED, DRAFTS, FIRST_ROW, FIRST_SCORE
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
@@ -41,9 +42,10 @@ THE_BEST = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How the tokens of a step are picked, once scores are changed: the same step after step, while the same sequences
-    lay the same rows. changing: some change scores. greedy: the best is the best wherever it stands, for all. verify,
-    slots: the rules of the verify rows and of a proposal's slots of each plan, as of tokens at position 0."""
+    """How the tokens of a step are picked from scores that bias and penalties have changed already. It stays the same
+    from step to step while the same sequences lay the same rows. changing: whether any sequence changes scores. greedy:
+    whether all take the best token, which no position changes. verify, slots: the rules of the verify rows and of the
+    slots of one proposal of each plan, as if all tokens stood at position 0."""
 
     laid: Laid
     params: tuple[SamplingParams, ...]
@@ -55,9 +57,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched at `launched`, when so many of the runner's runs were `untypical`. rows: how many true
-    tokens each plan gets. truths: int64, all of these, and state: what the step leaves to the next, on the device.
-    told: int64, on its way to the host until `ready`: the true tokens of all plans, then the state."""
+    """A step that was launched and is not over. launched: when, on the monotonic clock; untypical: `Runner.untypical`
+    at that time. rows: how many true tokens each plan gets. On the device: truths, int64, the true tokens of all plans,
+    and state, what the step leaves to the next (`kernels.succession`). fetched: int64, truths and then state, on its
+    way to the host until `ready`."""
 
     plans: tuple[SequencePlan, ...]
     asked: Asked
@@ -65,24 +68,25 @@ class Flight:
     rows: tuple[int, ...]
     truths: Tensor
     state: Tensor
-    told: Tensor
+    fetched: Tensor
     ready: torch.cuda.Event | None
     launched: float
     untypical: int
 
     def land(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Waits for it. The true tokens and the drafts in hand of each plan."""
+        """Waits for the step. Returns the true tokens of each plan, and its drafts in hand (-1 where there is none)."""
         if self.ready is not None:
             self.ready.synchronize()
-        values, ends = self.told.tolist(), list(accumulate(self.rows))
+        values, ends = self.fetched.tolist(), list(accumulate(self.rows))
         truths = [values[end - count : end] for end, count in zip(ends, self.rows, strict=True)]
         width = self.state.shape[1]
         states = range(ends[-1], ends[-1] + width * len(self.plans), width)
-        return truths, [values[start + 2 : start + width] for start in states]
+        return truths, [values[start + DRAFTS : start + width] for start in states]
 
 
 def may_fly(sequence: Sequence, block_length: int) -> bool:
-    """Whether a sequence's tokens need nothing that the host finds out between two steps."""
+    """Whether a sequence's tokens can be decided on the device: nothing that the host finds out between two steps is
+    needed for them."""
     params = sequence.request.params
     return (
         is_free(sequence, block_length)
@@ -95,7 +99,8 @@ def may_fly(sequence: Sequence, block_length: int) -> bool:
 
 
 def is_free(sequence: Sequence, block_length: int) -> bool:
-    """Whether any token may come in a step that is launched now and in the one behind it."""
+    """Whether the sequence's constraint, if it has one, allows any token in the step that is launched now and in the
+    next one."""
     return sequence.constraint is None or sequence.constraint.free >= 2 * max(1, block_length)
 
 
@@ -115,7 +120,7 @@ def settled(plan: SequencePlan) -> SequencePlan:
 
 @lru_cache(maxsize=1024)
 def _with_drafts(shape: Shape, drafts: int) -> tuple[Shape, tuple[int, int]]:
-    """A shape where so many drafts came, and how many of its rows of both kinds ran for none."""
+    """The shape as it turned out where only `drafts` drafts came, and how many verify and mask rows ran in vain."""
     reach = drafts + 1
     if shape.proposals:
         nearest, *others = shape.proposals
@@ -133,8 +138,8 @@ def launch(
     cost: StepCost,
     behind: tuple[Flight, Items[int]] | None,
 ) -> Flight:
-    """Launches a step of plans that all emit. behind: the step before, where that is not over, and which of its plans
-    each of these goes on from."""
+    """Launches a step of plans that all emit. behind: the step before where it is not over, and for each plan the index
+    of the plan there that it follows."""
     launched, untypical, device = time.monotonic(), runner.untypical, runner.device
     batch = runner.batch(plans)
     state = _state(plans, runner.block_length, device) if behind is None else behind[0].state
@@ -153,7 +158,7 @@ def launch(
     verified = scores[: len(laid.answer_rows)]
     if asked.changing:
         own = state[source[: len(plans)].long()].long()
-        verified = with_what_was_said(verified, plans, _under_way(behind, own), own[:, 2:])
+        verified = penalised_ahead(verified, plans, _under_way(behind, own), own[:, DRAFTS:])
     truths = ops.pick(verified, asked.verify, None if asked.greedy else _positions(plans, answers, state, source))
 
     lengths = guesses[guesses > 0].tolist()
@@ -165,21 +170,22 @@ def launch(
         shift = None if asked.greedy else _positions(plans, guesses, state, source, decided.state)
         slots = GuessedSlots(hidden[decided.rows], chosen, asked.slots, decided.anchors, lengths, shift)
         ops.renew(decided, table, pick_drafts(runner, slots))
-    told, ready = _fetched(torch.cat((truths, decided.state.flatten())))
+    fetched, ready = _fetched(torch.cat((truths, decided.state.flatten())))
     return Flight(
-        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, told, ready, launched, untypical
+        tuple(plans), asked, size, tuple(answers.tolist()), truths, decided.state, fetched, ready, launched, untypical
     )
 
 
 def _state(plans: Items[SequencePlan], block_length: int, device: torch.device) -> Tensor:
-    """Where sequences stand whose last step is over."""
+    """The state of sequences whose last step is over (`kernels.succession`)."""
     width = max(0, block_length - 1)
     states = [[0, plan.known[-1], *plan.sequence.drafts, *[-1] * (width - len(plan.sequence.drafts))] for plan in plans]
-    return on_device([*states, [0] * (2 + width)], device, torch.int32)
+    return on_device([*states, [0] * (DRAFTS + width)], device, torch.int32)
 
 
 def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tensor:
-    """The tokens that the step before commits, -1 behind the last: int64 [plans, most]. state: [plans, 2 + width]."""
+    """The tokens that the step before commits, -1 behind the last: int64 [plans, most]. state: [plans, DRAFTS +
+    width]."""
     if behind is None:
         return state[:, :0]
     flight, sources = behind
@@ -187,11 +193,11 @@ def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tenso
     place = torch.arange(max(flight.rows), device=state.device)
     at = on_device([starts[source] for source in sources], state.device)[:, None] + place
     tokens = flight.truths[at.clamp(max=len(flight.truths) - 1)]
-    return tokens.masked_fill(place >= state[:, :1], -1)
+    return tokens.masked_fill(place >= state[:, COMMITTED, None], -1)
 
 
 def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Asked:
-    """`before` are those of the last step, which mostly are those of this one too."""
+    """before: those of the last step, which are given back where they still hold."""
     params = tuple([plan.sequence.request.params for plan in plans])
     if before is not None and before.laid is laid and before.params == params:
         return before
@@ -213,15 +219,15 @@ def _rule(params: SamplingParams) -> TokenRule:
 def _positions(
     plans: Items[SequencePlan], counts: IntArray, state: Tensor, source: Tensor, after: Tensor | None = None
 ) -> Tensor:
-    """Where `counts[i]` tokens of plan i stand, int64: behind its last known one, what the step before committed, and
-    behind this step, which left `after`, what it did too."""
-    committed = state[source[: len(counts)].long(), 0].long()
+    """The positions of `counts[i]` tokens of plan i, int64 [sum of counts]. They follow the plan's last known token and
+    what the step before committed; with `after`, the state that this step leaves, also what this step commits."""
+    committed = state[source[: len(counts)].long(), COMMITTED].long()
     if after is not None:
-        committed = committed + after[:-1, 0]
+        committed = committed + after[:-1, COMMITTED]
     owner, place = numbered(counts)
     first = np.array([plan.position + 1 for plan in plans])
-    told = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
-    return committed[told[0]] + told[1]
+    owners, positions = sent(torch.from_numpy(np.stack((owner, first[owner] + place))), state.device)
+    return committed[owners] + positions
 
 
 def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | Tensor:
@@ -229,7 +235,8 @@ def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | T
     laid = batch.laid
     if not at_once and not laid.size.unscored:
         return range(len(laid.answer_rows))
-    rows = np.concatenate((laid.answer_rows, batch.size.verify + laid.guess_rows)) if at_once else laid.answer_rows
+    guess_rows = batch.size.verify + laid.guess_rows if at_once else laid.guess_rows[:0]
+    rows = np.concatenate((laid.answer_rows, guess_rows))
     return sent(torch.from_numpy(rows), device)
 
 
@@ -243,16 +250,17 @@ def nearest_outcomes(batch: Batch) -> Tensor:
 def plan_table(batch: Batch, scored: int) -> Tensor:
     """The plans as `tidar_core.kernels.succession` reads them. scored: how many scores come before those of slots."""
     table = batch.laid.table.copy()
-    table[:, 4:6] += np.array((batch.size.verify, scored), dtype=np.int32)  # where mask rows begin, and their scores
+    table[:, FIRST_ROW] += batch.size.verify
+    table[:, FIRST_SCORE] += scored
     return torch.from_numpy(table)
 
 
-def _fetched(told: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The same in the host's memory once the event has come; at once where that is where it is."""
-    if told.device.type != "cuda":
-        return told, None
-    there = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-    there.copy_(told, non_blocking=True)
+def _fetched(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A copy in the host's memory, complete once the event has come; the tensor itself where it is there already."""
+    if values.device.type != "cuda":
+        return values, None
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
     ready = torch.cuda.Event()
     ready.record()
     return there, ready

@@ -39,7 +39,7 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Replay, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Sequences of a step, and pages of a sequence, at most; before an engine serves there may be more."""
+    """The most sequences of a step and pages of a sequence; before an engine serves there may be more."""
 
     sequences: int
     pages: int
@@ -79,9 +79,11 @@ class _Captured:
 
 
 class Graphs:
-    """Work that was captured, by key, when the key came for the `capture_at`-th time. A result may be overwritten by
-    the next run of any key: use it before; its memory stays with the graph. untypical: how many runs took longer than
-    further ones of their key will, before its capture or with it."""
+    """CUDA graphs by key. A key is captured the `capture_at`-th time it is run; until then the work runs directly.
+
+    The next run of any key may overwrite a result: use it before then. Its memory stays with the graph. untypical: how
+    many runs took longer than later runs of the same key will, because the key was not captured yet or just then.
+    """
 
     def __init__(self, capture: Capture, reach: Reach, capture_at: int = CAPTURE_AT):
         self.reach = reach
@@ -97,7 +99,8 @@ class Graphs:
         return len(self._captured)
 
     def run(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """`work` over copies of the inputs on `device`. A key stands for one piece of work and sizes of its inputs."""
+        """Runs `work` over copies of the inputs on `device`. A key stands for one piece of work at fixed input
+        sizes."""
         if key not in self._captured:
             self.untypical += self._came.get(key, 0) >= 0
             if self._is_common(key):
@@ -120,19 +123,20 @@ class Graphs:
         return captured.result
 
     def prepare(self, key: Hashable, device: torch.device, work: Callable[..., Tensor], *inputs: Tensor) -> None:
-        """Captures what `run` is given later. Raises RuntimeError where that cannot be, torch.OutOfMemoryError where
-        there is no memory for it; the key is as new then."""
+        """Captures a key before it is run. Raises RuntimeError where that fails, torch.OutOfMemoryError where there is
+        no memory for it; the key then counts as never seen."""
         if key not in self._captured:
             self._captured[key] = self._recorded(device, work, inputs)
 
     def at_once(self) -> "Graphs":
-        """These graphs, where each further key is captured when it first comes; `run` raises what `prepare` does."""
+        """A view of these graphs that captures each new key the first time it is run, and whose `run` raises what
+        `prepare` does."""
         graphs = self.fresh()
         graphs._captured, graphs._insists = self._captured, True
         return graphs
 
     def fresh(self) -> "Graphs":
-        """The same way of capturing, each key when it first comes, and nothing captured yet."""
+        """Graphs captured in the same way, each key the first time it is run; none is captured yet."""
         return Graphs(self._capture, self.reach, 1)
 
     def _is_common(self, key: Hashable) -> bool:
@@ -151,14 +155,16 @@ class Graphs:
 
 
 def left_free(rows: int, vocab: int) -> int:
-    """Bytes of the GPU's memory that no graph takes: by reckoning, for scores of about so many rows, and a copy."""
+    """Bytes of the GPU's memory to keep free of graphs: estimated, for fp32 scores of about `rows` rows and a copy of
+    them."""
     return LEFT_FREE + 2 * rows * vocab * torch.float32.itemsize
 
 
 def cuda_capture(device: torch.device, left: int) -> Capture:
-    """Captures CUDA graphs that share one pool of memory, since they never run side by side. What captures raises
-    torch.OutOfMemoryError where less than `left` bytes are free, and RuntimeError where CUDA refuses, then and for all
-    that comes later: torch 2.11, by its source, goes on to take the pool for one that is being captured into."""
+    """Captures CUDA graphs that share one pool of memory, since they never run side by side. The capture raises
+    torch.OutOfMemoryError where fewer than `left` bytes are free, and RuntimeError where CUDA refuses. After a refusal
+    every later capture raises it too: torch 2.11, by its source, goes on to treat the pool as one that is being
+    captured into."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
     refused: list[tuple[torch.cuda.CUDAGraph, str]] = []  # the graph is held: the allocator points into it
 

@@ -5,13 +5,23 @@ start, their tokens and their pages differ. All else is here, for all plans at o
 some calls of Python or numpy each. Numbers alone, no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tidar_core.engine.step_cost import IntArray, StepSize
+from tidar_core.kernels.columns import (
+    BLOCK,
+    DRAFTER,
+    FIRST_ROW,
+    FIRST_SCORE,
+    FIRST_SLOT,
+    FIRST_TRUTH,
+    MOST_DRAFTS,
+    OUTCOMES,
+)
 from tidar_core.layout import BlockForm, Shape, mask_rows
 
 Int32Array = NDArray[np.int32]
@@ -19,12 +29,12 @@ Int32Array = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The rows of a step; nobody changes these arrays.
+    """The rows of a step. The arrays cannot be written to, since steps share them.
 
-    size: of the step, but for the context. ahead: how far the last known tokens of all plans together stand behind
-    where these start. answers: [plans], how many true tokens each gets; answer_rows: their verify rows. emit_rows[i]:
-    those of plan i. guesses: [plans], slots of a proposal that may become drafts; guess_rows: the rows of these slots
-    of all proposals. first_mask_rows: [plans]. Mask rows are counted from the first one in all of these.
+    size: of the step, without its context. known_behind: how many known tokens all plans together have behind their
+    first ones. answers: [plans], how many true tokens each plan gets; answer_rows: the verify rows that give them, and
+    emit_rows[i]: those of plan i. guesses: [plans], how many slots of one proposal may become drafts; guess_rows: the
+    rows of these slots, of all proposals. first_mask_rows: [plans]. Mask rows count from the first mask row here.
 
     verify_owner, verify_place: [verify], the plan of each verify row, and its place there. mask_columns: [5, mask], the
     positions, sequence, context_end, tail_start and tail_end of mask rows, positions counted from their plan's start.
@@ -33,7 +43,7 @@ class Laid:
     """
 
     size: StepSize
-    ahead: int
+    known_behind: int
     answers: IntArray
     answer_rows: IntArray
     emit_rows: tuple[range, ...]
@@ -48,9 +58,15 @@ class Laid:
     nearest: Int32Array
     table: Int32Array
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
 
 def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Of the elements of groups of these sizes, side by side: each one's group, and its place there."""
+    """For groups of these sizes laid side by side: each element's group, and its place in the group."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - _before(counts)[owner]
 
@@ -78,10 +94,12 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
     repeats = np.where(repeated >= 0, (ends - drafts - 1)[owner] + repeated, -1)
     nearest = np.array([shape.proposals[0] if shape.proposals else 0 for shape in shapes])[owner]
 
-    slots = _before(outcomes * guesses)
-    front = (_before(answers), drafts, _before(guesses), block, _before(masks) + 1, slots, _before(block > 0))
-    named = np.zeros((len(shapes), int(outcomes.max())), dtype=np.int64)
-    named[numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
+    table = np.zeros((len(shapes), OUTCOMES + int(outcomes.max())), dtype=np.int32)
+    table[:, FIRST_TRUTH], table[:, MOST_DRAFTS] = _before(answers), drafts
+    table[:, FIRST_SLOT], table[:, BLOCK] = _before(guesses), block
+    table[:, FIRST_ROW], table[:, FIRST_SCORE] = _before(masks) + 1, _before(outcomes * guesses)
+    table[:, DRAFTER] = _before(block > 0)
+    table[:, OUTCOMES:][numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
 
     verify = int(answers.sum())
     return Laid(
@@ -93,7 +111,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
             picked=int(guesses.sum()),
             sequences=len(shapes),
         ),
-        ahead=sum(known) - len(known),
+        known_behind=sum(known) - len(known),
         answers=answers,
         answer_rows=(ends - answers)[asked] + asked_place,
         emit_rows=tuple(range(end - count, end) for end, count in zip(ends.tolist(), answers.tolist(), strict=True)),
@@ -106,12 +124,12 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
         mask_slots=slot,
         repeats=repeats.astype(np.int32),
         nearest=np.where(place < block[owner], nearest, 0).astype(np.int32),
-        table=np.concatenate((np.stack(front, axis=1), named), axis=1).astype(np.int32),
+        table=table,
     )
 
 
 def _before(counts: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
-    """The sum of those in front of each."""
+    """The sum of the counts before each."""
     return counts.cumsum() - counts
 
 
@@ -119,4 +137,6 @@ def _before(counts: NDArray[np.int64] | NDArray[np.bool_]) -> IntArray:
 def _mask_columns(proposals: tuple[int, ...], block: int, form: BlockForm) -> Int32Array:
     """[6, rows]: slot, offset, context offset, tail start, tail end, repeats (see `layout.MaskRow`)."""
     rows = [row[1:] for row in mask_rows(proposals, block, form)]
-    return np.array(rows, dtype=np.int32).T
+    columns = np.array(rows, dtype=np.int32).T
+    columns.setflags(write=False)
+    return columns

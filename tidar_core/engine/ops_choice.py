@@ -52,7 +52,7 @@ def _gpu_ops(
         if float8 and not config.exact:
             raise ConfigError("--no-exact multiplies by torch's products, which have no float8: leave one of them out")
         return triton_ops.triton_ops(
-            model, dtype, device, exact=config.exact, float8=float8, overlap=config.overlap_launches
+            model, dtype, device, exact=config.exact, float8=float8, overlap_launches=config.overlap_launches
         )
     report("the Triton kernels do not fit this model's sizes: running on plain torch, which is slower")
     return REFERENCE_OPS

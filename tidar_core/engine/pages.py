@@ -33,14 +33,17 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """Pages that nobody owns and that hold nothing worth keeping."""
         return len(self._free)
 
     @property
     def owned(self) -> int:
+        """Pages with at least one owner; a shared page counts once."""
         return len(self._owners)
 
     @property
     def cached(self) -> int:
+        """Pages without an owner whose contents are kept."""
         return len(self._cached)
 
     def freed_by(self, owners: Iterable[Sequence[int]]) -> int:

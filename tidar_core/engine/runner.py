@@ -22,10 +22,12 @@ from tidar_core.transfer import on_device, sent
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Everything that a forward pass needs, on one device. weights are packed; vocabulary: for a slot head the rows
-    [vocab, hidden] of the model's head as they were before, else None. graphs: steps that were captured, where the
-    device replays them. mask_token: the token that stands for a mask, which is no word of the text, where there is
-    one. form: how the drafter wants its proposals laid."""
+    """Everything that a forward pass needs, on one device.
+
+    weights, adapter: packed. vocabulary: where there is a slot head, the model's head [vocab, hidden] before it was
+    packed. graphs: captured steps, where the device has CUDA graphs. mask_token: the token that stands for a mask,
+    where there is one; it is never picked. form: how the drafter wants its proposals laid.
+    """
 
     ops: Ops
     config: ModelConfig
@@ -70,7 +72,7 @@ class Runner:
     def forward(self, batch: Batch, carried: Carried | None = None) -> Tensor:
         """Runs all rows of a step and writes the verify rows' K/V pages. -> hidden states [rows, hidden].
 
-        carried: what the batch's numbers lack, where the step before it is not over.
+        carried: what has to be added to the batch's numbers where the step before it is not over.
         """
         work, numbers = partial(self._run, batch.size), batch.numbers
         if carried is not None:
@@ -83,7 +85,8 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, size: BatchSize) -> None:
-        """Captures a bucket's step beforehand, as `Graphs.prepare` does; what it computes goes to the trash page."""
+        """Captures the step of a bucket before it is needed, as `Graphs.prepare` does; what it computes goes to the
+        trash page."""
         if self.graphs is not None:
             self.graphs.prepare(size, self.device, partial(self._run, size), torch.from_numpy(padding(size)))
 
@@ -99,8 +102,8 @@ class Runner:
 
     @torch.inference_mode()
     def scores(self, hidden: Tensor, rows: Items[int] | Tensor) -> Tensor:
-        """The logits [rows, vocab] of some rows of `hidden`, which may be known to the device alone (int64). Of a range
-        they are read where they lie."""
+        """The logits [rows, vocab] of some rows of `hidden` [rows, hidden], in the dtype that `Ops.head` gives. Row
+        numbers that only the device knows come as int64. A contiguous range is not copied."""
         if isinstance(rows, range) and rows.step == 1 and not len(rows) % self.ops.row_multiple:
             chosen = hidden[rows.start : rows.stop]
         else:
@@ -119,8 +122,7 @@ def _up(count: int, multiple: int) -> int:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, tokens: Items[int], rules: Items[TokenRule]) -> list[TokenLogprobs | None]:
-    """Log-probabilities of the raw scores, logits [rows, vocab], for each row whose rule asks for them; None for the
-    others."""
+    """Log-probabilities by the raw logits [rows, vocab], for each row whose rule asks for them; None for the others."""
     found: list[TokenLogprobs | None] = []
     for row, token, rule in zip(logits, tokens, rules, strict=True):
         wanted = rule.params.logprobs

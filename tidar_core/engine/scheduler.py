@@ -45,6 +45,7 @@ class SequencePlan(NamedTuple):
 
     @property
     def verify_rows(self) -> int:
+        """Rows of known tokens and drafts."""
         return len(self.known) + len(self.drafts)
 
 
@@ -61,8 +62,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Who was the last to find too few pages, how many there were for it, and the first of its prefix that nobody had
-    computed: others may have by now."""
+    """The sequence that was the last to find too few pages, how many pages it could have had, and the key of the first
+    page of its prefix that nobody had computed: others may have done so by now."""
 
     sequence: Sequence | None
     room: int
@@ -88,12 +89,14 @@ class Scheduler:
         self._turns = Turns()
 
     def add(self, sequence: Sequence) -> None:
+        """Puts a new sequence into the waiting line."""
         if sequence.request.params.draft_trust >= 1.0:  # else drafts hold that are wrong: that tells nothing of others
-            sequence.acceptance = self.policy.new_acceptance()
+            sequence.acceptance_rates = self.policy.new_acceptance_rates()
         sequence.ends = ends_of(sequence, self.limits.eos_ids)
         self._queue(sequence)
 
-    def holds(self, request_id: str) -> bool:
+    def has(self, request_id: str) -> bool:
+        """Whether a request of this id runs or waits."""
         return any(s.request.request_id == request_id for queue in (self.running, self.waiting) for s in queue)
 
     def remove(self, request_id: str) -> bool:
@@ -125,7 +128,7 @@ class Scheduler:
         return self._shaped(list(chosen.counts.items()), len(idle & self.running.keys()))
 
     def _plain_seconds(self, count: int) -> float:
-        """What a step takes in which so many have a token each."""
+        """Seconds of a step in which `count` sequences have one row each."""
         return self.policy.cost.seconds(StepSize(0, count, sequences=count))
 
     def _admit(self, chosen: Chosen, before: int | None = None) -> None:
@@ -150,11 +153,11 @@ class Scheduler:
             chosen.put(sequence, count)
 
     def plan_ahead(self, under_way: Items[SequencePlan]) -> tuple[list[SequencePlan], list[int]] | None:
-        """The rows of the step behind one that is not over, and which of its plans each goes on from. None where that
-        has to be waited for.
+        """The plans of the step behind one that is not over, and for each the index of the plan that it follows. None
+        where the step has to be waited for.
 
-        Counted from where the plans under way stand: how far they get the device will know, as it will the tokens,
-        which are named by their place (the anchor, then the drafts in hand). As many rows, and pages, as there may be.
+        Positions count from where the plans under way stand, since only the device will know how far they get. Tokens
+        are named by their place in the state (0 the anchor, i draft i). Rows and pages are for the most that may come.
         """
         places = {plan.sequence: place for place, plan in enumerate(under_way)}
         if not all(sequence in places for sequence in self.running):
@@ -185,7 +188,8 @@ class Scheduler:
         return plans, sources
 
     def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
-        """Moves the cursors. truths[i]: the true tokens behind plan i's last known token and its drafts."""
+        """Commits what the plans computed and returns what they emit. truths[i]: the true tokens behind plan i's last
+        known token and behind each of its drafts."""
         now = time.monotonic()
         return [
             output
@@ -194,8 +198,8 @@ class Scheduler:
         ]
 
     def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
-        """New drafts, up to the first that a broken drafter could not pick; scores: [drafts, vocab], what it said of
-        each, where that has a say in the text."""
+        """Takes new drafts, up to the first that could not be picked (below 0). scores: [drafts, vocab], the drafter's
+        scores, where they have a say in the text."""
         sequence.drafts, sequence.draft_scores = [], scores
         for token in drafts:
             if token < 0:
@@ -203,7 +207,8 @@ class Scheduler:
             sequence.drafts.append(token)
 
     def _shaped(self, chosen: list[tuple[Sequence, int]], idle: int) -> list[SequencePlan]:
-        """Plans with the policy's shapes, for those whose chunk reaches their last token. idle: how many sit out."""
+        """The plans of the chosen sequences, with the policy's shape where a chunk reaches the last known token. idle:
+        how many sequences sit out."""
         emitting = [(s, count) for s, count in chosen if s.computed + count == len(s.tokens)]
         prompt_rows = sum(count for _, count in chosen) - len(emitting)
         waiting = min(len(self.waiting), self.limits.max_running - len(self.running))
@@ -219,7 +224,7 @@ class Scheduler:
         return plans
 
     def _fitted(self, wanted: Shape, sequence: Sequence, drafts_in_hand: int, coming: int = 0) -> Shape:
-        """What a sequence can use of a shape, behind so many tokens that are not told yet."""
+        """The part of a shape that a sequence can use. coming: how many tokens the step before it may still commit."""
         most = self.limits.max_positions
         return fit_shape(
             wanted,
@@ -237,7 +242,7 @@ class Scheduler:
             drafts_in_hand,
             params.block or self.policy.block_length,
             len(sequence.tokens),
-            sequence.acceptance,
+            sequence.acceptance_rates,
             params.draft_trust < 1.0,
         )
 
@@ -274,8 +279,7 @@ class Scheduler:
         return max(reversed(self.running), key=_priority)
 
     def _make_way(self, sequence: Sequence, chosen: Chosen) -> bool:
-        """Whether there is room for all of a waiting sequence, after less urgent ones were preempted where that is what
-        it takes and is enough."""
+        """Whether there is room for all of a waiting sequence; preempts less urgent ones where that makes the room."""
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
         if missing > self._room(sequence):
             return False
@@ -353,8 +357,8 @@ class Scheduler:
         if sequence.drafts:
             sequence.drafts = drafts_left(sequence.drafts, shape.drafts, committed, truths[committed - 1])
         sequence.draft_scores = None
-        if shape.drafts and sequence.acceptance is not None:
-            sequence.acceptance.observe(shape.drafts, committed - 1)
+        if shape.drafts and sequence.acceptance_rates is not None:
+            sequence.acceptance_rates.observe(shape.drafts, committed - 1)
         if finish is not None:
             del self.running[sequence]
             self._release(sequence)

@@ -43,7 +43,7 @@ from tidar_core.model.weights import ModelWeights, pack_adapter, pack_model
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
-_DECIDES_COST = {"kind", "rank", "projections", "slot_head", "block_length"}  # of what a drafter says of itself
+_DECIDES_COST = frozenset(("kind", "rank", "projections", "slot_head", "block_length"))  # of a drafter's own account
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def load_engine(
     if runner.graphs is not None:
         stage("capturing CUDA graphs")
         capture_graphs(runner, progress, report)
-    overlap = device.type == "cuda" if config.overlap is None else config.overlap
-    if overlap:
+    overlap_steps = device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
+    if overlap_steps:
         fly_once(runner, cost)
     if for_grammars:
         grammars.start_guard()
@@ -117,7 +117,7 @@ def load_engine(
         exact=exact,
         block_length=runner.block_length,
         form=runner.form,
-        expected_holds=adapter.config.holds if adapter else (),
+        expected_acceptance=adapter.config.holds if adapter else (),
         max_model_len=positions,
         vocab_size=model.vocab_size,
         eos_ids=model.eos_ids,
@@ -133,12 +133,12 @@ def load_engine(
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
-    policy = DraftPolicy(runner.block_length, cost, info.expected_holds, overlap)
-    return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap)
+    policy = DraftPolicy(runner.block_length, cost, info.expected_acceptance, overlap_steps)
+    return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap_steps)
 
 
 def keep_loaded() -> None:
-    """What was loaded stays as long as the process: else the garbage collector walks through it between steps."""
+    """Tells the garbage collector that what was loaded stays: else it walks through all of it between steps."""
     gc.collect()
     gc.freeze()
 
@@ -233,7 +233,7 @@ def _proven(
     exact = rows_are_exact(trial)
     path = cost_file(
         cache_directory(), weights=fingerprint, dtype=config.dtype, arithmetic=arithmetic,
-        drafter=adapter and adapter.config.model_dump(include=_DECIDES_COST),
+        drafter=adapter and adapter.config.model_dump(include=set(_DECIDES_COST)),
         threads=torch.get_num_threads(), page_size=config.page_size, exact=config.exact,
         graphs=trial.graphs is not None, overlap_launches=config.overlap_launches,
     )  # fmt: skip

@@ -16,9 +16,10 @@ BUSY_SHARE = 0.8  # of the most tokens per second that a batch of any size gives
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step runs. unscored: rows whose scores nobody wants, as most of a prompt's. verify: rows whose scores are
-    wanted. mask: mask rows. slots: those of them that may become drafts; picked: those that do where every sequence
-    finds its outcome drafted for. context: tokens that each of the `sequences` has, on average."""
+    """How many rows of each kind a step runs. unscored: verify rows whose scores nobody wants, as most of a prompt's.
+    verify: those whose scores are wanted. mask: mask rows. slots: mask rows that may become drafts; picked: those that
+    do become drafts if every sequence finds its outcome among its proposals. context: the average number of tokens of
+    the `sequences`."""
 
     unscored: float
     verify: float
@@ -48,7 +49,8 @@ class StepCost:
     drafting: float = 1.0
 
     def seconds(self, size: StepSize, any_hit: float = 1.0) -> float:
-        """A whole step. any_hit: the probability that drafts are picked at all."""
+        """Seconds of a whole step. any_hit: the probability that drafts are picked at all."""
+        # `draft_policy._step_seconds` is the same formula for many shapes at once.
         rows = size.unscored + size.verify + size.mask
         attention = size.context * (size.sequences * self.reading + rows * self.attending)
         trunk = self.trunk_seconds(rows) + attention
@@ -73,8 +75,8 @@ class StepCost:
         return self._at(self.head, rows) if rows else 0.0
 
     def at_once(self, size: StepSize) -> bool:
-        """Whether the head had better see all slots together with the verify rows, than first these and then the
-        slots that are picked of the proposals that came true."""
+        """Whether one pass of the head over verify rows and all slots costs less than two: first the verify rows, then
+        the slots of the proposals that came true."""
         if not size.slots:
             return False
         apart = self.head_seconds(size.verify) + self.head_seconds(size.picked)
@@ -87,7 +89,7 @@ class StepCost:
         return next(n for n, rate in enumerate(rates, 1) if rate >= BUSY_SHARE * max(rates))
 
     def at_pace(self, pace: float) -> "StepCost":
-        """The costs of an engine that takes so many times longer for everything."""
+        """The costs of an engine that takes `pace` times as long for everything."""
         trunk, head, adapter = (
             tuple(pace * seconds for seconds in curve) for curve in (self.trunk, self.head, self.adapter)
         )
@@ -122,6 +124,10 @@ def _points(rows: tuple[int, ...], seconds: tuple[float, ...]) -> tuple[FloatArr
     """The points of a curve, and one far behind them in line with the last two."""
     far = float(1 << 24)
     if len(rows) == 1:
-        return np.array([rows[0], far]), np.array([seconds[0], seconds[0] * far / rows[0]])
-    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
-    return np.array([*rows, far]), np.array([*seconds, seconds[-1] + slope * (far - rows[-1])])
+        x, y = np.array([rows[0], far]), np.array([seconds[0], seconds[0] * far / rows[0]])
+    else:
+        slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+        x, y = np.array([*rows, far]), np.array([*seconds, seconds[-1] + slope * (far - rows[-1])])
+    x.setflags(write=False)
+    y.setflags(write=False)
+    return x, y

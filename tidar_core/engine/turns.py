@@ -10,10 +10,11 @@ TOGETHER_SECONDS = 0.05  # that slow ones may take of a step, where that is not 
 
 
 class Turns:
-    """Whose turn it is among those with slow grammars, whatever their priority. Behind a step of theirs they sit out as
-    long as their grammars took in it, so that the others have about half of the time; not where there are no others.
+    """Whose turn it is among the sequences with slow grammars, whatever their priority. After a step with some of them,
+    all of them sit out for as long as the grammars took in it, so that the others have about half of the time; where
+    there are no others nobody sits out.
 
-    Who sits out keeps its pages and goes on later: when a token comes changes, and never which.
+    A sequence that sits out keeps its pages and goes on later: its tokens come later, and are the same.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class Turns:
 
 
 def _seconds(sequence: Sequence) -> float:
-    """What its grammar takes of a step; nothing while it computes what it said before."""
+    """Seconds of a step that a sequence's grammar takes; none while known tokens are computed."""
     if sequence.constraint is None or len(sequence.tokens) - sequence.computed != 1:
         return 0.0
     return sequence.constraint.seconds

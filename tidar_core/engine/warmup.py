@@ -212,9 +212,9 @@ def measure_cost(runner: Runner) -> StepCost:
 
 
 def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
-    """Seconds as `cost` has them and as they are now: of passes of few, more and many rows, without and with mask
-    rows, of one behind longer texts, and of a head. Where other programs fell on some of these when the cost was
-    measured, they are found faster than the others now."""
+    """Pairs (seconds by `cost`, seconds now) of a few works: passes of few, more and many rows, without and with mask
+    rows, one behind longer texts, and a head. Works that other programs disturbed when the cost was measured turn out
+    faster now than the others do."""
     block = runner.block_length
     context, longer = _contexts(runner)
     few, more, many = (cost.rows[len(cost.rows) * quarters // 4] for quarters in (0, 2, 3))
@@ -232,16 +232,16 @@ def check_cost(runner: Runner, cost: StepCost) -> list[tuple[float, float]]:
 
 
 def _contexts(runner: Runner) -> tuple[int, int]:
-    """Tokens of next to no context, and of as much as its price is read off."""
+    """The two context lengths, in tokens, between which the price of context is measured: next to none, and much."""
     page, room = runner.cache.page_size, runner.config.max_positions - runner.block_length - 1
     context = max(1, min(page, room))
     return context, max(context, min(COST_PAGES * page, room))
 
 
 def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report: Callable[[str], None]) -> None:
-    """Captures the graphs of all steps behind texts that are not very long, and of their drafts; longer texts' are
-    captured once they are common. What is computed on the way goes to the trash page. progress gets (done, of so many),
-    report a line where memory does not hold all of them, or CUDA refuses."""
+    """Captures the graphs of all steps behind texts that are not very long, and of picking their drafts; those of
+    longer texts are captured once they are common. What is computed on the way goes to the trash page. progress gets
+    (graphs done, graphs in all); report gets a line where memory does not hold all of them, or CUDA refuses."""
     if runner.graphs is None:
         return
     graphs, block = runner.graphs.at_once(), runner.block_length
@@ -266,8 +266,8 @@ def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report:
 
 
 def fly_once(runner: Runner, cost: StepCost) -> None:
-    """A step and the one behind it, on the trash page, for each way in which tokens are picked: what they are launched
-    with is compiled then."""
+    """Launches a step and the one behind it on the trash page, greedy and sampled, so that their kernels are compiled
+    before the engine serves."""
     shape = Shape(0, (1,), runner.block_length) if runner.block_length else PLAIN
     for params in (GREEDY, SAMPLED):
         plan = _plan([1], 0, 1, 0, shape, [0], params)
@@ -277,7 +277,7 @@ def fly_once(runner: Runner, cost: StepCost) -> None:
 
 
 def picking_seconds(runner: Runner, proposals: int, slots: int) -> float:
-    """What picking the drafts of so many proposals takes, their scores apart."""
+    """Seconds that picking the drafts of `proposals` proposals takes, `slots` each, once they are scored."""
     guessed = _guessed(runner, proposals, slots)
     (seconds,) = _timed(runner, [lambda: pick_drafts(runner, guessed)])
     return seconds
@@ -299,8 +299,8 @@ def _guessed(runner: Runner, proposals: int, slots: int) -> GuessedSlots:
 
 
 def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:
-    """The fastest of a few runs of each: what else the machine does only adds to it. They take turns, so that no other
-    program's moment falls on one of them alone."""
+    """Seconds of the fastest of a few runs of each work: whatever else the machine does only adds to them. The works
+    take turns, so that another program's busy moment does not fall on one of them alone."""
     best, spent = [inf] * len(works), [0.0] * len(works)
     for turn in range(REPEATS + 1):
         for index, work in enumerate(works):
@@ -320,7 +320,7 @@ def _timed(runner: Runner, works: Items[Callable[[], object]]) -> list[float]:
 
 
 def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """The curve without the points that more rows undercut."""
+    """The curve, each point lowered to the least of those behind it: more rows never cost less."""
     return tuple(min(seconds[index:]) for index in range(len(seconds)))
 
 

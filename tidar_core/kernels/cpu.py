@@ -35,7 +35,7 @@ def supports(config: ModelConfig, page_size: int) -> bool:
 
 
 def inner_sizes(config: ModelConfig) -> tuple[int, ...]:
-    """Of all MLPs of the model."""
+    """The intermediate sizes of all kinds of MLPs in the model."""
     experts = config.experts
     if experts is None:
         return (config.intermediate_size,)
@@ -59,6 +59,7 @@ def _packs_rounded(config: ModelConfig, rounded: RoundedDType) -> bool:
 def unpacked_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int
 ) -> Tensor:
+    """`Ops.linear` by torch's products, for matrices whose sizes our own do not take."""
     return add_low_rank(F.linear(x, weight, bias), x, low_rank, first_mask_row)
 
 

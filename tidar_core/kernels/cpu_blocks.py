@@ -36,10 +36,10 @@ class _LaidRows(ctypes.Structure):
 class SeenBlocks:
     """What blocks of rows see.
 
-    table: int64 [blocks, 5], of each its first row, its slots, its document's first row among those laid before, how
-    many of these it sees, and where its shares begin. shares: how many numbers these are in all. begins: int32 [rows],
-    of the document's rows the first one in reach, None where all are. causal: whether a row sees of its block only
-    itself and those before it.
+    table: int64 [blocks, 5], for each block its first row, its slots, its document's first row among those laid before,
+    how many of these it sees, and where its shares begin. shares: the number of all shares. begins: int32 [rows], the
+    first of the document's rows in reach, None where all are. causal: whether a row sees only itself and earlier rows
+    of its block.
     """
 
     table: Tensor
@@ -69,13 +69,14 @@ def seen_blocks(
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
-    """In fp32. qkv: [rows, (heads + 2 kv_heads) * head_dim], not rotated; turning has the tables of the rows'
-    positions. keys, values: of the rows laid before, [kv_heads, rows, head_dim], the heads of a row side by
-    side in memory. Raises TypeError where something lies otherwise.
+    """Attention of blocks and its gradient, in fp32. qkv: [rows, (heads + 2 kv_heads) * head_dim], not rotated; turning
+    has the tables of the rows' positions. keys, values: of the rows laid before, [kv_heads, rows, head_dim], the heads
+    of a row side by side in memory. Raises TypeError for any other dtype or layout.
 
     lay_keys(config, qkv, turning): such keys, rotated, and values.
-    attend(config, qkv, turning, keys, values, seen, kept): [rows, heads * head_dim], and the shares, fp32, where they
-    are to be kept. slopes(config, d_out, qkv, turning, keys, values, seen, shares): the gradient with respect to qkv.
+    attend(config, qkv, turning, keys, values, seen, kept): attention [rows, heads * head_dim]; and the shares, fp32
+        [seen.shares], where `kept`, else None.
+    slopes(config, d_out, qkv, turning, keys, values, seen, shares): the gradient with respect to qkv, as qkv.
     """
 
     lay_keys: Callable[[ModelConfig, Tensor, Rotary], tuple[Tensor, Tensor]]
@@ -89,6 +90,9 @@ def supports_blocks(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 def block_ops(library: ctypes.CDLL) -> BlockOps:
+    """`BlockOps` over the compiled library `training`. All tensors are fp32 on the CPU: qkv
+    [rows, (heads + 2 kv_heads) * head_dim] and cos, sin [rows, head_dim / 2], contiguous; keys, values
+    [kv_heads, rows, head_dim], the heads of a row side by side; d_out [rows, heads * head_dim]."""
     shared = [pointer, _Heads, pointer, pointer]
     run_lay_keys = bound(library, "lay_keys", *shared, pointer, integer)
     run_lay_across = bound(library, "lay_across", pointer, wide, wide, integer, integer, pointer, wide, integer)

@@ -22,5 +22,5 @@ def bound(library: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """As the library is given it: none where there is no tensor."""
+    """The address that the library is given; None where there is no tensor."""
     return None if tensor is None else tensor.data_ptr()

@@ -13,7 +13,7 @@ from tidar_core.sampling import TokenRule, distinct, of_all
 
 
 def numbers_unless_greedy(rules: Sequence[TokenRule], vocab: int, shift: Tensor | None) -> RuleNumbers | None:
-    """What the library is told of the rules; None where all rows take the best."""
+    """The rules' numbers for the library; None where all rows pick the best token."""
     if of_all(rules, _take_the_best):
         return None
     return rule_numbers(rules, vocab, torch.device("cpu"), shift)
@@ -24,7 +24,7 @@ def _take_the_best(rules: Sequence[TokenRule]) -> bool:
 
 
 def addresses(numbers: RuleNumbers | None) -> tuple[int | None, int | None]:
-    """Of the numbers' tensors, which have to live as long."""
+    """The addresses of the numbers' tensors, which have to live as long as the addresses are used."""
     return (None, None) if numbers is None else (numbers.reals.data_ptr(), numbers.whole.data_ptr())
 
 

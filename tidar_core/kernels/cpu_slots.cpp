@@ -55,7 +55,7 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
     const int size = head.size, width = head.width;
     std::vector<int32_t> tokens(int64_t(rows) * candidates), starts(proposals);
     std::vector<float> heard(int64_t(rows) * width), state(int64_t(proposals) * width), next(state.size());
-    std::vector<float> told(int64_t(proposals) * size), scores(int64_t(proposals) * candidates);
+    std::vector<float> correction(int64_t(proposals) * size), scores(int64_t(proposals) * candidates);
     std::vector<int64_t> before(anchors, anchors + proposals);
     int slots = 0;
     for (int p = 0, row = 0; p < proposals; row += counts[p++]) starts[p] = row, slots = std::max(slots, int(counts[p]));
@@ -82,7 +82,7 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
             for (int j = 0; j < size; j++)
                 for (int p = 0; p < proposals; p++)
                     if (slot < counts[p])
-                        told[int64_t(p) * size + j] =
+                        correction[int64_t(p) * size + j] =
                             dot(head.out + int64_t(j) * width, next.data() + int64_t(p) * width, width);
 #pragma omp for
             for (int i = 0; i < proposals * candidates; i++) {
@@ -90,7 +90,7 @@ void draft_slots(SlotHead<T> head, const T* words, const T* vocabulary, int voca
                 if (slot >= counts[p]) continue;
                 int32_t token = tokens[int64_t(row) * candidates + i % candidates];
                 scores[i] = logits[int64_t(row) * vocab + token] +
-                            dot(vocabulary + int64_t(token) * size, told.data() + int64_t(p) * size, size);
+                            dot(vocabulary + int64_t(token) * size, correction.data() + int64_t(p) * size, size);
             }
 #pragma omp single
             {

@@ -28,7 +28,8 @@ class Routed:
 
 
 def choose(logits: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
-    """The experts of each row, of equal ones the first. logits: fp32 [rows, experts and more], as the router's rows."""
+    """The best experts of each row; of equal ones the first. logits: fp32 [rows, router rows]: one column an expert,
+    then that of the shared MLP's share, then padding (`weights.LayerWeights`)."""
     own = logits[:, : experts.count]
     scores = _sigmoid(own) if experts.scores == "sigmoid" else own.softmax(dim=-1)
     ranked = (scores if bias is None else scores + bias).sort(dim=-1, descending=True, stable=True).indices
@@ -51,8 +52,8 @@ def _sigmoid(logits: Tensor) -> Tensor:
 def mix_by_turns(
     linear: Callable[[Tensor, Tensor], Tensor], gate: Callable[[Tensor, Activation], Tensor], row_multiple: int
 ) -> Callable[[Tensor, Routed, Tensor, Tensor, Activation], Tensor]:
-    """`Ops.mix_experts`, one expert after the other. linear(x, weight): x weightᵀ, asked for multiples of row_multiple
-    rows alone. Differentiable in x and the shares where `linear` and `gate` are."""
+    """`Ops.mix_experts`, one expert after the other. linear(x, weight): x weightᵀ, only called with multiples of
+    row_multiple rows. Differentiable in x and the shares where `linear` and `gate` are."""
 
     def mix_experts(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, activation: Activation) -> Tensor:
         rows, chosen = routed.experts.shape

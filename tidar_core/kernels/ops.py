@@ -38,7 +38,7 @@ class StepRows:
     write_slots: Tensor
 
     def apart(self) -> tuple["StepRows", "StepRows"]:
-        """What `Ops.rotate_and_store` needs of the verify rows alone, and of the mask rows alone."""
+        """The verify rows alone and the mask rows alone, as `Ops.rotate_and_store` needs them."""
         verifying = replace(self, positions=self.positions[: self.verify])
         masks = replace(self, verify=0, positions=self.positions[self.verify :], write_slots=self.write_slots[:0])
         return verifying, masks
@@ -50,8 +50,8 @@ class KVCache:
 
     keys: [layers, pages, kv_heads, head_dim, page_size] (keys lie side by side, so that one load takes the same
     coordinate of several). values: [layers, pages, kv_heads, page_size, head_dim]. Where these are in 8 bits
-    (`float8.to_float8`, a key or value a row): key_scales, value_scales, fp32 [layers, pages, kv_heads, page_size].
-    windows: of each layer, how many positions its rows see, the last of them their own; 0 for all.
+    (`float8.to_float8`, one scale a key or value): key_scales, value_scales, fp32 [layers, pages, kv_heads, page_size].
+    windows: for each layer, how many positions a row sees, its own the last; 0 for all.
     """
 
     keys: Tensor
@@ -66,6 +66,7 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
+        """Positions of a page."""
         return self.keys.shape[-1]
 
 
@@ -137,11 +138,11 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class GuessedSlots:
-    """Slots 1 … b-1 of some proposals, one behind the other, whose drafts are picked.
+    """Slots 1 … b-1 of some proposals, proposal by proposal, whose drafts are to be picked.
 
-    hidden: [slots, hidden]. logits: [slots, vocab]; those of tokens that a slot head scores anew may be changed in
-    place. rules: one a slot, with perhaps the `shift` of its position (`tidar_core.sampling.pick_tokens`). anchors:
-    int64 [proposals], the token that each proposal follows. counts: how many slots each has.
+    hidden: [slots, hidden]. logits: [slots, vocab]; a slot head may change those of the tokens that it scores anew, in
+    place. rules: one a slot; shift: int64 [slots], what their positions lack (`tidar_core.sampling.pick_tokens`).
+    anchors: int64 [proposals], the token that each proposal follows. counts: how many slots each proposal has.
     """
 
     hidden: Tensor
@@ -153,12 +154,12 @@ class GuessedSlots:
 
 
 DraftSlots = Callable[[SlotHead, Tensor, Tensor, GuessedSlots], Tensor | None]
-"""The drafts of slots as `engine.drafting.pick_drafts` picks them by a slot head, with the embedding and the rows of
-the model's head, [vocab, hidden] each: int64 [slots], or None where these tensors or rules cannot be had so."""
+"""`engine.drafting.pick_drafts` by a slot head, given the embedding and the rows of the model's head, [vocab, hidden]
+each: int64 [slots]; None where it does not support these tensors or rules."""
 
 
 class Pick(Protocol):
-    """`tidar_core.sampling.pick_tokens`, or what gives the same."""
+    """`tidar_core.sampling.pick_tokens`, or a function with the same results."""
 
     def __call__(self, logits: Tensor, rules: Items[TokenRule], shift: Tensor | None = None, /) -> Tensor: ...
 
@@ -184,19 +185,20 @@ class Ops:
         rotated; may work in place.
     attend(qkv, rows, cache, layer): attention of each row over what it sees -> [rows, heads * head_dim].
     gate(gate_up, activation): activation(gate) * up -> [rows, out / 2].
-    head(x, weight): logits [rows, vocab].
-    route(x, router, bias, experts): `experts.choose` by the router's logits, computed in the weights' dtype whatever
-        the others are rounded to.
-    mix_experts(x, routed, gate_up, down, activation): the rows' experts' MLPs, added by their shares -> as x.
-    row_multiple: `linear` and `head` are asked for multiples of so many rows alone: there each row has the same bits
-        whatever their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
-    bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call, or None where these
-        weights cannot be had so; None where a device has no such thing. On a CPU bit for bit what the operations give
-        one by one; on a GPU norms round once where those round twice.
-    draft_slots: drafting by a slot head as one call, or None where a device has no such thing.
-    float8_pages: whether `rotate_and_store` and `attend` know pages in 8 bits.
-    pick(logits, rules, shift): the token of each row, as `tidar_core.sampling.pick_tokens` picks it.
-    pick_listed(scores, candidates, numbers): the same among a few candidates, as in `tidar_core.kernels.rules`.
+    head(x, weight): logits [rows, vocab]. fp32 from the Triton kernels and from the CPU's own products; in x's dtype
+        from `reference.head`, which stands in where those do not fit or are not wanted.
+    route(x, router, bias, experts): `experts.choose` by the router's logits. The router keeps the weights' dtype where
+        other matrices are rounded to fewer bits.
+    mix_experts(x, routed, gate_up, down, activation): the MLPs of each row's experts, added by their shares -> as x.
+    row_multiple: `linear` and `head` only get multiples of so many rows, at which a row has the same bits whatever
+        their number. (MKL's fp32 kernels treat a remainder of four apart, oneDNN's bf16 ones a single row.)
+    bind_layers(weights, adapter, rotary): `decoder.run_layers` over packed weights as one call; returns None where it
+        does not support these weights. None where a device has no such call. On a CPU it gives bit for bit what the
+        single operations give; on a GPU norms round once where those round twice.
+    draft_slots: drafting by a slot head as one call; None where a device has no such call.
+    float8_pages: whether `rotate_and_store` and `attend` support pages in 8 bits.
+    pick(logits, rules, shift): the token of each row: `tidar_core.sampling.pick_tokens`.
+    pick_listed(scores, candidates, numbers): the same among a few candidates: `tidar_core.kernels.rules.pick_listed`.
     carry, decide, renew: as in `tidar_core.kernels.succession`.
     """
 

@@ -18,6 +18,7 @@ _ROW_TILE, _KEY_TILE = 16, 64
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int) -> Tensor:
+    """`Ops.linear`."""
     y = F.linear(x, weight, bias)
     if low_rank is None or first_mask_row >= x.shape[0]:
         return y
@@ -32,6 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`Ops.add_norm`; changes nothing in place."""
     total = x if residual is None else residual + x
     return rms_norm(total, weight, eps), total
 
@@ -62,6 +64,7 @@ def rotate_qkv(qkv: Tensor, positions: Tensor, rotary: Rotary, kv_heads: int, qk
 def rotate_and_store(
     qkv: Tensor, rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, qk_norm: QKNorm | None
 ) -> Tensor:
+    """`Ops.rotate_and_store`; leaves `qkv` as it is."""
     keys, values = cache.keys[layer], cache.values[layer]
     _, kv_heads, head_dim, page_size = keys.shape
     qkv = rotate_qkv(qkv, rows.positions, rotary, kv_heads, qk_norm)
@@ -91,6 +94,7 @@ def rounding_pages(
 
 
 def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
+    """`Ops.attend`, one sequence after the other."""
     keys, values = cache.keys[layer], cache.values[layer]
     _, kv_heads, head_dim, _ = keys.shape
     window = cache.window(layer)
@@ -165,22 +169,25 @@ def _mix_tile(queries: Tensor, keys: Items[Tensor], values: Items[Tensor], seen:
 
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`Ops.gate`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def head(x: Tensor, weight: Tensor) -> Tensor:
+    """`Ops.head`: logits in x's dtype."""
     return F.linear(x, weight)
 
 
 def route(x: Tensor, router: Tensor, bias: Tensor | None, experts: Experts) -> Routed:
-    """In fp32: two experts whose logits are one number in bf16 are not alike."""
+    """`Ops.route`, with logits in fp32: in bf16 the logits of different experts often tie."""
     short = -len(x) % ROW_MULTIPLE
     logits = F.linear(F.pad(x.float(), (0, 0, 0, short)), router.float())[: len(x)]
     return choose(logits, bias, experts)
 
 
 def as_it_is(weight: Tensor) -> Tensor:
+    """`Ops.pack` where the operations read plain matrices."""
     return weight
 
 

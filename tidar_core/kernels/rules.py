@@ -16,31 +16,31 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class RuleNumbers:
-    """What picks the tokens of some rows once their scores are adjusted (`tidar_core.sampling.adjusted`).
+    """The rules of some rows as numbers, for scores that are adjusted already (`tidar_core.sampling.adjusted`).
 
-    reals: fp32 [3, rows]: temperature (0 for the best), `top_p_cut`, min_p. whole: int32 [5, rows]: the bits of seed
-    low and high, position and choice, as `tidar_core.philox` has them, and top_k (0 where it keeps all).
+    reals: fp32 [3, rows]: temperature (0 picks the best), `top_p_cut`, min_p. whole: int32 [5, rows]: the bits of the
+    seed's low and high word, of position and choice as `tidar_core.philox` has them, and top_k (0 keeps all).
     """
 
     reals: Tensor
     whole: Tensor
 
     def moved(self, shift: Tensor) -> "RuleNumbers":
-        """Of the same rows so many positions further, int64."""
+        """The rules of the same rows `shift` positions further on, int64 [rows]."""
         whole = self.whole.clone()
         whole[..., 2, :] += shift
         return RuleNumbers(self.reals, whole)
 
 
 def all_zero(rows: int, device: torch.device) -> RuleNumbers:
-    """Rows that take the best."""
+    """The numbers of rows that pick the best token."""
     return RuleNumbers(torch.zeros(3, rows, device=device), torch.zeros(5, rows, dtype=torch.int32, device=device))
 
 
 def rule_numbers(
     rules: Sequence[TokenRule], vocab: int, device: torch.device, shift: Tensor | None = None
 ) -> RuleNumbers:
-    """On `device`. shift: int64 [rows], what positions lack, where only the device knows that yet."""
+    """The rules' numbers on `device`. shift: int64 [rows], added to the positions, where only the device knows them."""
     numbers = of_all(rules, _numbers, vocab, device)
     return numbers if shift is None else numbers.moved(shift)
 
@@ -60,8 +60,8 @@ def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> Ru
     # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
     words[2] = [rule.position & _WORD for rule in rules]
-    told = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
-    return RuleNumbers(sent(torch.from_numpy(told), device), sent(torch.from_numpy(words.astype(np.int32)), device))
+    numbers = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
+    return RuleNumbers(sent(torch.from_numpy(numbers), device), sent(torch.from_numpy(words.astype(np.int32)), device))
 
 
 def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:

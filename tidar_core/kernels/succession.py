@@ -1,9 +1,10 @@
-"""What a step leaves to the one behind it, in plain torch: for steps that are launched before the host knows the last.
+"""What a step leaves to the next one, in plain torch: for steps that are launched before the host knows the last.
 
-The state of a batch is int32 [plans + 1, 2 + width]: of each sequence the tokens that its last step committed, its
-anchor, and the drafts in hand, -1 behind the last; then a row of zeros, which padding goes by. `carry` brings a batch
-to where a state says, `decide` finds the next state out of the step's true tokens, `renew` puts new drafts into it.
-The arithmetic is that of `tidar_core.layout`: `count_committed`, `drafts_left`.
+The state of a batch is int32 [plans + 1, DRAFTS + width], a row a sequence, with the columns of `columns.py`: how many
+tokens its last step committed, its anchor, and the drafts in hand, -1 behind the last; width is block length - 1. The
+last row is all zero: padding follows it. `carry` moves the rows of a batch on to where a state says, `decide` derives
+the next state from the step's true tokens, `renew` puts new drafts into it. The arithmetic is that of
+`tidar_core.layout`: `count_committed`, `drafts_left`.
 """
 
 from dataclasses import dataclass
@@ -13,21 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidar_core.kernels.columns import ANCHOR, BLOCK, COMMITTED, DRAFTS, FIRST_SLOT, OUTCOMES
+
 if TYPE_CHECKING:
     from tidar_core.kernels.ops import StepRows
-
-COLUMNS = 7
-"""Of a table of plans, int32 [plans, COLUMNS + outcomes], in front of each plan's outcomes (0 behind the last): where
-its true tokens begin, how many drafts it verifies at most, where its slots begin among those of all, its block length
-(0: it does not draft), the row of slot 1 of its first proposal, that slot's row of the scores, and which of the plans
-that draft it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """state: as above. came: int32 [plans], which of its proposals came true, -1 where none did. Of slots 1 … b-1 of
-    that one, or else the first, rows: their rows, and scores: their rows of the scores, int64 [slots]. anchors: int64
-    [drafting], none below 0."""
+    """What a step decided. state: as above. came: int32 [plans], which of a plan's proposals came true, -1 for none.
+    rows, scores: int64 [slots], for slots 1 … b-1 of that proposal (of the first one where none came true) their rows
+    of the step and their rows of the scores. anchors: int64 [drafting], the new anchors of the plans that draft, none
+    below 0."""
 
     state: Tensor
     came: Tensor
@@ -38,9 +36,9 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What the numbers of a batch lack where they count from the step before. source: int32 [sequences], the row of
-    `state` for each row of the page table. nearest: int32 [mask], of a first proposal's mask rows the outcome that they
-    were laid for, of all others 0."""
+    """What completes the numbers of a batch that count from the step before. state: what that step left. source: int32
+    [sequences], the row of `state` for each row of the page table. nearest: int32 [mask], the outcome that a plan's
+    first proposal was laid for, on its mask rows; 0 on all others."""
 
     state: Tensor
     source: Tensor
@@ -48,28 +46,30 @@ class Carried:
 
 
 def carry(rows: "StepRows", tokens: Tensor, repeats: Tensor, carried: Carried, page_size: int) -> None:
-    """Moves the rows of a batch on, in place. tokens: int32 [verify], places in the state (the anchor is 0, draft i is
-    i) that become tokens. A first proposal for more than can come out is made one for the most that can. repeats: int32
-    [mask], the verify rows that mask rows repeat, -1 for none."""
+    """Moves the rows of a batch on, in place. tokens: int32 [verify], places in the state (0 the anchor, i draft i)
+    that are replaced by the tokens there. A first proposal for an outcome beyond the drafts in hand becomes one for the
+    furthest outcome that can come. repeats: int32 [mask], the verify rows that mask rows repeat, -1 for none."""
     verify, owner = len(tokens), rows.sequence.long()
     states = carried.state[carried.source[owner].long()]
-    ahead = states[:, 0].clone()
-    in_hand = (states[verify:, 2:] >= 0).sum(1)
+    ahead = states[:, COMMITTED].clone()
+    in_hand = (states[verify:, DRAFTS:] >= 0).sum(1)
     fewer = (in_hand + 1 - carried.nearest).clamp(max=0)
     ahead[verify:] += fewer
     repeats.copy_(torch.where(repeats >= 0, repeats + fewer, repeats))
     rows.positions.add_(ahead)
     rows.context_end.add_(ahead)
-    tokens.copy_(states[:verify].gather(1, tokens[:, None].long() + 1).squeeze(1).clamp(min=0))
+    tokens.copy_(states[:verify].gather(1, tokens[:, None].long() + ANCHOR).squeeze(1).clamp(min=0))
     at = rows.positions[:verify].long()
     rows.write_slots.copy_(rows.page_table[owner[:verify], at // page_size] * page_size + at % page_size)
 
 
 def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: int, drafting: int) -> Decided:
-    """truths: int64, of the verify rows of all plans. state, source: of the step before, int32 [plans] of its rows.
-    slots, drafting: how many slots and plans that draft there are."""
-    hand, place = state[source.long(), 2:].long(), torch.arange(state.shape[1] - 1, device=state.device)
-    first, most, slot_start, block, row, score, number = table[:, :COLUMNS].long().unbind(1)
+    """The next state, and which proposals came true. truths: int64, the true tokens of the verify rows of all plans.
+    table: the plans, with the columns of `columns.py`. state: what the step before left; source: int32 [plans], each
+    plan's row of it. slots, drafting: how many slots there are, and how many plans that draft."""
+    width = state.shape[1] - DRAFTS
+    hand, place = state[source.long(), DRAFTS:].long(), torch.arange(width + 1, device=state.device)
+    first, most, slot_start, block, row, score, number = table[:, :OUTCOMES].long().unbind(1)
     in_hand = (hand >= 0).sum(1)
     verified = torch.minimum(most, in_hand)
     truth = truths[(first[:, None] + place).clamp(max=len(truths) - 1)]
@@ -81,7 +81,8 @@ def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: 
     left = following[:, 1:].masked_fill(~stays, -1)
     after = F.pad(torch.cat((committed[:, None], anchor, left), 1), (0, 0, 0, 1)).int()
 
-    outcomes = torch.cat((torch.minimum(table[:, COLUMNS:][:, :1], in_hand[:, None] + 1), table[:, COLUMNS + 1 :]), 1)
+    nearest, others = table[:, OUTCOMES : OUTCOMES + 1], table[:, OUTCOMES + 1 :]
+    outcomes = torch.cat((torch.minimum(nearest, in_hand[:, None] + 1), others), 1)
     true = (outcomes == committed[:, None]) & (block[:, None] > 0)
     came = torch.where(true.any(1), true.long().argmax(1), -1) if true.shape[1] else torch.full_like(committed, -1)
     plan = torch.repeat_interleave((block - 1).clamp(min=0), output_size=slots)
@@ -94,12 +95,12 @@ def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: 
 
 
 def renew(decided: Decided, table: Tensor, picks: Tensor) -> None:
-    """New drafts into the state where a proposal came true, up to the first that could not be picked. picks: int64
-    [slots]."""
-    slot_start, block = table[:, 2].long(), table[:, 3].long()
-    place = torch.arange(decided.state.shape[1] - 2, device=picks.device)
+    """Puts new drafts into the state of plans whose proposal came true, up to the first that could not be picked.
+    picks: int64 [slots]."""
+    slot_start, block = table[:, FIRST_SLOT].long(), table[:, BLOCK].long()
+    place = torch.arange(decided.state.shape[1] - DRAFTS, device=picks.device)
     new = picks[(slot_start[:, None] + place).clamp(max=len(picks) - 1)]
     new = new.masked_fill(place >= block[:, None] - 1, -1)
     new = new.masked_fill((new >= 0).long().cumprod(1) == 0, -1)
-    hand = decided.state[:-1, 2:]
+    hand = decided.state[:-1, DRAFTS:]
     hand.copy_(torch.where(decided.came[:, None] >= 0, new.int(), hand))

@@ -35,6 +35,12 @@ SPLITS_A_LEVEL = tl.constexpr(8)
 LEVELS = tl.constexpr(2)  # 8 splits of 128 keys, 8 of 256, then 512: parallel when short, few partials when long
 SPLITS_AT_ONCE = tl.constexpr(16)  # that the merge folds
 SLOTS_AT_ONCE = tl.constexpr(8)  # mask rows that the merge folds: a block, mostly
+ITEM = tl.constexpr(8)  # numbers of an item in the list of work, of which these are used:
+ITEM_ROW = tl.constexpr(0)  # the first row of the tile
+ITEM_ROWS = tl.constexpr(1)
+ITEM_SPLIT = tl.constexpr(2)
+ITEM_SEQUENCE = tl.constexpr(3)
+ITEM_END = tl.constexpr(4)  # the greatest context end of its rows
 PARTIAL_BYTES = 256 << 20  # of partial results at once; more rows than fit are attended part by part
 LARGEST_PART = 1024  # rows that one plan looks at
 LOG2E = 1.4426950408889634
@@ -102,8 +108,7 @@ def _plan(
     sequence, context_end, scratch, items, count, rows,
     TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Lists the work of one step and counts it: items int32 [n, 8], of which a row is (first row, rows, split,
-    sequence, greatest context end, unused …).
+    """Lists the work of one step and counts it: items int32 [n, ITEM], one for each tile of rows and split of keys.
 
     sequence, context_end: int32 [rows]. A run is a stretch of rows of one sequence, cut into tiles of TILE rows. All
     tiles of a run have an item for each split of the longest among them, and those of one split lie side by side: they
@@ -140,12 +145,12 @@ def _plan(
     place = tl.cumsum(counts, 0) - tiles * splits + tile
     for split in range(tl.max(splits, 0)):
         listed = leads & (split < splits)
-        item = items + (place + split * tiles) * 8
-        tl.store(item, row, mask=listed)
-        tl.store(item + 1, tl.minimum(stop - row, TILE), mask=listed)
-        tl.store(item + 2, split, mask=listed)
-        tl.store(item + 3, mine, mask=listed)
-        tl.store(item + 4, longest, mask=listed)
+        item = items + (place + split * tiles) * ITEM
+        tl.store(item + ITEM_ROW, row, mask=listed)
+        tl.store(item + ITEM_ROWS, tl.minimum(stop - row, TILE), mask=listed)
+        tl.store(item + ITEM_SPLIT, split, mask=listed)
+        tl.store(item + ITEM_SEQUENCE, mine, mask=listed)
+        tl.store(item + ITEM_END, longest, mask=listed)
     tl.store(count, tl.sum(counts, 0))
 
 
@@ -174,14 +179,14 @@ def _attend_splits(
     n = tl.arange(0, BLOCK_KEYS)
     for work in range(tl.program_id(0), tl.load(count) * KV_HEADS, tl.num_programs(0)):
         kv = work % KV_HEADS
-        item = items + (work // KV_HEADS) * 8
-        split = tl.load(item + 2)
+        item = items + (work // KV_HEADS) * ITEM
+        split = tl.load(item + ITEM_SPLIT)
         split_start = _split_start(split)
-        stop = tl.minimum(_split_start(split + 1), tl.load(item + 4))
-        table = page_table + tl.load(item + 3) * table_width
-        row = tl.load(item) + m // GROUP
+        stop = tl.minimum(_split_start(split + 1), tl.load(item + ITEM_END))
+        table = page_table + tl.load(item + ITEM_SEQUENCE) * table_width
+        row = tl.load(item + ITEM_ROW) + m // GROUP
         head = kv * GROUP + m % GROUP
-        mine = m < tl.load(item + 1) * GROUP
+        mine = m < tl.load(item + ITEM_ROWS) * GROUP
         end = tl.load(context_end + first_row + row, mask=mine, other=0)
         start = split_start
         if WINDOW:
@@ -312,7 +317,7 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some rows of a step: the first, how many, and the device's list of what is to do for them."""
+    """Some rows of a step: the first, how many, and the list of work for them on the device (`_plan`)."""
 
     first: int
     rows: int
@@ -327,7 +332,7 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int, launch
         here = min(part_rows, total - first)
         block = max(512, triton.next_power_of_2(here))
         scratch = torch.empty(3 * block + LINE.value, dtype=torch.int32, device=device)
-        items = torch.empty(here * capacity, 8, dtype=torch.int32, device=device)
+        items = torch.empty(here * capacity, ITEM.value, dtype=torch.int32, device=device)
         count = torch.empty(1, dtype=torch.int32, device=device)
         _plan[(1,)](
             rows.sequence[first:], rows.context_end[first:], scratch, items, count, here,
@@ -338,13 +343,13 @@ def _plan_parts(rows: StepRows, tile: int, part_rows: int, capacity: int, launch
 
 
 def paged_attend(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, *, overlap: bool = True
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, programs: int, *, overlap_launches: bool = True
 ) -> Callable[[Tensor, StepRows, KVCache, int], Tensor]:
     """`Ops.attend` for a model's sizes, `programs` at once on the device.
 
-    What is to do is listed on the device when layer 0 is attended, and read again by the layers behind it: two
-    launches a layer and one a step, of shapes that depend on the numbers of rows and pages alone. So a whole step
-    can be captured as a graph and replayed over other contents of the same tensors.
+    The work is listed on the device when layer 0 is attended; the later layers read the same list. That makes one
+    launch a step and two a layer, whose shapes depend on the numbers of rows and pages alone, so that a whole step can
+    be captured as a graph and replayed over other contents of the same tensors.
     """
     group = heads // kv_heads
     tile_rows = attention_tiles(dtype, head_dim, group).rows // group
@@ -357,7 +362,7 @@ def paged_attend(
 
     def attend(qkv: Tensor, rows: StepRows, cache: KVCache, layer: int) -> Tensor:
         nonlocal planned
-        launch = launch_options(qkv.device, qkv.shape[0], overlap)
+        launch = launch_options(qkv.device, qkv.shape[0], overlap_launches)
         keys, values = cache.keys[layer], cache.values[layer]
         key_scales, value_scales = scales_of(cache, layer)
         window = cache.window(layer)

@@ -25,7 +25,12 @@ from tidar_core.transfer import sent
 
 LOG2E = 1.4426950408889634
 TILE_ROWS = 128  # mask rows times group, two of Hopper's matrix instructions
-COLUMNS = tl.constexpr(8)  # of the list of tiles
+TILE = tl.constexpr(8)  # numbers of a tile, of which these are used:
+TILE_MASK_ROW = tl.constexpr(0)  # the first mask row
+TILE_MASK_ROWS = tl.constexpr(1)
+TILE_CLEAN_ROW = tl.constexpr(2)  # the document's first clean row
+TILE_FEWEST = tl.constexpr(3)  # clean rows that one of its blocks sees
+TILE_MOST = tl.constexpr(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,14 @@ class BlockAttentionSizes:
 
     @property
     def group(self) -> int:
+        """Query heads of a K/V head."""
         return self.heads // self.kv_heads
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTiles:
-    """Which blocks share a tile. tiles: int32 [tiles, 8], of which a row is (first mask row, mask rows, first clean
-    row of the document, fewest and most clean rows that one of its blocks sees, unused …), the longest first.
-    context: int32 [blocks], the clean rows that each block sees."""
+    """Which blocks share a tile. tiles: int32 [tiles, TILE], with the columns TILE_MASK_ROW … TILE_MOST; those that see
+    most clean rows come first. context: int32 [blocks], the clean rows that each block sees."""
 
     tiles: Tensor
     context: Tensor
@@ -70,10 +75,12 @@ def block_tiles(
     place = np.arange(count) - np.repeat(opens, np.diff(opens, append=count))
     first = np.flatnonzero(place % each == 0)
     end = np.append(first[1:], count)
-    tiles = np.zeros((len(first), COLUMNS.value), dtype=np.int32)
-    tiles[:, 0], tiles[:, 1] = first * sizes.slots, (end - first) * sizes.slots
-    tiles[:, 2], tiles[:, 3], tiles[:, 4] = starts[document[first]], context[first], context[end - 1]
-    tiles = tiles[np.argsort(-tiles[:, 4], kind="stable")]
+    tiles = np.zeros((len(first), TILE.value), dtype=np.int32)
+    tiles[:, TILE_MASK_ROW.value] = first * sizes.slots
+    tiles[:, TILE_MASK_ROWS.value] = (end - first) * sizes.slots
+    tiles[:, TILE_CLEAN_ROW.value] = starts[document[first]]
+    tiles[:, TILE_FEWEST.value], tiles[:, TILE_MOST.value] = context[first], context[end - 1]
+    tiles = tiles[np.argsort(-tiles[:, TILE_MOST.value], kind="stable")]
     return BlockTiles(sent(torch.from_numpy(tiles), device), sent(torch.from_numpy(context.astype(np.int32)), device))
 
 
@@ -82,14 +89,14 @@ def _tile(tiles, context, kv, GROUP: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl
     """This program's tile as `BlockTiles` lists it: first mask row, mask rows, first clean row, fewest and most clean
     rows that a block sees; and of each of its rows: which mask row of the tile, which head, whether there is one, how
     many clean rows it sees."""
-    tile = tiles + tl.program_id(0) * COLUMNS
-    first, rows = tl.load(tile), tl.load(tile + 1)
+    tile = tiles + tl.program_id(0) * TILE
+    first, rows = tl.load(tile + TILE_MASK_ROW), tl.load(tile + TILE_MASK_ROWS)
     m = tl.arange(0, ROWS)
     row = m // GROUP
     mine = row < rows
     end = tl.load(context + (first + row) // SLOTS, mask=mine, other=0)
-    fewest, most = tl.load(tile + 3), tl.load(tile + 4)
-    return first, rows, tl.load(tile + 2), fewest, most, row, kv * GROUP + m % GROUP, mine, end
+    clean, fewest, most = tl.load(tile + TILE_CLEAN_ROW), tl.load(tile + TILE_FEWEST), tl.load(tile + TILE_MOST)
+    return first, rows, clean, fewest, most, row, kv * GROUP + m % GROUP, mine, end
 
 
 @triton.jit
@@ -273,7 +280,7 @@ class _BlockAttention(torch.autograd.Function):
 def _options(
     qkv: Tensor, keys: Tensor, values: Tensor, tiles: BlockTiles, sizes: BlockAttentionSizes, back: bool
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of either kernel, what it is compiled for and how."""
+    """The grid of either kernel, and its sizes and options."""
     width = keys.stride(1)
     if keys.stride() != (sizes.head_dim, width, 1) or values.stride() != keys.stride():
         raise ValueError("the heads of a clean row do not lie side by side")

@@ -76,7 +76,7 @@ def _choose(
 
 def route(
     to_logits: Callable[[Tensor, Tensor], Tensor],
-    overlap: bool,
+    overlap_launches: bool,
     x: Tensor,
     router: Tensor,
     bias: Tensor | None,
@@ -93,7 +93,7 @@ def route(
             float(experts.scale), WIDTH=logits.shape[1], COUNT=experts.count,
             BLOCK=triton.next_power_of_2(experts.count), CHOSEN=experts.chosen, SIGMOID=experts.scores == "sigmoid",
             HAS_BIAS=bias is not None, RENORMALISED=experts.renormalised, SHARED_GATED=experts.shared_gated,
-            num_warps=1, enable_fp_fusion=True, **launch_options(x.device, rows, overlap),
+            num_warps=1, enable_fp_fusion=True, **launch_options(x.device, rows, overlap_launches),
         )  # fmt: skip
     return Routed(chosen, shares, shared)
 
@@ -209,14 +209,18 @@ def _tiles_of(weight: Tensor) -> GemmTiles:
 
 
 def mix_experts(
-    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, activation: Activation, *, overlap: bool = True
+    x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, activation: Activation, *, overlap_launches: bool = True
 ) -> Tensor:
     """`Ops.mix_experts`; gate_up and down may be in 8 bits, as `float8.packed` has them."""
     (rows, width), chosen, count = x.shape, routed.experts.shape[1], len(gate_up)
     out = torch.empty_like(x)
     if rows == 0:
         return out
-    experts, entries, options = routed.experts.contiguous(), rows * chosen, launch_options(x.device, rows, overlap)
+    experts, entries, options = (
+        routed.experts.contiguous(),
+        rows * chosen,
+        launch_options(x.device, rows, overlap_launches),
+    )
     few = entries <= min(_tiles_of(weight).rows for weight in (gate_up, down))
     listed, counts = (experts, experts) if few else _listed(experts, count, options)
 

@@ -30,7 +30,7 @@ from tidar_core.kernels.triton_launch import (
     capability,
     launch_options,
     let_next_begin,
-    read_ahead,
+    prefetch,
     wait_for_kernel_before,
 )
 from tidar_core.model.weights import LowRank
@@ -44,8 +44,8 @@ WARPGROUP_ROWS = 64  # that it multiplies
 SHARED_MEMORY = 227 << 10  # bytes that one program may have on Hopper
 FEWEST_STAGES = 3  # one that is multiplied, two that are on their way
 WIDEST_RANK = 64  # of an adapter that is computed beside the base product: more would not fit the shared memory
-BYTES_BEHIND = 8 << 20  # of the next weight that a product asks for: some of what the cache holds. Not measured yet.
-LINES_AHEAD = tl.constexpr(8)  # cache lines of each weight row that are asked for before the kernel in front is through
+PREFETCH_BYTES = 8 << 20  # of the next product's weight, fetched into the L2 cache during this one. Not measured yet.
+OWN_PREFETCH_LINES = tl.constexpr(8)  # cache lines of each row of its own weight, before the kernel in front is through
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> Gem
 
     Where one tile of 64 does not hold the rows, tiles are of 128: one warpgroup, four warps, multiplies the first 64,
     a second one those behind, each as a tile of 64 is multiplied, in the same order along K, so that no bit changes.
-    Tiles of fp32 stay as they are, those that two warpgroups share already (a row's numbers would lie otherwise in
-    their threads, and be summed up in another order), and those that would leave no room for copies ahead.
+    Some tiles stay as they are: those of fp32, those that two warpgroups share already (a row's numbers would lie in
+    other threads and be summed up in another order), and those that would leave no room for copies ahead.
     """
     if (tiles.rows, tiles.warps) != (WARPGROUP_ROWS, WARPGROUP) or rows <= WARPGROUP_ROWS:
         return tiles
@@ -112,8 +112,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def measured_tiles(gpu: Gpu, dtype: torch.dtype) -> dict[tuple[int, int], GemmTiles]:
-    """The tiles of weights [outs, ins] that were measured, for one dtype: on a GPU of this name, else on one that has
-    as many multiprocessors of the same architecture (an H200 is an H100 with other memory); none, mostly."""
+    """The measured tiles by weight (outs, ins), for one dtype: from a GPU of this name, else from one with as many
+    multiprocessors of the same architecture (an H200 is an H100 with other memory). Empty where none was measured."""
     path = resources.files("tidar_core").joinpath("data", "gemm_tiles.json")
     tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     alike = [
@@ -135,44 +135,45 @@ def begin_product(
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the beginning of a tile's weights and for the adapter's, then waits for the kernel before."""
+    """Prefetches the beginning of a tile's weights and the adapter's, then waits for the kernel before."""
     if OVERLAP:
         part: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS) * BLOCK_K
         line: tl.constexpr = LINE * 8 // weight.dtype.element_ty.primitive_bitwidth
         row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-        ahead = tl.program_id(2) * part + tl.arange(0, LINES_AHEAD) * line
-        read_ahead(weight + row * K + tl.minimum(ahead, K - 1)[None, :])
+        k = tl.program_id(2) * part + tl.arange(0, OWN_PREFETCH_LINES) * line
+        prefetch(weight + row * K + tl.minimum(k, K - 1)[None, :])
         if HAS_LOW_RANK:
             lines: tl.constexpr = triton.next_power_of_2((RANK + line - 1) // line)
-            read_ahead(low_b + row * RANK + tl.minimum(tl.arange(0, lines) * line, RANK - 1)[None, :])
-            read_shared_ahead(low_a, RANK * K // line, N, BLOCK_N, SPLITS)
+            prefetch(low_b + row * RANK + tl.minimum(tl.arange(0, lines) * line, RANK - 1)[None, :])
+            prefetch_shared(low_a, RANK * K // line, N, BLOCK_N, SPLITS)
     wait_for_kernel_before(OVERLAP)
 
 
 @triton.jit
-def read_shared_ahead(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """Asks for the first lines of a matrix that all programs of a product read, each for its share of them."""
+def prefetch_shared(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
+    """Prefetches the first LINES cache lines of a matrix that all programs of a product read, each its share."""
     programs: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * SPLITS
     each: tl.constexpr = (LINES + programs - 1) // programs
     if each > 0 and tl.program_id(0) == 0:
         i = tl.minimum(tl.arange(0, triton.next_power_of_2(each)), each - 1)
         line = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)) * each + i
         elements: tl.constexpr = LINE * 8 // matrix.dtype.element_ty.primitive_bitwidth
-        read_ahead(matrix + tl.minimum(line, LINES - 1).to(tl.int64) * elements)
+        prefetch(matrix + tl.minimum(line, LINES - 1).to(tl.int64) * elements)
 
 
 @triton.jit
 def product_part(
-    x, weight, scales, low_a, low_b, behind, m, n, split, rows, first_mask_row,
+    x, weight, scales, low_a, low_b, next_weight, m, n, split, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of x weightᵀ over one part of K, fp32 [BLOCK_M, BLOCK_N], with the adapter's share of it.
 
     x [rows, K], weight [N, K] (in 8 bits: times `scales`, fp32 [N]), low_a [RANK, K], low_b [N, RANK]. m: rows of x, n:
-    rows of weight (any order, those from `rows` and N on are none). Lets the next kernel begin, and asks for the first
-    lines of `behind`, the weight of a product behind this one, so that memory is read between the products too.
+    rows of weight (any order, those from `rows` and N on are none). Lets the next kernel begin, and prefetches the
+    first PREFETCH_LINES cache lines of `next_weight`, which the next product reads, so that memory is read between the
+    products too.
     """
     i = tl.arange(0, BLOCK_K)
     x_at = x + m.to(tl.int64)[:, None] * K
@@ -212,7 +213,7 @@ def product_part(
 
     let_next_begin(OVERLAP)
     if OVERLAP:
-        read_shared_ahead(behind, LINES_BEHIND, N, BLOCK_N, SPLITS)
+        prefetch_shared(next_weight, PREFETCH_LINES, N, BLOCK_N, SPLITS)
     if rounded:
         total = total * scale[None, :]
     if HAS_LOW_RANK:
@@ -223,10 +224,10 @@ def product_part(
 
 @triton.jit
 def product(
-    x, weight, low_a, low_b, behind, partial, arrived, m, n, column, rows, first_mask_row,
+    x, weight, low_a, low_b, next_weight, partial, arrived, m, n, column, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of x weightᵀ, and whether this program has all of it: of the programs that share it the last one does.
 
@@ -236,8 +237,8 @@ def product(
     split = tl.program_id(2)
     scales = (weight + N * K).to(tl.pointer_type(tl.float32))  # of weights in 8 bits: as `float8.packed` has them
     total = product_part(
-        x, weight, scales, low_a, low_b, behind, m, n, split, rows, first_mask_row,
-        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+        x, weight, scales, low_a, low_b, next_weight, m, n, split, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PREFETCH_LINES, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     whole = True
     if SPLITS > 1:
@@ -257,10 +258,10 @@ def product(
 
 @triton.jit(do_not_specialize=["rows", "first_mask_row"])
 def _linear(
-    x, weight, bias, low_a, low_b, behind, out, partial, arrived, rows, first_mask_row,
+    x, weight, bias, low_a, low_b, next_weight, out, partial, arrived, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = x weightᵀ + bias, one tile of it."""
@@ -268,8 +269,8 @@ def _linear(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin_product(weight, low_a, low_b, n, N, K, RANK, BLOCK_N, BLOCK_K, SPLITS, HAS_LOW_RANK, OVERLAP)
     total, whole = product(
-        x, weight, low_a, low_b, behind, partial, arrived, m, n, n, rows, first_mask_row,
-        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+        x, weight, low_a, low_b, next_weight, partial, arrived, m, n, n, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PREFETCH_LINES, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     if whole:
         if HAS_BIAS:
@@ -280,8 +281,9 @@ def _linear(
 
 @dataclass(frozen=True, slots=True)
 class ProductLaunch:
-    """How a product is launched. operands: weight, bias, the adapter's two matrices, the weight behind; any tensor for
-    those that are not there. parts: where its splits meet. named: the sizes and options of its kernel."""
+    """How a product is launched. operands: weight, bias, the adapter's two matrices, the next weight; any tensor stands
+    in for one that is not there. parts: the buffers in which its splits meet. named: sizes and options of the
+    kernel."""
 
     grid: tuple[int, int, int]
     operands: tuple[Tensor, ...]
@@ -290,8 +292,8 @@ class ProductLaunch:
 
 
 class PlanProduct(Protocol):
-    """How to launch a product x weightᵀ with an adapter of a rank up to WIDEST_RANK; behind: the weight that is read
-    next. One stream at a time may run what is planned: launches share the arrival counters."""
+    """How to launch a product x weightᵀ with an adapter of a rank up to WIDEST_RANK. next_weight: what the
+    next product reads. One stream at a time may run what is planned: launches share the arrival counters."""
 
     def __call__(
         self,
@@ -300,19 +302,19 @@ class PlanProduct(Protocol):
         bias: Tensor | None,
         low_rank: LowRank | None,
         first_mask_row: int,
-        behind: Tensor | None = None,
+        next_weight: Tensor | None = None,
         /,
     ) -> ProductLaunch: ...
 
 
 def product_planner(
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
-    bytes_behind: int = BYTES_BEHIND,
+    prefetch_bytes: int = PREFETCH_BYTES,
     *,
-    overlap: bool = True,
+    overlap_launches: bool = True,
 ) -> PlanProduct:
-    """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. bytes_behind: so much of
-    the weight behind a product is asked for within it, in steps of few rows."""
+    """Launches with one configuration a weight: `measured` by (outs, ins), else `gemm_tiles`. prefetch_bytes: how much
+    of the next product's weight each product fetches into the L2 cache, in steps of few rows."""
     measured = measured or {}
     # The last is the longest. Those before stay: graphs that were captured with them count there.
     arrivals: dict[torch.device, list[Tensor]] = {}
@@ -329,7 +331,7 @@ def product_planner(
         bias: Tensor | None,
         low_rank: LowRank | None,
         first_mask_row: int,
-        behind: Tensor | None = None,
+        next_weight: Tensor | None = None,
         /,
     ) -> ProductLaunch:
         rows, (outs, ins) = x.shape[0], weight.shape
@@ -343,18 +345,19 @@ def product_planner(
         if hopper and weight.dtype == x.dtype:  # of weights in 8 bits no tile of 128 rows was looked at
             tiles = tiles_for(tiles, rows, x.dtype, 0 if beside is None else block_rank)
         grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
-        options = launch_options(x.device, rows, overlap)
-        asked = 0 if behind is None or not options["OVERLAP"] else min(behind.nbytes, bytes_behind)
+        options = launch_options(x.device, rows, overlap_launches)
+        fetched = 0 if next_weight is None or not options["OVERLAP"] else min(next_weight.nbytes, prefetch_bytes)
         named = {
             "N": outs, "K": ins, "RANK": rank, "BLOCK_RANK": block_rank,
             "BLOCK_M": tiles.rows, "BLOCK_N": tiles.outs, "BLOCK_K": tiles.ins, "SPLITS": tiles.splits,
-            "LINES_BEHIND": asked // LINE.value, "HAS_BIAS": bias is not None, "HAS_LOW_RANK": beside is not None,
+            "PREFETCH_LINES": fetched // LINE.value, "HAS_BIAS": bias is not None, "HAS_LOW_RANK": beside is not None,
             "num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True, **options,
         }  # fmt: skip
         size = (tiles.splits, rows, outs) if tiles.splits > 1 else (1,)
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = arrived(grid[0] * grid[1] if tiles.splits > 1 else 1, x.device)
-        operands = (weight, weight if bias is None else bias, low_a, low_b, weight if behind is None else behind)
+        follows = weight if next_weight is None else next_weight
+        operands = weight, weight if bias is None else bias, low_a, low_b, follows
         return ProductLaunch(grid, operands, (parts, counters), named)
 
     return plan

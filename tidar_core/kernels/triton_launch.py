@@ -2,7 +2,7 @@
 
 A step of a small model is hundreds of kernels of a few microseconds, and what lies between two of them counts as much
 as they do. Hopper can start a kernel before the one in front is through (programmatic dependent launch): its programs
-find their places, and read ahead what no other kernel writes, then wait. Every kernel here waits before it reads or
+find their places, prefetch what no other kernel writes, then wait. Every kernel here waits before it reads or
 writes anything else, so that whatever a kernel sees is what it would see behind a full stop.
 """
 
@@ -21,12 +21,12 @@ MOST_OVERLAPPING_ROWS = 64  # of a step; with more the kernels are so long that 
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
 
-def launch_options(device: torch.device, rows: int, overlap: bool) -> dict[str, Any]:
-    """What a launch of a kernel with a parameter OVERLAP is given beside its arguments, in a step of so many rows.
-    overlap: whether launches shall, where they can. Tensors of the meta device stand for Hopper's."""
+def launch_options(device: torch.device, rows: int, overlap_launches: bool) -> dict[str, Any]:
+    """The options for launching a kernel with a parameter OVERLAP in a step of `rows` rows. overlap_launches: whether
+    launches are to overlap, where the device and the rows allow it. The meta device counts as Hopper."""
     hopper = device.type == "meta" or (device.type == "cuda" and capability(device) >= HOPPER)
     can = hopper and rows <= MOST_OVERLAPPING_ROWS
-    return {"OVERLAP": True, "launch_pdl": True} if overlap and can else {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if overlap_launches and can else {"OVERLAP": False}
 
 
 @lru_cache(maxsize=16)
@@ -44,15 +44,15 @@ def wait_for_kernel_before(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """Lets the next kernel begin once all programs of this one are here or through. A kernel that fills the GPU says it
-    late: programs that begin while it runs would crowd where there is room, instead of spreading."""
+    """Lets the next kernel begin once all programs of this one have come here or ended. A kernel that fills the GPU
+    calls it late: programs that begin while it runs would crowd together where there is room, instead of spreading."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
-def read_ahead(pointers):
-    """Asks for the cache lines that pointers lie in; nothing waits for them."""
+def prefetch(pointers):
+    """Fetches the cache lines that pointers lie in into the L2 cache; nothing waits for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",

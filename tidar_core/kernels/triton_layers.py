@@ -31,7 +31,7 @@ from tidar_core.kernels.triton_gemm import (
     begin_product,
     product,
 )
-from tidar_core.kernels.triton_launch import read_ahead
+from tidar_core.kernels.triton_launch import prefetch
 from tidar_core.kernels.triton_rows import activate, add_norm, rotate_and_store
 from tidar_core.model.decoder import BASE_ALONE, layer_qk_norm, own_attention
 from tidar_core.model.weights import (
@@ -88,10 +88,10 @@ def store_gated(
 
 @triton.jit(do_not_specialize=["rows", "first_mask_row"])
 def _gated_linear(
-    x, squares, weight, bias, low_a, low_b, behind, out, partial, arrived, eps, rows, first_mask_row,
+    x, squares, weight, bias, low_a, low_b, next_weight, out, partial, arrived, eps, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -102,8 +102,8 @@ def _gated_linear(
     begin_product(weight, low_a, low_b, n, N, K, RANK, BLOCK_N, BLOCK_K, SPLITS, HAS_LOW_RANK, OVERLAP)
     seen = _load_squares(squares, m, rows, PARTS, BLOCK_PARTS)
     total, whole = product(
-        x, weight, low_a, low_b, behind, partial, arrived, m, n, column, rows, first_mask_row,
-        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+        x, weight, low_a, low_b, next_weight, partial, arrived, m, n, column, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PREFETCH_LINES, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     if whole:
         total = _biased(total, seen, bias, n, eps, N, K, PARTS, HAS_BIAS)
@@ -131,10 +131,10 @@ def _add(
 
 @triton.jit(do_not_specialize=["rows", "first_mask_row"])
 def _added_linear(
-    x, weight, bias, low_a, low_b, behind, residual, norm, scaled, squares, partial, arrived, rows, first_mask_row,
+    x, weight, bias, low_a, low_b, next_weight, residual, norm, scaled, squares, partial, arrived, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """residual += one tile of the product, in place; scaled [rows, N] = residual * norm, squares: fp32 [rows, output
@@ -142,11 +142,11 @@ def _added_linear(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if OVERLAP:
-        read_ahead(norm + tl.minimum(n, N - 1))
+        prefetch(norm + tl.minimum(n, N - 1))
     begin_product(weight, low_a, low_b, n, N, K, RANK, BLOCK_N, BLOCK_K, SPLITS, HAS_LOW_RANK, OVERLAP)
     total, whole = product(
-        x, weight, low_a, low_b, behind, partial, arrived, m, n, n, rows, first_mask_row,
-        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+        x, weight, low_a, low_b, next_weight, partial, arrived, m, n, n, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PREFETCH_LINES, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     if whole:
         _add(total, bias, residual, norm, scaled, squares, rows, m, n, N, HAS_BIAS)
@@ -189,15 +189,15 @@ def _rotate(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "first_mask_row", "verify"],
+    do_not_specialize=["rows", "first_mask_row"],
     do_not_specialize_on_alignment=["positions", "write_slots"],
 )
 def _rotated_linear(
-    x, squares, weight, bias, low_a, low_b, behind, out, positions, cos, sin, keys, values, write_slots,
-    partial, arrived, eps, rows, first_mask_row, verify,
+    x, squares, weight, bias, low_a, low_b, next_weight, out, positions, cos, sin, keys, values, write_slots,
+    partial, arrived, eps, rows, first_mask_row,
     N: tl.constexpr, K: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    LINES_BEHIND: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, ROTATES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LOW_RANK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -213,14 +213,14 @@ def _rotated_linear(
     begin_product(weight, low_a, low_b, n, N, K, RANK, BLOCK_N, BLOCK_K, SPLITS, HAS_LOW_RANK, OVERLAP)
     seen = _load_squares(squares, m, rows, PARTS, BLOCK_PARTS)
     total, whole = product(
-        x, weight, low_a, low_b, behind, partial, arrived, m, n, column, rows, first_mask_row,
-        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, LINES_BEHIND, HAS_LOW_RANK, OVERLAP,
+        x, weight, low_a, low_b, next_weight, partial, arrived, m, n, column, rows, first_mask_row,
+        N, K, RANK, BLOCK_RANK, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PREFETCH_LINES, HAS_LOW_RANK, OVERLAP,
     )  # fmt: skip
     if whole:
         total = _biased(total, seen, bias, n, eps, N, K, PARTS, HAS_BIAS)
         if ROTATES:
             _rotate(
-                total, out, positions, cos, sin, keys, values, write_slots, rows, verify, m,
+                total, out, positions, cos, sin, keys, values, write_slots, rows, first_mask_row, m,
                 N, HEADS, KV_HEADS, HALF, PAGE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         else:
@@ -230,18 +230,19 @@ def _rotated_linear(
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """What the product behind a norm reads: x [rows, hidden], the residual times the norm's weight, and squares, fp32
-    [rows, parts], the sum of the residual's squares in parts. Of no parts: x is normed already."""
+    """What the product behind a norm reads. x [rows, hidden]: the residual times the norm's weight. squares: fp32
+    [rows, parts], partial sums of the residual's squares; with 0 parts x is normed already."""
 
     x: Tensor
     squares: Tensor
 
     def some(self, rows: slice) -> "Normed":
+        """The same of some rows."""
         return Normed(self.x[rows], self.squares[rows])
 
 
 def joined(first: Normed, then: Normed) -> Normed:
-    """The rows of both, of which each product left as many parts."""
+    """The rows of both one behind the other; both have the same number of parts."""
     return Normed(torch.cat((first.x, then.x)), torch.cat((first.squares, then.squares)))
 
 
@@ -252,11 +253,11 @@ def _parts(normed: Normed) -> dict[str, int]:
 
 def gated_linear(
     plan: PlanProduct, normed: Normed, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None,
-    first_mask_row: int, eps: float, behind: Tensor | None = None,
+    first_mask_row: int, eps: float, next_weight: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """silu(gate) * up [rows, out / 2] of the fused projection [gate; up] of what a norm gives."""
     x, squares, rows = normed.x, normed.squares, normed.x.shape[0]
-    launch = plan(x, weight, bias, low_rank, first_mask_row, behind)
+    launch = plan(x, weight, bias, low_rank, first_mask_row, next_weight)
     out = x.new_empty(rows, weight.shape[0] // 2)
     _gated_linear[launch.grid](
         x, squares, *launch.operands, out, *launch.parts, eps, rows, first_mask_row, **_parts(normed), **launch.named
@@ -266,10 +267,10 @@ def gated_linear(
 
 def added_linear(
     plan: PlanProduct, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, first_mask_row: int,
-    residual: Tensor, norm: Tensor, behind: Tensor | None = None,
+    residual: Tensor, norm: Tensor, next_weight: Tensor | None = None,
 ) -> Normed:  # fmt: skip
     """Adds a product to the residual, in place, and gives what the product behind the next norm reads."""
-    rows, launch = x.shape[0], plan(x, weight, bias, low_rank, first_mask_row, behind)
+    rows, launch = x.shape[0], plan(x, weight, bias, low_rank, first_mask_row, next_weight)
     scaled = torch.empty_like(residual)
     squares = torch.empty(rows, launch.grid[1], dtype=torch.float32, device=x.device)
     _added_linear[launch.grid](
@@ -280,18 +281,18 @@ def added_linear(
 
 def rotated_linear(
     plan: PlanProduct, normed: Normed, weight: Tensor, bias: Tensor | None, low_rank: LowRank | None, eps: float,
-    rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, behind: Tensor | None = None, *,
+    rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, next_weight: Tensor | None = None, *,
     rotates: bool = True,
 ) -> Tensor:  # fmt: skip
     """q, k and v [rows, (heads + 2 kv_heads) * head_dim] of what a norm gives: rotated, and the verify rows' k and v
     in their pages, or neither where it does not rotate."""
     x, squares, count = normed.x, normed.squares, normed.x.shape[0]
-    launch = plan(x, weight, bias, low_rank, rows.verify, behind)
+    launch = plan(x, weight, bias, low_rank, rows.verify, next_weight)
     _, _, kv_heads, head_dim, page_size = cache.keys.shape
     out = x.new_empty(count, weight.shape[0])
     _rotated_linear[launch.grid](
         x, squares, *launch.operands, out, rows.positions, rotary.cos, rotary.sin,
-        cache.keys[layer], cache.values[layer], rows.write_slots, *launch.parts, eps, count, rows.verify, rows.verify,
+        cache.keys[layer], cache.values[layer], rows.write_slots, *launch.parts, eps, count, rows.verify,
         HEADS=weight.shape[0] // head_dim - 2 * kv_heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size,
         ROTATES=rotates, **_parts(normed), **launch.named,
     )  # fmt: skip
@@ -302,7 +303,7 @@ def bind_layers(
     config: ModelConfig,
     plan: PlanProduct,
     attend: Callable[[Tensor, StepRows, KVCache, int], Tensor],
-    overlap: bool,
+    overlap_launches: bool,
     weights: ModelWeights,
     adapter: AdapterWeights | None,
     rotary: Rotary,
@@ -329,13 +330,13 @@ def bind_layers(
         )  # fmt: skip
         if not by_heads:
             return qkv
-        return rotate_and_store(qkv, rows, tables, cache, index, qk_norm, overlap=overlap)
+        return rotate_and_store(qkv, rows, tables, cache, index, qk_norm, overlap_launches=overlap_launches)
 
     def run_layers(x: Tensor, rows: StepRows, cache: KVCache) -> Tensor:
         if x.shape[0] == 0:
             return x
         residual, verify = x.contiguous(), rows.verify
-        first = add_norm(residual, None, norms[0][0], eps, overlap=overlap)[0]
+        first = add_norm(residual, None, norms[0][0], eps, overlap_launches=overlap_launches)[0]
         normed = Normed(first, residual.new_empty(len(residual), 0, dtype=torch.float32))
         for index, layer in enumerate(weights.layers):
             extra, own = extras[index], own_attention(adapter, index) if verify < len(x) else None
@@ -348,9 +349,9 @@ def bind_layers(
             else:  # rows of each kind by their own projections
                 verifying, masks = rows.apart()
                 second = replace(layer, qkv=own.qkv, q_norm=own.q_norm, k_norm=own.k_norm)
-                said = rotated(normed.some(slice(verify)), layer, extra, verifying, cache, index)
-                drafted = rotated(normed.some(slice(verify, None)), second, extra, masks, cache, index)
-                x = attend(torch.cat((said, drafted)), rows, cache, index)
+                verify_qkv = rotated(normed.some(slice(verify)), layer, extra, verifying, cache, index)
+                mask_qkv = rotated(normed.some(slice(verify, None)), second, extra, masks, cache, index)
+                x = attend(torch.cat((verify_qkv, mask_qkv)), rows, cache, index)
                 parts = (
                     added_linear(
                         plan, x[some], weight, None, None, verify, residual[some], norms[index][1], layer.gate_up
@@ -363,6 +364,6 @@ def bind_layers(
                 plan, x, layer.down, layer.down_bias, extra.down, verify, residual, next_norms[index],
                 next_weights[index],
             )  # fmt: skip
-        return add_norm(residual, None, weights.final_norm, eps, overlap=overlap)[0]
+        return add_norm(residual, None, weights.final_norm, eps, overlap_launches=overlap_launches)[0]
 
     return run_layers

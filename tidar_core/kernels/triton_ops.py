@@ -13,7 +13,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
 from tidar_core.kernels.triton_experts import mix_experts, route
 from tidar_core.kernels.triton_gemm import (
-    BYTES_BEHIND,
+    PREFETCH_BYTES,
     GemmTiles,
     exact_linear,
     gpu_of,
@@ -63,23 +63,30 @@ def triton_ops(
     *,
     exact: bool = True,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None,
-    bytes_behind: int = BYTES_BEHIND,
+    prefetch_bytes: int = PREFETCH_BYTES,
     float8: bool = False,
-    overlap: bool = True,
+    overlap_launches: bool = True,
 ) -> Ops:
     """The operations of one model on an NVIDIA GPU (or, with TRITON_INTERPRET=1 set early, interpreted on a CPU).
 
     exact: matrix products by the kernel that gives a row the same bits among any number of rows; else by torch, which
     may be faster (not those of experts: torch would have to ask the host). measured: tiles for weights [outs, ins], by
-    default those in the package for this kind of GPU; bytes_behind: see `product_planner`. float8: the layers' matrices
-    are packed into 8 bits where the device has those (exact products only). overlap: whether launches may
-    (`triton_launch`).
+    default those in the package for this kind of GPU. prefetch_bytes: see `product_planner`. float8: the layers'
+    matrices are packed into 8 bits where the device has those (exact products only). overlap_launches: whether a kernel
+    may be launched while the one before runs (`triton_launch`).
     Keeps a list of the current step's attention work, so one record serves one engine.
     """
-    plan = product_planner(tiles_of(device, dtype) if measured is None else measured, bytes_behind, overlap=overlap)
+    plan = product_planner(
+        tiles_of(device, dtype) if measured is None else measured, prefetch_bytes, overlap_launches=overlap_launches
+    )
     to_logits, in_8_bits = exact_linear(plan, out_dtype=torch.float32), has_float8(device)
     attend = paged_attend(
-        config.heads, config.kv_heads, config.head_dim, dtype, programs_at_once(device), overlap=overlap
+        config.heads,
+        config.kv_heads,
+        config.head_dim,
+        dtype,
+        programs_at_once(device),
+        overlap_launches=overlap_launches,
     )
 
     def head(x: Tensor, weight: Tensor) -> Tensor:  # in fp32: bf16 scores tie too often
@@ -92,15 +99,15 @@ def triton_ops(
         pack_head=as_it_is,
         pack_adapter=as_it_is,
         linear=exact_linear(plan) if exact else REFERENCE_OPS.linear,
-        add_norm=partial(add_norm, overlap=overlap),
-        rotate_and_store=partial(rotate_and_store, overlap=overlap),
+        add_norm=partial(add_norm, overlap_launches=overlap_launches),
+        rotate_and_store=partial(rotate_and_store, overlap_launches=overlap_launches),
         attend=attend,
-        gate=partial(gate, overlap=overlap),
+        gate=partial(gate, overlap_launches=overlap_launches),
         head=head if exact else REFERENCE_OPS.head,
-        route=partial(route, head, overlap),
-        mix_experts=partial(mix_experts, overlap=overlap),
+        route=partial(route, head, overlap_launches),
+        mix_experts=partial(mix_experts, overlap_launches=overlap_launches),
         float8_pages=in_8_bits,
-        bind_layers=partial(bind_layers, config, plan, attend, overlap) if exact else None,
+        bind_layers=partial(bind_layers, config, plan, attend, overlap_launches) if exact else None,
         pick=pick_tokens,
         pick_listed=pick_listed,
         carry=carry,

@@ -43,7 +43,7 @@ def _add_norm(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, overlap: bool = True
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, overlap_launches: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`Ops.add_norm`; updates the residual in place."""
     rows, width = x.shape
@@ -52,7 +52,8 @@ def add_norm(
     if rows:
         _add_norm[(rows,)](
             x, total, weight, out, total, eps, WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None,
-            num_warps=min(16, max(2, block // 512)), enable_fp_fusion=True, **launch_options(x.device, rows, overlap),
+            num_warps=min(16, max(2, block // 512)), enable_fp_fusion=True,
+            **launch_options(x.device, rows, overlap_launches),
         )  # fmt: skip
     return out, total
 
@@ -143,7 +144,7 @@ def scales_of(cache: KVCache, layer: int) -> tuple[Tensor, Tensor]:
 
 def rotate_and_store(
     qkv: Tensor, rows: StepRows, rotary: Rotary, cache: KVCache, layer: int, qk_norm: QKNorm | None, *,
-    overlap: bool = True,
+    overlap_launches: bool = True,
 ) -> Tensor:  # fmt: skip
     """`Ops.rotate_and_store`, in place."""
     keys, values = cache.keys[layer], cache.values[layer]
@@ -157,7 +158,7 @@ def rotate_and_store(
             rows.write_slots, eps, rows.verify,
             HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, PAGE=page_size, BLOCK=HEADS_A_PROGRAM,
             HAS_NORM=qk_norm is not None, num_warps=4, enable_fp_fusion=True,
-            **launch_options(qkv.device, qkv.shape[0], overlap),
+            **launch_options(qkv.device, qkv.shape[0], overlap_launches),
         )  # fmt: skip
     return qkv
 
@@ -186,13 +187,13 @@ def _gate_rows(
     tl.store(out + row * WIDTH + i, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
-def gate(gate_up: Tensor, activation: Activation, *, overlap: bool = True) -> Tensor:
+def gate(gate_up: Tensor, activation: Activation, *, overlap_launches: bool = True) -> Tensor:
     """`Ops.gate`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         _gate_rows[(rows, triton.cdiv(width, GATE_BLOCK))](
             gate_up, out, WIDTH=width, BLOCK=GATE_BLOCK, GELU=activation == "gelu_tanh", num_warps=4,
-            enable_fp_fusion=True, **launch_options(out.device, rows, overlap),
+            enable_fp_fusion=True, **launch_options(out.device, rows, overlap_launches),
         )  # fmt: skip
     return out

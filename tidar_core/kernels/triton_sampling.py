@@ -290,7 +290,7 @@ def pick_whole(logits: Tensor, numbers: RuleNumbers) -> Tensor:
 
 
 def pick_kept(logits: Tensor, numbers: RuleNumbers, most: int) -> Tensor:
-    """The pick of sampled rows that keep a part of the vocabulary. most: the largest top_k among them.
+    """The picks of sampled rows that keep a part of the vocabulary. most: the largest top_k among them.
 
     logits: [rows, vocab], each row contiguous. Returns int64 [rows] as `pick_whole` does.
     """

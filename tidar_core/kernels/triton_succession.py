@@ -1,4 +1,4 @@
-"""What a step leaves to the one behind it, in Triton: `tidar_core.kernels.succession` in one launch each.
+"""What a step leaves to the next one, in Triton: each function of `tidar_core.kernels.succession` as one launch.
 
 All of it is small: what counts is that the host launches three kernels instead of some sixty operations.
 """
@@ -10,11 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tidar_core.kernels import columns
 from tidar_core.kernels.ops import StepRows
-from tidar_core.kernels.succession import COLUMNS, Carried, Decided
+from tidar_core.kernels.succession import Carried, Decided
 
 ROWS_A_PROGRAM = 128
-FRONT = tl.constexpr(COLUMNS)
+COMMITTED = tl.constexpr(columns.COMMITTED)
+ANCHOR = tl.constexpr(columns.ANCHOR)
+DRAFTS = tl.constexpr(columns.DRAFTS)
+FIRST_TRUTH = tl.constexpr(columns.FIRST_TRUTH)
+MOST_DRAFTS = tl.constexpr(columns.MOST_DRAFTS)
+FIRST_SLOT = tl.constexpr(columns.FIRST_SLOT)
+BLOCK_LENGTH = tl.constexpr(columns.BLOCK)
+FIRST_ROW = tl.constexpr(columns.FIRST_ROW)
+FIRST_SCORE = tl.constexpr(columns.FIRST_SCORE)
+DRAFTER = tl.constexpr(columns.DRAFTER)
+OUTCOMES = tl.constexpr(columns.OUTCOMES)
 
 
 @triton.jit(
@@ -28,26 +39,26 @@ def _carry(
     positions, context_end, sequence, page_table, write_slots, tokens, repeats, state, source, nearest, rows, verify,
     pages, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows a program. All int32; state: [.., 2 + WIDTH]."""
+    """BLOCK rows a program. All int32; state: [.., DRAFTS + WIDTH]."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     owner = tl.load(sequence + row, mask=inside, other=0)
-    at = state + tl.load(source + owner, mask=inside, other=0) * (2 + WIDTH)
+    at = state + tl.load(source + owner, mask=inside, other=0) * (DRAFTS + WIDTH)
     in_hand = tl.zeros([BLOCK], tl.int32)
     for draft in tl.static_range(WIDTH):
-        in_hand += (tl.load(at + 2 + draft, mask=inside, other=-1) >= 0).to(tl.int32)
+        in_hand += (tl.load(at + DRAFTS + draft, mask=inside, other=-1) >= 0).to(tl.int32)
     drafts = inside & (row >= verify)
     laid_for = tl.load(nearest + row - verify, mask=drafts, other=0)
     fewer = tl.where(drafts, tl.minimum(in_hand + 1 - laid_for, 0), 0)
     repeated = tl.load(repeats + row - verify, mask=drafts, other=-1)
     tl.store(repeats + row - verify, repeated + fewer, mask=drafts & (repeated >= 0))
-    ahead = tl.load(at, mask=inside, other=0) + fewer
+    ahead = tl.load(at + COMMITTED, mask=inside, other=0) + fewer
     position = tl.load(positions + row, mask=inside, other=0) + ahead
     tl.store(positions + row, position, mask=inside)
     tl.store(context_end + row, tl.load(context_end + row, mask=inside, other=0) + ahead, mask=inside)
     writes = inside & (row < verify)
     place = tl.load(tokens + row, mask=writes, other=0)
-    tl.store(tokens + row, tl.maximum(tl.load(at + 1 + place, mask=writes, other=0), 0), mask=writes)
+    tl.store(tokens + row, tl.maximum(tl.load(at + ANCHOR + place, mask=writes, other=0), 0), mask=writes)
     page = tl.load(page_table + owner * pages + position // PAGE, mask=writes, other=0)
     tl.store(write_slots + row, page * PAGE + position % PAGE, mask=writes)
 
@@ -58,7 +69,8 @@ def carry(rows: StepRows, tokens: Tensor, repeats: Tensor, carried: Carried, pag
     _carry[(triton.cdiv(count, ROWS_A_PROGRAM),)](
         rows.positions, rows.context_end, rows.sequence, rows.page_table, rows.write_slots, tokens, repeats,
         carried.state, carried.source, carried.nearest, count, len(tokens), rows.page_table.shape[1],
-        WIDTH=carried.state.shape[1] - 2, PAGE=page_size, BLOCK=ROWS_A_PROGRAM, num_warps=4, enable_fp_fusion=True,
+        WIDTH=carried.state.shape[1] - columns.DRAFTS, PAGE=page_size, BLOCK=ROWS_A_PROGRAM, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -71,14 +83,15 @@ def _decide(
     plan = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     drafted = place < WIDTH
-    state_after = after + plan * (2 + WIDTH)
+    state_after = after + plan * (DRAFTS + WIDTH)
     if plan == plans:
-        tl.store(state_after + place, 0, mask=place < 2 + WIDTH)
+        tl.store(state_after + place, 0, mask=place < DRAFTS + WIDTH)
     else:
-        laid = table + plan * (FRONT + outcomes)
-        first, most, start = tl.load(laid), tl.load(laid + 1), tl.load(laid + 2)
-        block, row, score, number = tl.load(laid + 3), tl.load(laid + 4), tl.load(laid + 5), tl.load(laid + 6)
-        hand_at = state + tl.load(source + plan) * (2 + WIDTH) + 2
+        laid = table + plan * (outcomes + OUTCOMES)
+        first, most, start = tl.load(laid + FIRST_TRUTH), tl.load(laid + MOST_DRAFTS), tl.load(laid + FIRST_SLOT)
+        block, row, score = tl.load(laid + BLOCK_LENGTH), tl.load(laid + FIRST_ROW), tl.load(laid + FIRST_SCORE)
+        number = tl.load(laid + DRAFTER)
+        hand_at = state + tl.load(source + plan) * (DRAFTS + WIDTH) + DRAFTS
         hand = tl.load(hand_at + place, mask=drafted, other=-1)
         in_hand = tl.sum((hand >= 0).to(tl.int32), 0)
         verified = tl.minimum(most, in_hand)
@@ -88,10 +101,10 @@ def _decide(
         guess = tl.max(tl.where(place == verified, hand, -1), 0)
         stays = (held == verified) & (guess >= 0) & (guess == anchor)
         left = tl.load(hand_at + verified + 1 + place, mask=place < WIDTH - 1 - verified, other=-1)
-        tl.store(state_after, held + 1)
-        tl.store(state_after + 1, anchor)
-        tl.store(state_after + 2 + place, tl.where(stays, left, -1), mask=drafted)
-        outcome = tl.load(laid + FRONT + place, mask=place < outcomes, other=0)
+        tl.store(state_after + COMMITTED, held + 1)
+        tl.store(state_after + ANCHOR, anchor)
+        tl.store(state_after + DRAFTS + place, tl.where(stays, left, -1), mask=drafted)
+        outcome = tl.load(laid + OUTCOMES + place, mask=place < outcomes, other=0)
         outcome = tl.where(place == 0, tl.minimum(outcome, in_hand + 1), outcome)
         true = (outcome == held + 1) & (place < outcomes) & (block > 0)
         found = tl.min(tl.where(true, place, BLOCK), 0)
@@ -106,9 +119,9 @@ def _decide(
 
 def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: int, drafting: int) -> Decided:
     """`succession.decide`."""
-    plans, width, device = len(table), state.shape[1] - 2, state.device
+    plans, width, device = len(table), state.shape[1] - columns.DRAFTS, state.device
     decided = Decided(
-        state=torch.empty(plans + 1, 2 + width, dtype=torch.int32, device=device),
+        state=torch.empty(plans + 1, state.shape[1], dtype=torch.int32, device=device),
         came=torch.empty(plans, dtype=torch.int32, device=device),
         rows=torch.empty(slots, dtype=torch.int64, device=device),
         scores=torch.empty(slots, dtype=torch.int64, device=device),
@@ -116,8 +129,8 @@ def decide(truths: Tensor, table: Tensor, state: Tensor, source: Tensor, slots: 
     )
     _decide[(plans + 1,)](
         truths, table, state, source, decided.state, decided.came, decided.rows, decided.scores, decided.anchors,
-        plans, table.shape[1] - COLUMNS, WIDTH=width, BLOCK=triton.next_power_of_2(2 + width), num_warps=1,
-        enable_fp_fusion=True,
+        plans, table.shape[1] - columns.OUTCOMES, WIDTH=width, BLOCK=triton.next_power_of_2(state.shape[1]),
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return decided
 
@@ -128,17 +141,19 @@ def _renew(state, came, table, picks, outcomes, WIDTH: tl.constexpr, BLOCK: tl.c
     plan = tl.program_id(0)
     if tl.load(came + plan) >= 0:
         place = tl.arange(0, BLOCK)
-        laid = table + plan * (FRONT + outcomes)
-        start, block = tl.load(laid + 2), tl.load(laid + 3)
+        laid = table + plan * (outcomes + OUTCOMES)
+        start, block = tl.load(laid + FIRST_SLOT), tl.load(laid + BLOCK_LENGTH)
         new = tl.load(picks + start + place, mask=place < block - 1, other=-1).to(tl.int32)
         broken = tl.min(tl.where(new < 0, place, BLOCK), 0)
-        tl.store(state + plan * (2 + WIDTH) + 2 + place, tl.where(place < broken, new, -1), mask=place < WIDTH)
+        tl.store(
+            state + plan * (DRAFTS + WIDTH) + DRAFTS + place, tl.where(place < broken, new, -1), mask=place < WIDTH
+        )
 
 
 def renew(decided: Decided, table: Tensor, picks: Tensor) -> None:
     """`succession.renew`."""
-    width = decided.state.shape[1] - 2
+    length = decided.state.shape[1]
     _renew[(len(table),)](
-        decided.state, decided.came, table, picks, table.shape[1] - COLUMNS, WIDTH=width,
-        BLOCK=triton.next_power_of_2(2 + width), num_warps=1, enable_fp_fusion=True,
+        decided.state, decided.came, table, picks, table.shape[1] - columns.OUTCOMES, WIDTH=length - columns.DRAFTS,
+        BLOCK=triton.next_power_of_2(length), num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip

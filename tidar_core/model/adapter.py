@@ -48,8 +48,8 @@ CUT_PROBE = (
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A drafter: what it is, its tensors, and the name of its directory. mask_token: the token of the vocabulary that
-    its slots hold, where it is one."""
+    """A drafter: its config, its tensors, and the name of its directory. mask_token: the token of the vocabulary that
+    its slots hold, None where they hold mask embeddings of their own."""
 
     config: AdapterConfig
     weights: AdapterWeights
@@ -60,14 +60,14 @@ class Adapter:
 def identify_base(
     name: str, config: ModelConfig, weights: ModelWeights, tokenizer: PreTrainedTokenizerBase
 ) -> BaseIdentity:
-    """What an adapter has to fit: the loaded model called `name`."""
+    """The identity that an adapter has to fit, of the loaded model called `name`."""
     return shape_of(name, config, tokenizer, fingerprint(weights))
 
 
 def shape_of(
     name: str, config: ModelConfig, tokenizer: PreTrainedTokenizerBase, weights_fingerprint: str = ""
 ) -> BaseIdentity:
-    """What an adapter has to fit; without the fingerprint known before the weights are read."""
+    """The identity that an adapter has to fit, without the fingerprint: known before the weights are read."""
     return BaseIdentity(
         name=name,
         fingerprint=weights_fingerprint,
@@ -222,7 +222,7 @@ def _misfits(made_for: BaseIdentity, base: BaseIdentity) -> list[str]:
 
 
 def _strange(made_for: BaseIdentity, base: BaseIdentity) -> list[str]:
-    """What an adapter did not learn of this model, where that only costs drafts."""
+    """What differs from the model that the adapter was trained for, where that only costs drafts."""
     strange = ["other weights"] if made_for.fingerprint != base.fingerprint else []
     return [*strange, "other cuts of text into tokens"] if made_for.cuts not in ("", base.cuts) else strange
 

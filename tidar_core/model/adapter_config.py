@@ -115,6 +115,7 @@ class AdapterConfig(BaseModel):
         return BlockForm(self.within_block, self.slot_0, self.labels)
 
     def adapts(self, layer: int, projection: Projection) -> bool:
+        """Whether a layer's projection is adapted."""
         return projection in self.projections and (self.layers is None or layer in self.layers)
 
 

@@ -73,7 +73,7 @@ def _mixture(ops: Ops, config: ModelConfig, experts: Experts, layer: LayerWeight
 
 
 def _added(ops: Ops, x: Tensor, residual: Tensor | None, norm: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """What the next product reads, the sum or its norm, and the sum."""
+    """(what the next product reads: the sum or its norm, the sum)."""
     if norm is not None:
         return ops.add_norm(x, residual, norm, eps)
     total = x if residual is None else residual + x
@@ -156,8 +156,9 @@ def paged_attention(
         if own is None or first == len(qkv):
             return ops.rotate_and_store(qkv, rows, tables, cache, layer, norms)
         own_norms = layer_qk_norm(own, config.norm_eps)
-        said = ops.rotate_and_store(qkv[:first], verifying, tables, cache, layer, norms)
-        return torch.cat((said, ops.rotate_and_store(qkv[first:], drafting, tables, cache, layer, own_norms)))
+        verify_qkv = ops.rotate_and_store(qkv[:first], verifying, tables, cache, layer, norms)
+        mask_qkv = ops.rotate_and_store(qkv[first:], drafting, tables, cache, layer, own_norms)
+        return torch.cat((verify_qkv, mask_qkv))
 
     def attention(layer: int, qkv: Tensor) -> Tensor:
         return ops.attend(rotated(layer, qkv), rows, cache, layer)

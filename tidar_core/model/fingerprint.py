@@ -49,7 +49,7 @@ def _sum_of_bits(tensor: Tensor) -> int:
 
 
 def _some_rows(tensor: Tensor) -> Tensor:
-    """All of a vector, some rows of a matrix, of experts' matrices at least one row each."""
+    """All of a vector, some rows of a matrix; of experts' matrices at least one row each."""
     if tensor.dim() == 1:
         return tensor
     rows = tensor.flatten(0, -2)

@@ -34,7 +34,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 
 def matrices(weight: Tensor) -> Iterable[Tensor]:
-    """A matrix, or those of experts one by one: of all at once the numbers between would take several times their
+    """A matrix, or the experts' matrices one by one: all at once, intermediate results would take several times their
     memory."""
     return (weight,) if weight.dim() == 2 else weight
 

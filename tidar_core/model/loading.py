@@ -50,9 +50,11 @@ _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their fi
 class Checkpoint(Protocol):
     """Named tensors on disk, under transformers' names."""
 
-    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of the tensor `name`, None where there is none."""
 
-    def copy_into(self, name: str, out: Tensor) -> None: ...
+    def copy_into(self, name: str, out: Tensor) -> None:
+        """Copies the tensor `name` into `out`: its shape, any float dtype and device. Raises ConfigError."""
 
 
 def load_weights(
@@ -118,7 +120,7 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Iterator[Checkp
 def checked(
     checkpoint: Checkpoint, wanted: Iterable[tuple[str, tuple[int, ...]]], model: str
 ) -> dict[str, tuple[int, ...]]:
-    """The wanted names and shapes, each looked up before the next is asked for: a broken header may want billions.
+    """The wanted names and shapes, each checked before the next one is generated: a broken header may name billions.
 
     Raises ConfigError, naming the tensor, where one is missing or misshapen.
     """
@@ -136,7 +138,7 @@ def checked(
 def read_fused(
     checkpoint: Checkpoint, wanted: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Tensors of these names and shapes, one below the other, as one."""
+    """The tensors of these names and shapes as one, concatenated along the rows."""
     rows = [shape[0] for shape in wanted.values()]
     columns = next(iter(wanted.values()))[1:]
     fused = torch.empty((sum(rows), *columns), dtype=dtype, device=device)
@@ -387,7 +389,7 @@ def _norm_names(config: ModelConfig) -> dict[str, str]:
 
 
 def _norm(weight: Tensor, config: ModelConfig) -> Tensor:
-    """What a norm multiplies by: Gemma's checkpoints have it less one."""
+    """What a norm multiplies by. Gemma's checkpoints store it minus 1."""
     return (weight.float() + 1).to(weight.dtype) if config.norms_less_one else weight
 
 

@@ -40,6 +40,7 @@ _NAMES: dict[Architecture, ExpertNames] = {
 
 
 def expert_names(config: ModelConfig) -> ExpertNames:
+    """The names that the model's files use."""
     return _NAMES.get(config.architecture, ExpertNames())
 
 

@@ -49,6 +49,7 @@ class StoredLinear:
             raise self.error(f"{part} is {list(found.shape)}, but {list(expected)} was expected")
 
     def error(self, what: str) -> ConfigError:
+        """The error `what`, with the file and the layer in front."""
         return ConfigError(f"{self.where}: {what}")
 
     def _needed(self, part: str) -> Tensor:
@@ -114,8 +115,8 @@ def shared(
     if len(fitting) == 1:
         return Shared(numbers, fitting.pop())
     if fitting:
-        told = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(fitting))
-        raise linear.error(f"{part} is {list(numbers.shape)}, which fits blocks of {told} in a matrix of {list(shape)}")
+        each = " and ".join(f"{rows}x{columns}" for rows, columns in sorted(fitting))
+        raise linear.error(f"{part} is {list(numbers.shape)}, which fits blocks of {each} in a matrix of {list(shape)}")
     raise linear.error(f"{part} is {list(numbers.shape)}, which fits no block of a matrix of {list(shape)}")
 
 
@@ -164,13 +165,14 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def words_for(count: int, bits: int) -> int:
+    """How many 32-bit words hold `count` numbers of `bits` bits each."""
     return -(-count * bits // 32)
 
 
 def bits_of(linear: StoredLinear, part: str, words: int, count: int, possible: tuple[int, ...]) -> int:
-    """How many bits each of `count` numbers has that fill `words` words. Raises ConfigError."""
+    """How many bits each of `count` numbers has if together they fill `words` words. Raises ConfigError."""
     for bits in possible:
         if 1 <= bits <= 8 and words_for(count, bits) == words:
             return bits
-    told = " or ".join(map(str, possible))
-    raise linear.error(f"{part} has {words} words for {count} numbers, which are not {told} bits each")
+    sizes = " or ".join(map(str, possible))
+    raise linear.error(f"{part} has {words} words for {count} numbers, which are not {sizes} bits each")

@@ -26,7 +26,7 @@ from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, OwnAttention
 
 ARCHITECTURE = "OrthrusLM"
-REPORTED_HOLDS = (0.8,)
+REPORTED_ACCEPTANCE = (0.8,)
 """What the draft policy expects until it has seen some: a cycle of 4 to 8 tokens, as published for Qwen3-1.7B, 4B and
 8B (arXiv 2605.12825, table 1: tokens a pass, of two passes a cycle; others measured the less)."""
 
@@ -79,7 +79,7 @@ def load_second_view(
         within_block="bidirectional",
         slot_0="anchor",
         labels="shifted",
-        holds=REPORTED_HOLDS,
+        holds=REPORTED_ACCEPTANCE,
     )
     layers = (LayerAdapter(),) * config.layers
     return Adapter(described, AdapterWeights(slots, layers, attention=attention), "of its own")

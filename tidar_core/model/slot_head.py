@@ -38,17 +38,17 @@ def corrected(head: SlotHead, hidden: Tensor, before: Tensor) -> Tensor:
         states.append(state)
     if not states:
         return hidden
-    told = F.linear(torch.stack(states, dim=1), head.out)
-    return torch.cat((hidden[:, :1], hidden[:, 1:] + told), dim=1)
+    correction = F.linear(torch.stack(states, dim=1), head.out)
+    return torch.cat((hidden[:, :1], hidden[:, 1:] + correction), dim=1)
 
 
-def rescored(scores: Tensor, candidates: Tensor, told: Tensor, vocabulary: Tensor) -> Tensor:
-    """The candidates' scores, fp32 [rows, candidates], when `told` is added to the hidden states they come from.
+def rescored(scores: Tensor, candidates: Tensor, correction: Tensor, vocabulary: Tensor) -> Tensor:
+    """The candidates' scores, fp32 [rows, candidates], when `correction` is added to the hidden states they come from.
 
-    scores: [rows, candidates], from the hidden states as they were; candidates: their ids, int64; told: [rows, hidden];
-    vocabulary: the model's head, [vocab, hidden].
+    scores: [rows, candidates], from the hidden states as they were; candidates: their ids, int64; correction: [rows,
+    hidden]; vocabulary: the model's head, [vocab, hidden].
     """
-    return scores.float() + torch.einsum("rch,rh->rc", vocabulary[candidates].float(), told.float())
+    return scores.float() + torch.einsum("rch,rh->rc", vocabulary[candidates].float(), correction.float())
 
 
 def drafts_of(

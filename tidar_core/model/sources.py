@@ -31,6 +31,7 @@ class ModelSource:
 
     @property
     def gguf_path(self) -> Path | None:
+        """The GGUF file's path, None for a directory in transformers' layout."""
         return None if self.gguf_file is None else self.directory / self.gguf_file
 
 

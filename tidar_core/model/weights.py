@@ -58,7 +58,7 @@ class ModelWeights:
 
 
 def numbers_a_row(config: ModelConfig, layer: LayerWeights) -> float:
-    """How many numbers of a layer's matrices one row is multiplied by: of experts, of those that it goes through."""
+    """How many weights of a layer one row is multiplied by; of the experts, those that it goes through alone."""
     whole = (layer.qkv, layer.o, layer.router, layer.shared_gate_up, layer.shared_down)
     count = sum(matrix.numel() for matrix in whole if matrix is not None)
     inner = layer.gate_up.numel() + layer.down.numel()
@@ -139,7 +139,8 @@ class AdapterWeights:
 
 
 def named_tensors(adapter: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
-    """An adapter's tensors under the names that they have on disk; one with attention of its own is none there."""
+    """An adapter's tensors under the names that they have on disk. Adapters with attention of their own are not stored
+    so."""
     yield "mask_embedding", adapter.slot_embeddings
     for index, layer in enumerate(adapter.layers):
         for field in fields(layer):
@@ -196,9 +197,9 @@ def pack_model(
     pack_head: Callable[[Tensor], Tensor],
     pack_router: Callable[[Tensor], Tensor],
 ) -> ModelWeights:
-    """The same model with every matrix that is multiplied by laid out anew, the layers' by `pack` (of experts, all of
-    a layer at once); the embedding stays. The layers are taken: whoever holds them as they were has empty matrices, so
-    that never all of them are there twice."""
+    """The same model with its matrices laid out for the products: the layers' by `pack` (a layer's experts all at
+    once), the head by `pack_head`, routers by `pack_router`; the embedding stays. The given layers are consumed: their
+    matrices may be empty afterwards, so that the weights are never in memory twice."""
 
     def packed(layer: LayerWeights) -> LayerWeights:
         named = {
@@ -215,8 +216,8 @@ def pack_model(
 def pack_adapter(
     adapter: AdapterWeights, pack: Callable[[Tensor], Tensor], pack_base: Callable[[Tensor], Tensor]
 ) -> AdapterWeights:
-    """The same adapter with every matrix of its layers laid out anew: by `pack_base` where it stands for one of the
-    base's, and is taken as `pack_model` does, else by `pack`. Experts of its own stay."""
+    """The same adapter with its layers' matrices laid out for the products: by `pack_base` those that stand for
+    matrices of the base, which are consumed as in `pack_model`; the others by `pack`. Experts of its own stay."""
     attention = adapter.attention and tuple(
         replace(own, qkv=_taken(own.qkv, pack_base), o=_taken(own.o, pack_base)) for own in adapter.attention
     )

@@ -26,7 +26,7 @@ from tidar_core.bench.measures import Ceilings, Measure
 from tidar_core.bench.shapes import SHAPES
 from tidar_core.bench.steps import PrefillTime, StepTime
 from tidar_core.cli import app
-from tidar_core.kernels.triton_gemm import BYTES_BEHIND
+from tidar_core.kernels.triton_gemm import PREFETCH_BYTES
 
 
 def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
@@ -122,7 +122,7 @@ def test_what_overlaps_is_left_out_once_answers_differ(monkeypatch):
     """Then alone there is something to learn of it; and training is measured where all else has had its turn."""
     chosen = phases("any")
     (second,) = (phase for phase in chosen if phase.where_failed)
-    off = ("--no-overlap", "--no-graphs", "--no-overlap-launches")
+    off = ("--no-overlap-steps", "--no-graphs", "--no-overlap-launches")
     (first,) = (phase for phase in chosen if phase.name == second.where_failed)
     assert second.command == (*first.command, *off)
     for failed in (True, False):
@@ -220,7 +220,7 @@ def test_steps_that_raise_keep_no_prompt_from_being_measured(monkeypatch, tmp_pa
     assert "steps of SmolLM2-135M: RuntimeError: out of resources" in told.output
     record = json.loads(file.read_text())
     assert [len(record[part]) for part in ("checks", "steps", "prefill")] == [1, 1, 1]
-    assert record["bytes_behind"] == BYTES_BEHIND
+    assert record["prefetch_bytes"] == PREFETCH_BYTES
 
 
 def test_no_bench_of_a_gpu_without_triton(monkeypatch):

@@ -31,7 +31,7 @@ traces = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(traces, st.sampled_from([FREE, DEAR]))
 def test_nobody_beats_who_knows_what_holds(chosen, cost):
-    tokens = sum(len(trace.holds) - 1 for trace in chosen)
+    tokens = sum(len(trace.accepted) - 1 for trace in chosen)
     found = {result.setting: result for result in compare_settings(cost, chosen, BLOCK, 1, tokens)}
     best = found.pop("oracle").tokens_per_second
     assert all(result.tokens_per_second <= best * (1 + 1e-9) for result in found.values())
@@ -61,7 +61,7 @@ def test_traces_say_what_decoding_does(tmp_path):
         place = 0
         for step in answer.steps[1:]:
             if step.drafted:
-                assert step.accepted == min(trace.holds[place], len(step.drafted))
+                assert step.accepted == min(trace.accepted[place], len(step.drafted))
                 held += step.accepted
             place += step.accepted + 1
     assert held > 0

@@ -66,7 +66,7 @@ def test_convert_makes_a_folder_that_serves(tmp_path):
     answers = []
     for adapter in (str(tmp_path / "drafter"), "none"):
         engine = load_engine(EngineConfig(str(model), adapter, "float32", "cpu"))
-        assert engine.info.expected_holds == (() if adapter == "none" else config.holds)
+        assert engine.info.expected_acceptance == (() if adapter == "none" else config.holds)
         answers.append(answer_all(engine, prompts, [params] * 12))
     assert [answer.tokens for answer in answers[0]] == [answer.tokens for answer in answers[1]]
     assert sum(step.accepted for answer in answers[0] for step in answer.steps) > 10

@@ -137,7 +137,7 @@ def test_it_serves_itself_and_equals_its_own_plain_decoding(trained):
     engine = load_engine(EngineConfig(str(directory / "out"), dtype="float32", device="cpu"))
     assert engine.info.adapter == "of its own"
     assert engine.info.block_length == 4
-    assert engine.info.expected_holds == read_own_drafter(directory / "out").holds
+    assert engine.info.expected_acceptance == read_own_drafter(directory / "out").holds
     prompts = [tuple(engine.tokenizer.encode(f"{i} the quick brown")) for i in (7, 30, 411)]
     ways = decode_ways(engine, prompts, lambda mode: greedy_params(40, mode), 3)
     assert [comparison.different for comparison in compare_ways(ways)] == [0] * 6

@@ -89,7 +89,9 @@ VISITS = st.builds(
 def engines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """One that has drafts, steps ahead and too few pages, and one that has none of it."""
     folder = tmp_path_factory.mktemp("engines")
-    busy = tiny_engine(folder / "busy", overlap=True, max_model_len=96, cache_tokens=160, max_running=3, step_rows=24)
+    busy = tiny_engine(
+        folder / "busy", overlap_steps=True, max_model_len=96, cache_tokens=160, max_running=3, step_rows=24
+    )
     alone = tiny_engine(folder / "alone", adapter="none")
     alone._compiling = busy._compiling  # grammars are compiled once
     return busy, alone

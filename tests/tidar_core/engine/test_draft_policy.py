@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidar_core.engine.acceptance_rates import AcceptanceRates, outcome_probabilities
 from tidar_core.engine.draft_policy import (
     FULL_ROWS,
     DraftChoice,
@@ -20,22 +21,21 @@ from tidar_core.engine.draft_policy import (
     candidate_shapes,
     most_full,
 )
-from tidar_core.engine.held_drafts import HeldDrafts, outcome_probabilities
 from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.layout import Shape
 
 ROWS = (4, 16, 64)
 FLAT = StepCost(ROWS, (1.0, 1.0, 1.0), (0.1, 0.1, 0.1), (0.0, 0.0, 0.0))
 STEEP = StepCost(ROWS, (1.0, 4.0, 16.0), (0.1, 0.4, 1.6), (0.1, 0.4, 1.6))
-HOLDS = (0.8, 0.7, 0.6)
+ACCEPTANCE = (0.8, 0.7, 0.6)
 
 chances = st.lists(st.floats(0, 1), min_size=1, max_size=7)
 
 
 @given(chances)
-def test_outcomes_are_a_distribution(holds):
-    probabilities = outcome_probabilities(holds, len(holds))
-    assert len(probabilities) == len(holds) + 1
+def test_outcomes_are_a_distribution(acceptance):
+    probabilities = outcome_probabilities(acceptance, len(acceptance))
+    assert len(probabilities) == len(acceptance) + 1
     assert min(probabilities) >= 0
     assert abs(sum(probabilities) - 1) < 1e-9
 
@@ -51,7 +51,7 @@ def test_a_cost_describes_itself_in_milliseconds():
 
 
 def test_free_rows_buy_full_drafting_and_dear_rows_none():
-    assert best_choice(FLAT, [HOLDS], 4, Load(1)) == DraftChoice(Shape(3, (1, 2, 3, 4), 4), 1)
+    assert best_choice(FLAT, [ACCEPTANCE], 4, Load(1)) == DraftChoice(Shape(3, (1, 2, 3, 4), 4), 1)
     assert best_choice(STEEP, [(0.3, 0.2, 0.1)] * 16, 4, Load(16)) == DraftChoice()
 
 
@@ -80,11 +80,11 @@ def test_beside_a_prompt_drafts_must_be_worth_what_they_add(prompt_rows, count):
     assert rows <= 64 or shapes == [Shape()] * count
 
 
-def simulated_rate(cost: StepCost, holds: tuple[float, ...], shape: Shape) -> float:
+def simulated_rate(cost: StepCost, acceptance: tuple[float, ...], shape: Shape) -> float:
     """Tokens per second of one sequence that runs `shape`, by walking its two states until they settle."""
     if not shape.proposals:
         return 1.0 / cost.seconds(StepSize(0, 1))
-    chance = outcome_probabilities(holds, shape.drafts)
+    chance = outcome_probabilities(acceptance, shape.drafts)
     hit = sum(chance[a - 1] for a in shape.proposals)
     in_hand = 0.5
     for _ in range(500):
@@ -97,32 +97,32 @@ def simulated_rate(cost: StepCost, holds: tuple[float, ...], shape: Shape) -> fl
 
 
 @given(st.tuples(*[st.floats(0.05, 0.95)] * 3), st.floats(0.0, 1.0))
-def test_the_choice_is_the_best_candidate_of_a_simulation(holds, steepness):
+def test_the_choice_is_the_best_candidate_of_a_simulation(acceptance, steepness):
     trunk = tuple(1.0 + steepness * (rows - 4) / 4 for rows in ROWS)
     cost = StepCost(ROWS, trunk, (0.1, 0.1, 0.1), (0.05, 0.06, 0.1))
-    shapes = [Shape(), *(shape for shape, _ in candidate_shapes(holds, 4))]
-    best = max(simulated_rate(cost, holds, shape) for shape in shapes)
-    assert simulated_rate(cost, holds, best_choice(cost, [holds], 4, Load(1)).shape) >= best * (1 - 1e-6)
+    shapes = [Shape(), *(shape for shape, _ in candidate_shapes(acceptance, 4))]
+    best = max(simulated_rate(cost, acceptance, shape) for shape in shapes)
+    assert simulated_rate(cost, acceptance, best_choice(cost, [acceptance], 4, Load(1)).shape) >= best * (1 - 1e-6)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=50))
 def test_acceptance_stays_between_none_and_all(steps):
-    acceptance = HeldDrafts([0.55] * 3)
+    acceptance = AcceptanceRates([0.55] * 3)
     for verified, held in steps:
         acceptance.observe(verified, min(verified, held))
-    assert all(0 < chance < 1 for chance in acceptance.holds())
+    assert all(0 < chance < 1 for chance in acceptance.rates())
 
 
 def test_acceptance_learns_and_forgets():
-    acceptance = HeldDrafts((0.55, 0.55))
-    prior = acceptance.holds()
+    acceptance = AcceptanceRates((0.55, 0.55))
+    prior = acceptance.rates()
     for _ in range(500):
         acceptance.observe(2, 1)
-    assert acceptance.holds()[0] > 0.9
-    assert acceptance.holds()[1] < 0.1
+    assert acceptance.rates()[0] > 0.9
+    assert acceptance.rates()[1] < 0.1
     for _ in range(3000):
         acceptance.fade()
-    assert all(abs(a - b) < 0.01 for a, b in zip(acceptance.holds(), prior, strict=True))
+    assert all(abs(a - b) < 0.01 for a, b in zip(acceptance.rates(), prior, strict=True))
 
 
 def test_a_drafters_own_account_is_where_the_policy_begins():
@@ -132,8 +132,8 @@ def test_a_drafters_own_account_is_where_the_policy_begins():
     for expected, drafts in (((), False), ((0.85, 0.8, 0.75), True), ((0.85,), True), ((0.3, 0.2, 0.1), False)):
         policy = DraftPolicy(4, cost, expected)
         assert (policy.choose([view] * 4, 0) != [Shape()] * 4) == drafts, expected
-    assert DraftPolicy(4, cost, (0.9, 0.5)).new_acceptance().holds() == (0.9, 0.5, 0.5)
-    assert DraftPolicy(3, cost, (0.9, 0.5, 0.4)).new_acceptance().holds() == (0.9, 0.5)
+    assert DraftPolicy(4, cost, (0.9, 0.5)).new_acceptance_rates().rates() == (0.9, 0.5, 0.5)
+    assert DraftPolicy(3, cost, (0.9, 0.5, 0.4)).new_acceptance_rates().rates() == (0.9, 0.5)
 
 
 def test_modes_and_limits_are_obeyed():
@@ -171,12 +171,12 @@ STEP = StepCost((1, 12, 13, 64), (1.0, 1.0, 2.0, 10.0), (0.1, 0.1, 0.1, 0.5), (0
 
 def test_where_rows_run_short_the_best_sequences_draft_and_the_others_decode():
     policy = DraftPolicy(4, STEP)
-    books = [policy.new_acceptance() for _ in range(4)]
+    rates = [policy.new_acceptance_rates() for _ in range(4)]
     for _ in range(100):
-        books[2].observe(3, 3)
-        for poor in (books[0], books[1], books[3]):
+        rates[2].observe(3, 3)
+        for poor in (rates[0], rates[1], rates[3]):
             poor.observe(3, 0)
-    shapes = policy.choose([SequenceView("auto", 3, 4, 0, book) for book in books], 0)
+    shapes = policy.choose([SequenceView("auto", 3, 4, 0, own) for own in rates], 0)
     assert shapes[2].drafts > 0
     assert [shapes[i] for i in (0, 1, 3)] == [Shape()] * 3
 
@@ -192,14 +192,14 @@ def tokens_per_second(cost: StepCost, load: Load, shape: Shape, chances: Sequenc
     hit = sum(chances[outcome - 1] for outcome in shape.proposals)
     in_hand = 1.0 / (2.0 - hit)  # of all steps
     tokens = in_hand * sum(outcome * chance for outcome, chance in enumerate(chances, 1)) + 1.0 - in_hand
-    seconds = in_hand * step_seconds(cost, load, shape, drafting, 1.0 if load.ahead else hit)
+    seconds = in_hand * step_seconds(cost, load, shape, drafting, 1.0 if load.overlap_steps else hit)
     seconds += (1.0 - in_hand) * step_seconds(cost, load, renewal(shape, load), drafting, 1.0)
     return (drafting * tokens + load.sequences - drafting) / seconds
 
 
 def renewal(shape: Shape, load: Load) -> Shape:
     """The rows of a step that only brings new drafts."""
-    return shape if load.ahead else Shape(0, (1,), shape.block)
+    return shape if load.overlap_steps else Shape(0, (1,), shape.block)
 
 
 def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: float) -> float:
@@ -227,13 +227,13 @@ def step_seconds(cost: StepCost, load: Load, shape: Shape, drafting: int, hit: f
     st.integers(0, 100),
     st.booleans(),
 )
-def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, sequences, known, ahead):
-    load = Load(sequences, known, 200, ahead)
+def test_all_shapes_at_once_are_priced_as_one_by_one(acceptance, cost, block_limit, sequences, known, overlap_steps):
+    load = Load(sequences, known, 200, overlap_steps)
     for drafting in {1, sequences}:
-        shape, rate, renewing = best_shape(cost, holds, block_limit, load, drafting)
+        shape, rate, renewing = best_shape(cost, acceptance, block_limit, load, drafting)
         rates = {
             candidate: tokens_per_second(cost, load, candidate, chances, drafting)
-            for candidate, chances in candidate_shapes(holds, block_limit)
+            for candidate, chances in candidate_shapes(acceptance, block_limit)
         }
         assert abs(rate - max(rates.values())) < 1e-9 * rate
         assert abs(rates[shape] - rate) < 1e-9 * rate
@@ -241,19 +241,19 @@ def test_all_shapes_at_once_are_priced_as_one_by_one(holds, cost, block_limit, s
 
 
 @given(st.tuples(*[st.floats(0.0, 1.0)] * 3), st.integers(1, 9))
-def test_a_step_planned_ahead_is_priced_with_all_its_rows(holds, sequences):
+def test_a_step_planned_ahead_is_priced_with_all_its_rows(acceptance, sequences):
     """Behind a miss too: drafts are worth less then wherever they may miss, and the same where they cannot."""
     every_row_costs = StepCost((1, 1000), (1.0, 100.0), (0.1, 10.0), (0.1, 10.0))
-    for shape, chances in candidate_shapes(holds, 4):
-        after, ahead = (
-            tokens_per_second(every_row_costs, Load(sequences, 0, 0, way), shape, chances, sequences)
-            for way in (False, True)
+    for shape, chances in candidate_shapes(acceptance, 4):
+        apart, overlapped = (
+            tokens_per_second(every_row_costs, Load(sequences, 0, 0, overlap_steps), shape, chances, sequences)
+            for overlap_steps in (False, True)
         )
         hit = sum(chances[outcome - 1] for outcome in shape.proposals)
         if hit < 0.99:
-            assert ahead < after
+            assert overlapped < apart
         else:
-            assert ahead <= after * (1 + 1e-9)
+            assert overlapped <= apart * (1 + 1e-9)
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(*[st.floats(0.01, 0.99)] * 3), min_size=12, max_size=12))
@@ -262,18 +262,18 @@ def test_the_choice_is_never_worse_than_plain_decoding(sequences, ranked):
     choice = best_choice(STEP, ranked[:sequences], 4, load)
     assert choice.drafting <= sequences
     if choice.drafting:
-        holds = [sum(column) / choice.drafting for column in zip(*ranked[: choice.drafting], strict=True)]
-        chances = outcome_probabilities(holds, choice.shape.drafts)
+        acceptance = [sum(column) / choice.drafting for column in zip(*ranked[: choice.drafting], strict=True)]
+        chances = outcome_probabilities(acceptance, choice.shape.drafts)
         rate = tokens_per_second(STEP, load, choice.shape, chances, choice.drafting)
         assert rate > sequences / STEP.seconds(StepSize(0, sequences, sequences=sequences, context=256))
 
 
 def test_a_sequence_learns_for_all_and_starts_from_what_all_have_shown():
     policy = DraftPolicy(4, FLAT)
-    first = policy.new_acceptance()
+    first = policy.new_acceptance_rates()
     for _ in range(300):
         first.observe(3, 3)
-    assert policy.new_acceptance().holds()[0] > 0.9
+    assert policy.new_acceptance_rates().rates()[0] > 0.9
 
 
 def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_time_to_change():
@@ -292,13 +292,13 @@ def test_drafting_that_takes_longer_than_the_curves_say_is_left_until_it_had_tim
     assert shapes[0].drafts
 
 
-def walk(policy, steps, seconds_of, holds, sequences, random):
+def walk(policy, steps, seconds_of, acceptance, sequences, random):
     """So many steps of a batch that the policy decides, real ones as long as told: the share of them that drafted, and
     tokens per second."""
-    books, in_hand = [policy.new_acceptance() for _ in range(sequences)], [0] * sequences
+    rates, in_hand = [policy.new_acceptance_rates() for _ in range(sequences)], [0] * sequences
     drafted = tokens = seconds = 0
     for _ in range(steps):
-        views = [SequenceView("auto", held, 8, 200, book) for held, book in zip(in_hand, books, strict=True)]
+        views = [SequenceView("auto", held, 8, 200, own) for held, own in zip(in_hand, rates, strict=True)]
         shapes = policy.choose(views, 0)
         slots = sum(len(shape.proposals) * (shape.block - 1) for shape in shapes if shape.block)
         verify, mask = (sum(getattr(shape, rows) for shape in shapes) for rows in ("verify_rows", "mask_rows"))
@@ -309,10 +309,10 @@ def walk(policy, steps, seconds_of, holds, sequences, random):
         seconds += took
         for index, shape in enumerate(shapes):
             outcome = 1
-            while outcome <= shape.drafts and random.random() < holds:
+            while outcome <= shape.drafts and random.random() < acceptance:
                 outcome += 1
             if shape.drafts:
-                books[index].observe(shape.drafts, outcome - 1)
+                rates[index].observe(shape.drafts, outcome - 1)
             in_hand[index] = shape.block - 1 if outcome in shape.proposals else 0
             tokens += outcome
     return drafted / steps, tokens / seconds

@@ -15,7 +15,7 @@ from tests.tidar_core.engines import tiny_engine
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import EngineConfig
-from tidar_core.engine import Engine, flight, load_engine, said_ahead
+from tidar_core.engine import Engine, flight, load_engine, penalties_ahead
 from tidar_core.grammar import Grammar
 from tidar_core.kernels import rules
 from tidar_core.kernels.ops import GuessedSlots
@@ -38,7 +38,7 @@ def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tu
     found = {str(index): EngineAnswer() for index in range(len(params))}
     for (name, prompt), chosen in zip(zip(found, prompts(len(params)), strict=True), params, strict=True):
         engine.submit(Request(name, prompt, chosen))
-    ahead = 0
+    overlapped = 0
     while engine.has_work:
         for output in engine.step():
             answer = found[output.request_id]
@@ -46,9 +46,9 @@ def answers(engine: Engine, params: list[SamplingParams], alone: str = "") -> tu
             answer.finish = output.finish
             if output.trace is not None:
                 answer.steps.append(output.trace)
-        ahead += engine._flight is not None
+        overlapped += engine._flight is not None
         assert engine._flight is None or all(s.request.request_id != alone for s in engine._scheduler.running)
-    return list(found.values()), ahead
+    return list(found.values()), overlapped
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
@@ -59,9 +59,9 @@ def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock,
     asked = [replace(params, max_tokens=60, drafts="full", block=block) for block in (None, 3, None, 2, None)]
     asked.append(replace(params, max_tokens=60, drafts="off"))
     one, none = answers(tiny_engine(tmp_path / "one", within_block=within_block), asked)
-    two, ahead = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap=True), asked)
+    two, overlapped = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap_steps=True), asked)
     assert none == 0
-    assert ahead > 20
+    assert overlapped > 20
     for ours, theirs in zip(two, one, strict=True):
         assert ours.tokens == theirs.tokens
         sure = [step for step in theirs.steps if step.step <= theirs.decode_steps - 8]
@@ -76,7 +76,7 @@ def test_the_same_is_said_and_drafted(tmp_path: Path, within_block: WithinBlock,
 @pytest.mark.parametrize("one_call", [True, False], ids=["the CPU's one call", "slot by slot"])
 def test_rules_that_stay_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_call: bool) -> None:
     """Over the steps that lay the same rows; only where they stand is new in each of them."""
-    engine, read, asked = tiny_engine(tmp_path, overlap=True), [], []
+    engine, read, asked = tiny_engine(tmp_path, overlap_steps=True), [], []
     if not one_call:
         engine._runner = replace(engine._runner, ops=replace(engine._runner.ops, draft_slots=None))
     numbers, launch = rules._numbers, flight.launch
@@ -99,9 +99,9 @@ def test_plain_decoding_is_planned_ahead_too(tmp_path: Path, adapter: str) -> No
     drafting = {} if adapter == "own" else {"adapter": adapter}
     asked = [replace(params, drafts="off") for params in (GREEDY, SAMPLED, GREEDY)]
     one, _ = answers(tiny_engine(tmp_path / "one", **drafting), asked)
-    two, ahead = answers(tiny_engine(tmp_path / "two", overlap=True, **drafting), asked)
+    two, overlapped = answers(tiny_engine(tmp_path / "two", overlap_steps=True, **drafting), asked)
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
-    assert ahead == 39  # nothing is planned behind a last token
+    assert overlapped == 39  # nothing is planned behind a last token
 
 
 @pytest.mark.parametrize("within_block", ["bidirectional", "causal"])
@@ -110,7 +110,7 @@ def test_what_was_said_counts_before_the_host_knows_it(
 ) -> None:
     """Penalties and bias of all kinds, beside requests without: what the step under way says, and the drafts behind it,
     are counted on the device."""
-    monkeypatch.setattr(said_ahead, "ROWS_AT_ONCE", 5)  # fewer than there are, and sequences lie across the runs
+    monkeypatch.setattr(penalties_ahead, "ROWS_AT_ONCE", 5)  # fewer than there are, and sequences lie across the runs
     changes: list[dict[str, Any]] = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.7, "frequency_penalty": 0.4},
@@ -125,8 +125,8 @@ def test_what_was_said_counts_before_the_host_knows_it(
         for params, mode in ((GREEDY, "full"), (SAMPLED, "off"), (KEPT, "full"))
     ]
     one, none = answers(tiny_engine(tmp_path / "one", within_block=within_block), asked)
-    two, ahead = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap=True), asked)
-    assert (none, ahead > 20) == (0, True)
+    two, overlapped = answers(tiny_engine(tmp_path / "two", within_block=within_block, overlap_steps=True), asked)
+    assert (none, overlapped > 20) == (0, True)
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
     plain = answers(tiny_engine(tmp_path / "three", within_block=within_block), asked[-3:] * len(changes))[0]
     assert sum(ours.tokens != theirs.tokens for ours, theirs in zip(two, plain, strict=True)) >= 9
@@ -141,9 +141,11 @@ def test_drafts_are_of_tokens_that_are_allowed(tmp_path: Path, slot_head: int) -
     adapter = tiny_adapter(tmp_path / "adapter", model, slot_head=slot_head)
     asked = [replace(GREEDY, drafts="full", max_tokens=100, allowed_token_ids=(401, 402))] * 4
     config = EngineConfig(str(model), str(adapter), "float32", "cpu")
-    (one, _), (two, ahead) = (answers(load_engine(replace(config, overlap=over)), asked) for over in (False, True))
+    (one, _), (two, overlapped) = (
+        answers(load_engine(replace(config, overlap_steps=over)), asked) for over in (False, True)
+    )
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
-    assert ahead > 0
+    assert overlapped > 0
     for found in (one, two):
         drafted = [token for answer in found for step in answer.steps for token in step.drafted]
         assert set(drafted) <= {401, 402}
@@ -164,14 +166,14 @@ def test_what_the_host_decides_is_waited_for(tmp_path: Path, waiting: SamplingPa
     """While such a request is there each step is over before the next; afterwards they overlap again."""
     asked = [replace(waiting, max_tokens=9), replace(GREEDY, drafts="full")]
     one, _ = answers(tiny_engine(tmp_path / "one"), asked)
-    two, ahead = answers(tiny_engine(tmp_path / "two", overlap=True), asked, alone="0")
+    two, overlapped = answers(tiny_engine(tmp_path / "two", overlap_steps=True), asked, alone="0")
     assert [answer.tokens for answer in two] == [answer.tokens for answer in one]
-    assert ahead > 0
+    assert overlapped > 0
 
 
 def test_an_answer_that_stops_has_its_extra_step_dropped(tmp_path: Path) -> None:
     """Ends of sequence and stop strings come as a surprise, with the next step under way."""
-    plain, engine = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap=True)
+    plain, engine = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap_steps=True)
     (whole,), _ = answers(plain, [SAMPLED])
     text = plain.tokenizer.decode(whole.tokens)
     asked = [
@@ -189,24 +191,24 @@ def test_an_answer_that_stops_has_its_extra_step_dropped(tmp_path: Path) -> None
 
 def test_who_waits_for_pages_stops_nobody(tmp_path: Path) -> None:
     """Steps overlap while a prompt that does not fit waits; it comes in as soon as there is room."""
-    engine = tiny_engine(tmp_path, overlap=True, max_model_len=128, max_running=4, cache_tokens=128)
+    engine = tiny_engine(tmp_path, overlap_steps=True, max_model_len=128, max_running=4, cache_tokens=128)
     engine.submit(Request("runs", (5,), replace(GREEDY, max_tokens=60, drafts="off")))
     engine.step()
     engine.submit(Request("waits", tuple(range(3, 125)), replace(GREEDY, max_tokens=2, drafts="off")))
-    ahead = steps = 0
+    overlapped = steps = 0
     while engine._scheduler.waiting:
         engine.step()
         steps += 1
-        ahead += engine._flight is not None
+        overlapped += engine._flight is not None
     assert steps == 60  # one behind the last token of the other
-    assert ahead >= 56
+    assert overlapped >= 56
     while engine.has_work:
         engine.step()
 
 
 def test_who_was_refused_pages_comes_in_when_its_prefix_was_computed_for_another(tmp_path: Path) -> None:
     prompt = tuple(random.Random(0).randrange(3, 512) for _ in range(130))
-    engine = tiny_engine(tmp_path, overlap=True, cache_tokens=14 * 16, max_model_len=14 * 16)
+    engine = tiny_engine(tmp_path, overlap_steps=True, cache_tokens=14 * 16, max_model_len=14 * 16)
     for choice in (0, 1):
         params = replace(SAMPLED, max_tokens=32, choice=choice, drafts="off", ignore_eos=True)
         engine.submit(Request(str(choice), prompt, params))
@@ -228,7 +230,7 @@ def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytes
         picked = [(follows.get(anchor, []) + [3] * 8)[:n] for anchor, n in each]
         return torch.tensor([token for drafts in picked for token in drafts])
 
-    engine = tiny_engine(tmp_path, overlap=True)
+    engine = tiny_engine(tmp_path, overlap_steps=True)
     limit = engine.info.max_model_len
     runner, highest = engine._runner, []
 
@@ -237,10 +239,10 @@ def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytes
         highest.append(int(rows.positions.max()))
 
     engine._runner = replace(runner, ops=replace(runner.ops, carry=carry))
-    ahead, asked = engine._scheduler.plan_ahead, count()
+    plan_ahead, asked = engine._scheduler.plan_ahead, count()
 
     def now_and_then(under_way: Any) -> Any:
-        return ahead(under_way) if next(asked) % 3 else None
+        return plan_ahead(under_way) if next(asked) % 3 else None
 
     monkeypatch.setattr(engine._scheduler, "plan_ahead", now_and_then)
     monkeypatch.setattr(flight, "pick_drafts", oracle)
@@ -271,7 +273,7 @@ def test_no_row_runs_behind_the_last_position(tmp_path: Path, monkeypatch: pytes
 
 
 def test_who_goes_away_leaves_nothing(tmp_path: Path) -> None:
-    engine = tiny_engine(tmp_path, overlap=True)
+    engine = tiny_engine(tmp_path, overlap_steps=True)
     for name in "ab":
         engine.submit(Request(name, (5, 6, 7), replace(GREEDY, drafts="full")))
     engine.step()
@@ -297,9 +299,9 @@ def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path: Path) 
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][token] = float("nan")
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    engine = load_engine(EngineConfig(str(model), "none", "float32", "cpu", overlap=True))
-    (broken, fine), ahead = answers(engine, [GREEDY, GREEDY])
-    assert ahead > 0
+    engine = load_engine(EngineConfig(str(model), "none", "float32", "cpu", overlap_steps=True))
+    (broken, fine), overlapped = answers(engine, [GREEDY, GREEDY])
+    assert overlapped > 0
     assert broken.tokens == whole.tokens[: whole.tokens.index(token) + 1]
     assert broken.finish is not None
     assert broken.finish.reason is FinishReason.ERROR
@@ -307,7 +309,7 @@ def test_scores_that_are_no_numbers_end_their_own_request_alone(tmp_path: Path) 
 
 
 def test_min_tokens_holds_with_steps_ahead(tmp_path: Path) -> None:
-    one, two = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap=True)
+    one, two = tiny_engine(tmp_path / "one"), tiny_engine(tmp_path / "two", overlap_steps=True)
     (free,), _ = answers(one, [GREEDY])
     late = replace(GREEDY, min_tokens=12, stop_token_ids=frozenset(free.tokens[:8]))
     (expected,), _ = answers(one, [late])
@@ -317,7 +319,7 @@ def test_min_tokens_holds_with_steps_ahead(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_read_with_steps_ahead(tmp_path: Path) -> None:
-    engine = tiny_engine(tmp_path, overlap=True)
+    engine = tiny_engine(tmp_path, overlap_steps=True)
     engine.submit(Request("r", (5, 6, 7, 8), replace(GREEDY, prompt_logprobs=1)))
     read = []
     while engine.has_work:
@@ -326,12 +328,12 @@ def test_a_prompt_is_read_with_steps_ahead(tmp_path: Path) -> None:
 
 
 def test_rows_that_ran_for_drafts_that_did_not_come_are_told(tmp_path: Path) -> None:
-    (answer,), _ = answers(tiny_engine(tmp_path, overlap=True), [replace(GREEDY, drafts="full")])
+    (answer,), _ = answers(tiny_engine(tmp_path, overlap_steps=True), [replace(GREEDY, drafts="full")])
     assert any(step.verify_rows > 1 + len(step.drafted) for step in answer.steps)
 
 
 def test_who_comes_while_steps_are_ahead_is_let_in_at_once(tmp_path: Path) -> None:
-    engine = tiny_engine(tmp_path, overlap=True)
+    engine = tiny_engine(tmp_path, overlap_steps=True)
     engine.submit(Request("runs", (5, 6, 7), replace(GREEDY, drafts="off")))
     for _ in range(3):
         engine.step()

@@ -118,12 +118,12 @@ def decoded(engine: Engine, graphs: Graphs | None, params: list[SamplingParams])
 
 
 @pytest.mark.parametrize(
-    ("within_block", "overlap", "capture_at"),
+    ("within_block", "overlap_steps", "capture_at"),
     [("bidirectional", False, 1), ("causal", False, 1), ("causal", True, 1), ("causal", True, CAPTURE_AT)],
 )
-def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap, capture_at):
+def test_captured_steps_give_the_same_answers(tmp_path, within_block, overlap_steps, capture_at):
     """Mixed traffic, all kinds of drafts, greedy and sampled; results are used before the next replay."""
-    engine = tiny_engine(tmp_path, within_block=within_block, overlap=overlap)
+    engine = tiny_engine(tmp_path, within_block=within_block, overlap_steps=overlap_steps)
     graphs = Graphs(Spoiling(), REACH, capture_at)
     params = [
         SamplingParams(max_tokens=14, temperature=index % 2, seed=index, ignore_eos=True, drafts=mode)
@@ -161,7 +161,7 @@ class NothingIsWaitedFor(TorchDispatchMode):
 )
 def test_a_launch_waits_for_nothing(tmp_path, monkeypatch, picked):
     """Between two steps that overlap the host asks for no number that the device is still to compute."""
-    engine, launches = tiny_engine(tmp_path, overlap=True), []
+    engine, launches = tiny_engine(tmp_path, overlap_steps=True), []
 
     def refused(*arguments: object) -> None:
         raise AssertionError("the host asks for numbers")

@@ -62,7 +62,7 @@ def test_rows_are_those_of_the_plans_one_by_one(kinds, form):
     assert (laid.mask_slots.tolist(), laid.repeats.tolist(), laid.nearest.tolist()) == (slots, repeats, nearest)
     assert (laid.size.unscored + laid.size.verify, laid.size.mask) == (first, masks)
     assert (laid.size.verify, laid.size.slots) == (len(answers), len(guesses))
-    assert laid.ahead == sum(known - 1 for known, _, _ in kinds)
+    assert laid.known_behind == sum(known - 1 for known, _, _ in kinds)
 
 
 @given(st.lists(kinds(), min_size=1, max_size=6), st.sampled_from(FORMS))

@@ -105,7 +105,7 @@ def test_what_a_request_computed_itself_is_no_prefix_that_it_found(tmp_path):
     assert cached == {"urgent": 0, "long": 0}
 
 
-SAID = 7  # by the model, whatever it is asked
+TRUTH = 7  # by the model, whatever it is asked
 
 
 def scheduler_of(pages, **limits):
@@ -124,7 +124,7 @@ def ask(scheduler, name, tokens, priority=0, salt=None, **params):
 
 
 def commit(scheduler, plans):
-    return scheduler.commit(plans, [[SAID] * (1 + len(plan.drafts)) for plan in plans])
+    return scheduler.commit(plans, [[TRUTH] * (1 + len(plan.drafts)) for plan in plans])
 
 
 def test_an_urgent_one_goes_on_in_the_very_step_in_which_others_give_way():
@@ -215,13 +215,13 @@ def test_how_drafts_held_is_learnt_where_they_have_no_say():
     for trust, learns in ((1.0, True), (0.9, False)):
         scheduler = scheduler_of(8)
         sequence = ask(scheduler, "r", 4, drafts="full", draft_trust=trust)
-        assert (sequence.acceptance is not None) == learns
+        assert (sequence.acceptance_rates is not None) == learns
         commit(scheduler, scheduler.plan())
-        scheduler.take_drafts(sequence, (SAID, 9, 9))
-        before = scheduler.policy.new_acceptance().holds()
+        scheduler.take_drafts(sequence, (TRUTH, 9, 9))
+        before = scheduler.policy.new_acceptance_rates().rates()
         (output,) = commit(scheduler, scheduler.plan())
-        assert (output.tokens, output.trace.accepted, output.trace.used) == ((SAID, SAID), 1, 2)
-        after = scheduler.policy.new_acceptance().holds()
+        assert (output.tokens, output.trace.accepted, output.trace.used) == ((TRUTH, TRUTH), 1, 2)
+        after = scheduler.policy.new_acceptance_rates().rates()
         if learns:
             assert (after[0] > before[0], after[1] < before[1], after[2] == before[2]) == (True, True, True)
         else:
@@ -229,13 +229,13 @@ def test_how_drafts_held_is_learnt_where_they_have_no_say():
 
 
 def test_drafts_that_were_not_verified_stay_where_the_one_before_them_was_said():
-    for first, left in ((SAID, [5]), (9, [])):
+    for first, left in ((TRUTH, [5]), (9, [])):
         scheduler = scheduler_of(8)
         plain, drafting = ask(scheduler, "plain", 4), ask(scheduler, "drafting", 4, drafts="full", block=2)
         commit(scheduler, scheduler.plan())
         scheduler.take_drafts(plain, (first, 5))
-        scheduler.take_drafts(drafting, (SAID, first, 5))
-        assert [plan.drafts for plan in scheduler.plan()] == [(), (SAID,)]
+        scheduler.take_drafts(drafting, (TRUTH, first, 5))
+        assert [plan.drafts for plan in scheduler.plan()] == [(), (TRUTH,)]
         commit(scheduler, scheduler.plan())
         assert (plain.drafts, drafting.drafts) == (left, left)
 
@@ -287,7 +287,7 @@ def test_one_who_goes_leaves_the_others_where_they_are():
     commit(scheduler, scheduler.plan())
     assert [scheduler.remove(name) for name in ("b", "d", "d")] == [True, True, False]
     assert (names(scheduler.running), names(scheduler.waiting), scheduler.pool.owned) == (["a"], ["c"], 1)
-    assert [scheduler.holds(name) for name in "abcd"] == [True, False, True, False]
+    assert [scheduler.has(name) for name in "abcd"] == [True, False, True, False]
 
 
 def test_nobody_gives_way_in_vain_where_pages_that_two_share_come_free_once():

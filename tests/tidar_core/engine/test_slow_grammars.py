@@ -129,12 +129,12 @@ def test_what_was_emitted_elsewhere_is_read_between_the_others_steps(
     assert said["moved"] == whole.tokens[100:]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap_steps", [False, True])
 def test_who_sits_out_says_what_it_would_have_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap_steps: bool
 ) -> None:
     """Few pages, so that some are preempted; one is aborted while it sits out, and another was handed over."""
-    engine = tiny_engine(tmp_path, overlap=overlap, cache_tokens=20 * 16, max_model_len=160, threads=1)
+    engine = tiny_engine(tmp_path, overlap_steps=overlap_steps, cache_tokens=20 * 16, max_model_len=160, threads=1)
     asked = dict(zip("abcd", prompts(4, seed=15), strict=True))
     params = {name: following(Grammar("regex", "[a-z ]{60,}"), max_tokens=60, seed=ord(name)) for name in asked}
     params["d"] = sampled_params(60, "full")

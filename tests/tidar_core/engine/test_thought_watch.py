@@ -175,7 +175,7 @@ def test_thoughts_end_there_whatever_is_drafted_and_in_any_company(
         assert tokens[limit : limit + len(end)] == end
         assert len(tokens) == 60
     assert end[0] not in plain[3] or len(end) > 1
-    for settings in ({}, {"overlap": True}):
+    for settings in ({}, {"overlap_steps": True}):
         other = load_engine(replace(config, **settings))
         for drafts in ("off", "auto", "full"):
             found = answer_all(other, PROMPTS, asked(drafts=drafts, **fields))
@@ -186,11 +186,11 @@ def test_thoughts_end_there_whatever_is_drafted_and_in_any_company(
 
 
 def test_steps_fly_but_where_thoughts_might_have_to_end(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load_engine(replace(config, overlap=True))
-    ahead: list[int] = []
+    engine = load_engine(replace(config, overlap_steps=True))
+    overlapped: list[int] = []
     launch = engine._launch
     monkeypatch.setattr(
-        engine, "_launch", lambda plans, behind=None: (behind and ahead.append(1), launch(plans, behind))[1]
+        engine, "_launch", lambda plans, behind=None: (behind and overlapped.append(1), launch(plans, behind))[1]
     )
     (answer,) = answer_all(
         engine,
@@ -198,7 +198,7 @@ def test_steps_fly_but_where_thoughts_might_have_to_end(config: EngineConfig, mo
         [replace(asked()[0], thought_limit=replace(BEGUN, tokens=40), drafts="off", max_tokens=100)],
     )
     assert answer.tokens[40] == ids(engine.tokenizer, "</think>")[0]
-    assert 60 < len(ahead) < 95, "some steps around the end wait for the one before"
+    assert 60 < len(overlapped) < 95, "some steps around the end wait for the one before"
 
 
 def test_an_answer_goes_on_at_another_replica_from_wherever_it_was_cut(config: EngineConfig) -> None:

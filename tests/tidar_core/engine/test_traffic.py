@@ -34,7 +34,7 @@ class Traffic:
     preempted: int = 0
     reused: int = 0
     finished: int = 0
-    ahead: int = 0
+    overlapped: int = 0
     expected: dict[Asked, list[int]] = field(default_factory=dict)
 
     def answer(self, asked: Asked) -> list[int]:
@@ -46,9 +46,9 @@ class Traffic:
 
 
 @lru_cache(maxsize=2)
-def traffic(overlap: bool) -> Traffic:
+def traffic(overlap_steps: bool) -> Traffic:
     folder, limits = Path(mkdtemp()), {"max_model_len": 112, "max_running": 5, "step_rows": 24}
-    busy = tiny_engine(folder / "busy", cache_tokens=PAGES * 16, overlap=overlap, **limits)
+    busy = tiny_engine(folder / "busy", cache_tokens=PAGES * 16, overlap_steps=overlap_steps, **limits)
     return Traffic(busy, tiny_engine(folder / "alone", adapter="none"))
 
 
@@ -66,7 +66,7 @@ def questions() -> tuple[tuple[int, ...], ...]:
 class Visitors(RuleBasedStateMachine):
     """Whatever happens, every request says what it would say alone, and every page is accounted for."""
 
-    overlap = False
+    overlap_steps = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,15 +106,15 @@ class Visitors(RuleBasedStateMachine):
         self.here[name] = questions()[question], params
         self.said[name] = []
         asked = Request(name, questions()[question], replace(params, drafts=mode), cache_salt=salt, priority=priority)
-        traffic(self.overlap).engine.submit(asked)
+        traffic(self.overlap_steps).engine.submit(asked)
 
     @rule(which=st.integers(0, 99))
     def leave(self, which: int) -> None:
         if not self.here:  # no precondition: how long a request stays depends on the policy, and that on the clock
             return
         name = sorted(self.here)[which % len(self.here)]
-        traffic(self.overlap).engine.abort(name)
-        traffic(self.overlap).engine.abort(name)
+        traffic(self.overlap_steps).engine.abort(name)
+        traffic(self.overlap_steps).engine.abort(name)
         (output,) = [output for output in self.step() if output.request_id == name]
         assert output.finish is not None
         assert output.finish.reason is FinishReason.ABORT
@@ -125,10 +125,10 @@ class Visitors(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> list:
-        shared = traffic(self.overlap)
+        shared = traffic(self.overlap_steps)
         outputs = shared.engine.step()
         shared.steps += 1
-        shared.ahead += shared.engine._flight is not None
+        shared.overlapped += shared.engine._flight is not None
         shared.preempted += any(s.generated for s in shared.engine._scheduler.waiting)
         for output in outputs:
             said = self.said[output.request_id]
@@ -145,22 +145,22 @@ class Visitors(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_accounted_for(self) -> None:
-        engine = traffic(self.overlap).engine
+        engine = traffic(self.overlap_steps).engine
         assert engine._scheduler.pool.total == engine.info.pages == PAGES
         assert pages_are_accounted_for(engine)
 
     def teardown(self) -> None:
-        while traffic(self.overlap).engine.has_work:
+        while traffic(self.overlap_steps).engine.has_work:
             self.step()
             self.every_page_is_accounted_for()
         assert not self.here
-        assert traffic(self.overlap).engine._scheduler.pool.owned == 0
+        assert traffic(self.overlap_steps).engine._scheduler.pool.owned == 0
 
 
 class VisitorsAhead(Visitors):
     """The same where the next step is under way before the host knows the last."""
 
-    overlap = True
+    overlap_steps = True
 
 
 @pytest.mark.parametrize("visitors", [Visitors, VisitorsAhead])
@@ -169,14 +169,14 @@ def test_whatever_happens_every_request_says_what_it_would_alone(visitors: type[
     rounds = settings(
         max_examples=ROUNDS, stateful_step_count=MOVES, deadline=None, suppress_health_check=checks, database=None
     )
-    seen = traffic(visitors.overlap)
+    seen = traffic(visitors.overlap_steps)
     while seen.steps < STEPS:
         run_state_machine_as_test(visitors, settings=rounds)
     print(
-        f"{seen.steps} steps, {seen.ahead} with the next under way, {seen.finished} answers, "
+        f"{seen.steps} steps, {seen.overlapped} with the next under way, {seen.finished} answers, "
         f"{seen.preempted} steps with a preempted one, {seen.reused} hits"
     )
     assert seen.finished > 100
     assert seen.preempted > 10
     assert seen.reused > 10
-    assert seen.ahead > 1000 if visitors.overlap else seen.ahead == 0
+    assert seen.overlapped > 1000 if visitors.overlap_steps else seen.overlapped == 0

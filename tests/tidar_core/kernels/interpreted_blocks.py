@@ -16,7 +16,7 @@ from tidar_core.convert.blocks import draw_blocks, pack_documents
 from tidar_core.convert.drafter import trainable
 from tidar_core.convert.forward import gpu_attends, run_clean, run_masks
 from tidar_core.convert.fused import block_error, proven
-from tidar_core.kernels.triton_blocks import TILE_ROWS, BlockAttentionSizes, block_tiles, supports
+from tidar_core.kernels.triton_blocks import TILE_MOST, TILE_ROWS, BlockAttentionSizes, block_tiles, supports
 from tidar_core.model.weights import named_tensors
 
 pytest_plugins = "tests.tidar_core.kernels.interpreter"
@@ -65,7 +65,7 @@ def test_every_block_lies_in_one_tile_of_its_document(data, slots, group):
         assert (fewest, most) == (context[blocks].min(), context[blocks].max())
         taken += blocks.tolist()
     assert sorted(taken) == list(range(len(context)))
-    longest = made.tiles[:, 4].tolist()
+    longest = made.tiles[:, TILE_MOST.value].tolist()
     assert longest == sorted(longest, reverse=True)
 
 

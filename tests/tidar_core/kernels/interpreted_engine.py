@@ -30,14 +30,14 @@ def run_on(monkeypatch, make_ops) -> None:
     monkeypatch.setattr(start, "known_cost", lambda *given: StepCost((1, 64), (1.0, 1.0), (0.1, 0.1), (0.0, 0.0)))
 
 
-def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool, kv_dtype: str):
+def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap_steps: bool, kv_dtype: str):
     """A tiny engine on other operations, in float32: the interpreter's products of bfloat16 are wrong."""
     run_on(monkeypatch, make_ops)
-    return tiny_engine(directory, architecture, rank=4, overlap=overlap, kv_dtype=kv_dtype)
+    return tiny_engine(directory, architecture, rank=4, overlap_steps=overlap_steps, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "overlap", "float8"),
+    ("architecture", "overlap_steps", "float8"),
     [
         ("qwen2", False, False),
         ("qwen3", True, False),
@@ -45,7 +45,7 @@ def engine_on(monkeypatch, directory, architecture: str, make_ops, overlap: bool
         ("gemma3_text", True, False),
     ],
 )
-def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tmp_path, monkeypatch):
+def test_the_engines_tokens_are_the_references(architecture, overlap_steps, float8, tmp_path, monkeypatch):
     """Prefill, verification, drafts that hold and drafts that fall, with and without a drafter, greedy and sampled;
     with weights and K/V in 8 bits, against numbers rounded to what those say."""
     torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def test_the_engines_tokens_are_the_references(architecture, overlap, float8, tm
     sampled = SamplingParams(max_tokens=4, temperature=1.0, seed=7, ignore_eos=True, drafts="off")
     kept = replace(greedy, max_tokens=6, temperature=0.9, seed=3, top_k=40, top_p=0.9, repetition_penalty=1.1)
     ops = replace(REFERENCE_OPS, pack=rounded) if float8 else REFERENCE_OPS
-    settings = overlap, "float8" if float8 else "model"
+    settings = overlap_steps, "float8" if float8 else "model"
     reference = engine_on(monkeypatch, tmp_path / "torch", architecture, lambda *given: ops, *settings)
     candidates = [tuple(draw.randrange(3, 512) for _ in range(19)) for _ in range(32)]
     liveliest = max(
@@ -80,7 +80,7 @@ def test_a_second_view_drafts_as_on_the_reference(tmp_path, monkeypatch):
     """Mask rows by projections of their own, behind a token that only the device knows."""
     torch.set_num_threads(1)
     path = second_view_checkpoint(tmp_path / "model")
-    config = EngineConfig(model=str(path), dtype="float32", device="cpu", overlap=True)
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu", overlap_steps=True)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, drafts="full", block=3)
     prompts, said = [(7,), tuple(range(40, 59))], []
     for make_ops in (lambda *given: REFERENCE_OPS, triton_ops):

@@ -209,7 +209,14 @@ def test_tiles_of_a_sequence_meet_at_each_split():
     _, _, rows, _ = attention_case([(400, Shape(9)), (0, Shape()), (120, Shape(20))], (4, 2, 16), torch.float32)
     tile = 4
     (part,) = triton_attention._plan_parts(rows, tile, 1024, triton_attention.split_count(448), {"OVERLAP": False})
-    listed = [tuple(item) for item in part.items[: int(part.count), :5].tolist()]
+    columns = [
+        triton_attention.ITEM_ROW,
+        triton_attention.ITEM_ROWS,
+        triton_attention.ITEM_SPLIT,
+        triton_attention.ITEM_SEQUENCE,
+        triton_attention.ITEM_END,
+    ]
+    listed = [tuple(item) for item in part.items[: int(part.count), [one.value for one in columns]].tolist()]
     expected = []
     for sequence in range(3):
         mine = (rows.sequence == sequence).nonzero().flatten().tolist()
@@ -346,13 +353,13 @@ def mark(pointers):
 
 @triton.jit
 def ask(matrix, LINES: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    triton_gemm.read_shared_ahead(matrix, LINES, N, BLOCK_N, SPLITS)
+    triton_gemm.prefetch_shared(matrix, LINES, N, BLOCK_N, SPLITS)
 
 
 @pytest.mark.parametrize("lines", [0, 1, 5, 6, 40, 97])
 def test_programs_share_the_lines_that_they_ask_for(lines, monkeypatch):
     """Every line by somebody, nothing behind the last; programs of further rows ask for none of them."""
-    monkeypatch.setattr(triton_gemm, "read_ahead", mark)
+    monkeypatch.setattr(triton_gemm, "prefetch", mark)
     words = triton_gemm.LINE.value // 4
     asked = torch.zeros(100, words, dtype=torch.int32)
     ask[(2, 3, 2)](asked, LINES=lines, N=40, BLOCK_N=16, SPLITS=2)

@@ -72,9 +72,9 @@ class Compiled:
     """What a variant takes: bytes of shared memory, registers a thread, bytes of stack (spilled registers) a thread;
     and how often its PTX has a matrix instruction, one of Hopper's warpgroups, and a 16-byte asynchronous copy.
     copies_ahead: how many groups of such copies may be under way while one that has arrived is computed with.
-    reads_ahead: how many instructions ask for memory that is not needed yet. before_wait: where it may begin while the
-    kernel before it runs, how often it touches memory before it waits for that one; -1 if it never waits. sums: of each
-    sum along the rows of a tile, how many numbers of a row lie in a thread, a warp and a program: its order."""
+    prefetches: how many prefetch instructions there are. before_wait: where it may begin while the kernel before it
+    runs, how often it touches memory before it waits for that one; -1 if it never waits. sums: of each sum along the
+    rows of a tile, how many numbers of a row lie in a thread, a warp and a program: its order."""
 
     name: str
     shared: int
@@ -84,7 +84,7 @@ class Compiled:
     warpgroup_instructions: int
     wide_copies: int
     copies_ahead: int
-    reads_ahead: int
+    prefetches: int
     before_wait: int | None
     sums: tuple[str, ...]
 
@@ -139,7 +139,7 @@ def compile_variant(variant: Variant, target: GPUTarget = HOPPER) -> Compiled:
         warpgroup_instructions=len(re.findall(r"wgmma\.mma_async", ptx)),
         wide_copies=len(re.findall(r"cp\.async\.cg\.shared\.global [^;]*0x10", ptx)),
         copies_ahead=max((int(count) for count in re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0),
-        reads_ahead=len(re.findall(r"prefetch\.global", ptx)),
+        prefetches=len(re.findall(r"prefetch\.global", ptx)),
         before_wait=_touched_before_wait(ptx) if variant.overlaps else None,
         sums=_sums(built.asm["ttgir"]),
     )
@@ -186,12 +186,12 @@ def meta_rows(verify: int, mask: int, sequences: int, table_width: int) -> StepR
 def step_launches(
     config: ModelConfig, dtype: torch.dtype, page_size: int, verify: int, mask: int, *, layers: int = 1, rank: int = 32,
     measured: Mapping[tuple[int, int], GemmTiles] | None = None, float8: bool = False,
-    kv_dtype: torch.dtype | None = None, overlap: bool = True, one_by_one: bool = False,
+    kv_dtype: torch.dtype | None = None, overlap_launches: bool = True, one_by_one: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """What one forward pass and the head launch, for a model of `layers` layers of this shape with a drafter.
     one_by_one: as for models whose layers cannot be bound."""
     device = torch.device("meta")
-    ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap=overlap)
+    ops = triton_ops(config, dtype, device, measured=measured, float8=float8, overlap_launches=overlap_launches)
     if one_by_one:
         ops = replace(ops, bind_layers=None)
     weights = pack_model(random_weights(config, layers, dtype, device), ops.pack, ops.pack_head, ops.pack_adapter)

@@ -10,6 +10,7 @@ from torch import Tensor
 from tidar_core.engine.batch import BatchSize, build_batch, inputs_of
 from tidar_core.engine.flight import nearest_outcomes, plan_table
 from tidar_core.engine.scheduler import SequencePlan
+from tidar_core.kernels.columns import DRAFTS
 from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.kernels.succession import Carried
@@ -33,7 +34,7 @@ class Case:
 
     def state(self) -> Tensor:
         rows = [[count, anchor, *hand, *[-1] * (self.width - len(hand))] for count, anchor, hand in self.left]
-        return torch.tensor([*rows, [0] * (2 + self.width)], dtype=torch.int32)
+        return torch.tensor([*rows, [0] * (DRAFTS + self.width)], dtype=torch.int32)
 
 
 def random_case(seed: int) -> Case:
@@ -143,7 +144,7 @@ def decisions_match(ops: Ops, seed: int) -> None:
         assert decided.came[number] == came
         new = [*picks[first : first + count], -1]
         expected = new[: new.index(-1)] if came >= 0 else left
-        assert decided.state[number, 2:].tolist() == [*expected, *[-1] * (case.width - len(expected))]
+        assert decided.state[number, DRAFTS:].tolist() == [*expected, *[-1] * (case.width - len(expected))]
         start = batch.first_mask_rows[number] + max(came, 0) * plan.shape.block + 1
         assert decided.rows[first : first + count].tolist() == list(range(start, start + count))
         start = score + max(came, 0) * count

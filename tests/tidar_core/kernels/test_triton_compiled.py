@@ -112,11 +112,11 @@ def test_products_ask_for_weights_before_they_need_them(compiled):
     """Those of a layer for the next one's as well; in steps of many rows, which stand in line, none does."""
     products = [one for one in compiled if one["name"].split()[0] in PRODUCTS]
     early = [one for one in products if one["before_wait"] is not None]
-    assert [one["name"] for one in early if one["reads_ahead"] == 0] == []
-    assert [one["name"] for one in products if one not in early and one["reads_ahead"]] == []
+    assert [one["name"] for one in early if one["prefetches"] == 0] == []
+    assert [one["name"] for one in products if one not in early and one["prefetches"]] == []
     in_layers = [one for one in early if not one["name"].startswith("linear")]
     assert in_layers
-    assert [one["name"] for one in in_layers if "LINES_BEHIND=0 " in one["name"]] == []
+    assert [one["name"] for one in in_layers if "PREFETCH_LINES=0 " in one["name"]] == []
 
 
 @pytest.mark.parametrize("mask", [0, 56])
@@ -159,9 +159,11 @@ def test_launches_overlap_unless_told_not_to(shape, one_by_one):
     from tidar_core.bench.shapes import SHAPES
 
     config = list(SHAPES.values())[shape]
-    for overlap in (True, False):
-        launches = step_launches(config, torch.bfloat16, 16, 8, 56, overlap=overlap, one_by_one=one_by_one)
-        assert {launch.variant.overlaps for launch in launches} == {overlap}
+    for overlap_launches in (True, False):
+        launches = step_launches(
+            config, torch.bfloat16, 16, 8, 56, overlap_launches=overlap_launches, one_by_one=one_by_one
+        )
+        assert {launch.variant.overlaps for launch in launches} == {overlap_launches}
 
 
 def test_the_bench_says_in_one_line_what_it_needs(monkeypatch):

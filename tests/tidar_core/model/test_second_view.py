@@ -103,9 +103,9 @@ def test_steps_ahead_say_and_draft_the_same(tmp_path: Path, params: SamplingPara
     modes = [("full", None), ("full", 2), ("off", None), ("full", 3), ("full", None)]
     asked = [replace(params, drafts=drafts, block=block, max_tokens=40) for drafts, block in modes]
     one, none = answers(engine_of(path), asked)
-    two, ahead = answers(engine_of(path, overlap=True), asked)
+    two, overlapped = answers(engine_of(path, overlap_steps=True), asked)
     assert none == 0
-    assert ahead > 10
+    assert overlapped > 10
     for ours, theirs in zip(two, one, strict=True):
         assert ours.tokens == theirs.tokens
         sure = [(step.drafted, step.accepted, step.used) for step in theirs.steps[:-8]]
@@ -113,9 +113,9 @@ def test_steps_ahead_say_and_draft_the_same(tmp_path: Path, params: SamplingPara
     assert any(step.accepted for answer in two for step in answer.steps)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_captured_steps_give_the_same_answers(tmp_path: Path, overlap: bool) -> None:
-    engine = engine_of(second_view_checkpoint(tmp_path / "model"), overlap=overlap)
+@pytest.mark.parametrize("overlap_steps", [False, True])
+def test_captured_steps_give_the_same_answers(tmp_path: Path, overlap_steps: bool) -> None:
+    engine = engine_of(second_view_checkpoint(tmp_path / "model"), overlap_steps=overlap_steps)
     params = [replace(FULL, drafts=mode, temperature=heat, seed=5) for mode in ("full", "off") for heat in (0.0, 0.8)]
     graphs = Graphs(Spoiling(), Reach(64, 64), 1)
     expected, found = decoded(engine, None, params), decoded(engine, graphs, params)

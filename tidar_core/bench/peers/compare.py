@@ -126,9 +126,9 @@ def compare_engines(
     say: Callable[[str], None] = lambda line: None,
     keep: Callable[[list[PeerResult]], None] = lambda found: None,
 ) -> list[PeerResult]:
-    """Rounds of at least `at_least` prompts, `batch` at a time, sent to each engine in turn; before the first of each
-    batch every engine has one that does not count, in which it compiles what it compiles for so many. keep gets after
-    each round what is known so far.
+    """Sends rounds of at least `at_least` prompts, `batch` at a time, to each engine in turn. Before the first round of
+    a batch size every engine gets one that does not count, in which it compiles what it needs for that size. keep gets
+    the results so far after each round.
 
     Raises ConfigError where an engine does not start or dies.
     """
@@ -151,8 +151,8 @@ def compare_engines(
                     ]
                     tokens = sum(reply["tokens"] for reply in replies)
                     speeds[index].append(tokens / sum(reply["seconds"] for reply in replies))
-                said = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
-                say(f"batch {batch}, round {number + 1} of {rounds}: {said} tokens/s")
+                shown = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
+                say(f"batch {batch}, round {number + 1} of {rounds}: {shown} tokens/s")
                 results = so_far + [
                     _result(engine, device, batch, mine, speeds[0])
                     for engine, (device, _), mine in zip(engines, running, speeds, strict=True)
@@ -163,8 +163,8 @@ def compare_engines(
 
 def _result(engine: Contender, device: str, batch: int, speeds: list[float], first: list[float]) -> PeerResult:
     ratios = [speed / base for speed, base in zip(speeds, first, strict=True)]
-    told = tuple(round(speed, 1) for speed in speeds)
-    return PeerResult(engine.name, device, batch, median(speeds), median(ratios), told)
+    rounded = tuple(round(speed, 1) for speed in speeds)
+    return PeerResult(engine.name, device, batch, median(speeds), median(ratios), rounded)
 
 
 def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, honour_end: bool) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def _running(engine: Contender, say: Callable[[str], None]) -> Iterator[tuple[st
             if not line:
                 status = process.wait()
                 log.seek(0)
-                said = (log.read().strip().splitlines() or ["nothing"])[-1]
-                raise ConfigError(f"{engine.name} ended by itself (status {status}) and said last: {said}")
+                last = (log.read().strip().splitlines() or ["nothing"])[-1]
+                raise ConfigError(f"{engine.name} ended by itself (status {status}) and said last: {last}")
             read: dict[str, Any] = json.loads(line)
             return read
 

@@ -4,9 +4,9 @@
         [--running N]
 
 In: {"prompts": [text, …], "max_tokens": n, "honour_end": bool}. Out, once the model is loaded: {"device": name,
-"notes": [what its user should know, …]}; then for each round {"tokens": n, "seconds": s}. Greedy throughout; drafts
-and dtype are choices of ours alone. Each engine takes a GPU where its build can use one. No prompt with its answer is
-longer than `context`, and no round has more than `running` prompts.
+"notes": [what its user should know, …]}; then for each round {"tokens": n, "seconds": s}. Greedy throughout. Only this
+project's engine reads --drafts and --dtype. Each engine takes a GPU where its build can use one. No prompt with its
+answer is longer than `context` tokens, and no round has more than `running` prompts.
 """
 
 import argparse
@@ -24,7 +24,8 @@ SIDE_BY_SIDE = 0.4  # of a GPU's memory, for vLLM: it would take all of it, and 
 
 
 class Loaded(NamedTuple):
-    """What answers prompts, the device that it does so on, and what it said that its user should know."""
+    """A loaded engine. decode(prompts, max_tokens, honour_end): answers the prompts, returns the number of tokens.
+    device: what it computes on. notes: what its user should know."""
 
     decode: Decode
     device: str
@@ -32,13 +33,14 @@ class Loaded(NamedTuple):
 
 
 def device_name(kind: str) -> str:
-    """What torch's device of this kind ("cuda" or "cpu") is called."""
+    """The name of torch's device of a kind: "cuda" or "cpu"."""
     import torch
 
     return torch.cuda.get_device_name() if kind == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def tidar(model: str, context: int, chosen: Choices) -> Loaded:
+    """This project's engine, with pages for `chosen.running` sequences of `context` positions and no prefix reuse."""
     from tidar_core.bench.drive import answer_all
     from tidar_core.config import EngineConfig
     from tidar_core.engine import keep_loaded, load_engine
@@ -63,6 +65,7 @@ def tidar(model: str, context: int, chosen: Choices) -> Loaded:
 
 
 def vllm(model: str, context: int, chosen: Choices) -> Loaded:
+    """vLLM in bf16 without prefix caching; on a GPU it gets a share of the memory, since others run beside it."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
@@ -82,6 +85,7 @@ def vllm(model: str, context: int, chosen: Choices) -> Loaded:
 
 
 def transformers(model: str, context: int, _: Choices) -> Loaded:
+    """transformers' `generate` in bf16, all prompts of a round as one padded batch; with compiled steps on a GPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig
 
@@ -135,6 +139,7 @@ def compiled_steps(language_model: Any, context: int, how: Any) -> Callable[[int
 
 
 def llama_cpp(model: str, context: int, _: Choices) -> Loaded:
+    """llama.cpp through its Python binding, one sequence at a time, in the GGUF file's own types."""
     from llama_cpp import Llama, llama_supports_gpu_offload
 
     llm = Llama(model, n_ctx=context, n_threads=os.cpu_count(), n_gpu_layers=-1, verbose=False)
@@ -165,6 +170,7 @@ ENGINES = {"tidar": tidar, "vllm": vllm, "transformers": transformers, "llama.cp
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Loads the engine, warms it up with one short answer, then answers rounds until stdin ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model")

@@ -1,8 +1,8 @@
-"""Bias and penalties for a step that is launched before the host knows what the one before it says.
+"""Bias and penalties for a step that is launched before the host knows the tokens of the one before it.
 
-The host counts what was said up to the last step that it has looked at (`tidar_core.penalties.Ledger`). What the step
-under way commits, and the drafts in hand behind it, the device knows: they are counted there, and every row is changed
-as `penalised` would change it, bit for bit.
+The host counts the tokens up to the last step that it has looked at (`tidar_core.penalties.Ledger`). Only the device
+knows what the step under way commits and the drafts in hand behind it: these are counted there, and every row is
+changed as `penalised` would change it, bit for bit.
 """
 
 from collections.abc import Sequence as Items
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.penalties import NOTHING_SAID, refused
+from tidar_core.penalties import NO_HISTORY, refused
 from tidar_core.request import SamplingParams
 from tidar_core.transfer import on_device, sent
 
@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it
 
 @lru_cache(maxsize=256)
 def as_changed(params: SamplingParams) -> SamplingParams:
-    """How tokens are picked from scores that were changed already."""
+    """The parameters without bias, penalties and allowed tokens: for scores that these have changed already."""
     return replace(
         params,
         presence_penalty=0.0,
@@ -34,7 +34,7 @@ def as_changed(params: SamplingParams) -> SamplingParams:
     )
 
 
-def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Tensor, in_hand: Tensor) -> Tensor:
+def penalised_ahead(scores: Tensor, plans: Items[SequencePlan], under_way: Tensor, in_hand: Tensor) -> Tensor:
     """The scores of the verify rows of all plans, some of which change theirs, with bias and penalties: fp32
     [rows, vocab], a copy.
 
@@ -60,14 +60,14 @@ def with_what_was_said(scores: Tensor, plans: Items[SequencePlan], under_way: Te
     drafts = drafts.masked_fill(torch.arange(drafts.shape[1], device=device) >= ahead[:, None], -1)
 
     params = [plans[place].sequence.request.params for place in chosen]
-    told = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in params]
-    factors, biases = on_device(told, device, torch.float32), _biases(params, vocab, device)
+    penalties = [[one.repetition_penalty, one.frequency_penalty, one.presence_penalty] for one in params]
+    factors, biases = on_device(penalties, device, torch.float32), _biases(params, vocab, device)
     never = _refused(params, vocab, device)
     changed = scores.float() if scores.dtype is not torch.float32 else scores.clone()
     for start in range(0, len(own), ROWS_AT_ONCE):
         run = slice(start, start + ROWS_AT_ONCE)
-        whose, said = owner[run], _or_none(drafts[run], none)
-        often = times[whose].scatter_add_(1, said, torch.ones_like(said, dtype=torch.float32))
+        whose, drafted = owner[run], _or_none(drafts[run], none)
+        often = times[whose].scatter_add_(1, drafted, torch.ones_like(drafted, dtype=torch.float32))
         before, often = (seen[whose] | (often > 0))[:, :vocab], often[:, :vocab]
         factor, frequency, presence = factors[whose].T.unsqueeze(-1)
         x = changed[rows[run]]
@@ -84,20 +84,20 @@ def _or_none(tokens: Tensor, none: int) -> Tensor:
 
 
 def _counted(plans: Items[SequencePlan], vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the host has counted: which tokens were seen, bool, and how often each was said in the answer, fp32, both
-    [plans, vocab + 1]."""
+    """What the host has counted: which tokens occur in prompt or answer, bool, and how often each occurs in the answer,
+    fp32; both [plans, vocab + 1]."""
     histories = []
     for plan in plans:
-        ledger = plan.sequence.said
+        ledger = plan.sequence.ledger
         if ledger is not None:
             ledger.follow(plan.sequence.tokens)
-        histories.append(NOTHING_SAID if ledger is None else ledger.history())
+        histories.append(NO_HISTORY if ledger is None else ledger.history())
     most = max(len(history.tokens) for history in histories)
-    tokens, said = torch.full((len(plans), most), vocab), torch.zeros(len(plans), most)
+    tokens, counts = torch.full((len(plans), most), vocab), torch.zeros(len(plans), most)
     for row, history in enumerate(histories):
-        tokens[row, : len(history.tokens)], said[row, : len(history.tokens)] = history.tokens, history.times
+        tokens[row, : len(history.tokens)], counts[row, : len(history.tokens)] = history.tokens, history.times
     place = sent(tokens, device)
-    times = torch.zeros(len(plans), vocab + 1, device=device).scatter_add_(1, place, sent(said, device))
+    times = torch.zeros(len(plans), vocab + 1, device=device).scatter_add_(1, place, sent(counts, device))
     return torch.zeros_like(times, dtype=torch.bool).scatter_(1, place, True), times
 
 
