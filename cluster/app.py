@@ -60,16 +60,18 @@ def build(args: dict[str, Any]) -> Application:
     try:
         options = read_options(ServeOptions, args)
         check_visible(options)
-        if sum(offers_cpu(node) for node in ray.nodes()) == sum(node["Alive"] for node in ray.nodes()) == 1:
+        if engines_run_here(options):
             check_paths(options)  # else a mistake in a path would be found once the old engine has made room
     except ConfigError as error:
         raise RayServeException(str(error)) from None
     return application(options)
 
 
-def offers_cpu(node: dict[str, Any]) -> bool:
-    """Whether engines may run on a node, as Ray tells of it; a fleet's head offers none."""
-    return bool(node["Alive"] and node["Resources"].get("CPU"))
+def engines_run_here(options: ServeOptions) -> bool:
+    """Whether the only node that there is offers what an engine needs; a fleet's head does not."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needs = ("CPU", "GPU") if engine_device(options) == "cuda" else ("CPU",)
+    return len(alive) == 1 and all(alive[0].get(kind) for kind in needs)
 
 
 def application(options: ServeOptions, router: str = ROUTER) -> Application:

@@ -15,6 +15,7 @@ import sys
 import time
 
 import ray
+from ray.exceptions import RayError
 from ray.util.state import list_actors
 from ray.util.state.exception import RayStateApiException
 
@@ -27,7 +28,7 @@ HEAD_SECONDS = 120.0  # a head that starts anew is back by then
 
 
 class HeadGone(Exception):
-    """The cluster's head has not answered for HEAD_SECONDS."""
+    """The cluster's head has not answered for HEAD_SECONDS, and how that shows."""
 
 
 def drain(seconds: int, node: str | None) -> bool:
@@ -47,7 +48,7 @@ def drain(seconds: int, node: str | None) -> bool:
     try:
         subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *tell], check=True, timeout=HEAD_SECONDS)
     except subprocess.TimeoutExpired:
-        raise HeadGone from None
+        raise HeadGone("it does not take the word that the node goes") from None
     told, answered = None, time.monotonic()
     while (left := serve_actors(node)) != []:
         now = time.monotonic()
@@ -55,7 +56,7 @@ def drain(seconds: int, node: str | None) -> bool:
             return False
         answered = now if left is not None else answered
         if now - answered > HEAD_SECONDS:
-            raise HeadGone
+            raise HeadGone(f"it does not say what is left on {node}")
         if left is not None and left != told:
             print(f"draining: {', '.join(left)}", flush=True)
             told = left
@@ -69,12 +70,13 @@ def head_address(seconds: float) -> str:
     while True:
         try:
             address = running_cluster()
-        except ConfigError:
-            address = None
+            why = "no Ray cluster runs here"
+        except ConfigError as error:
+            address, why = None, str(error)
         if address is not None:
             return address
         if time.monotonic() > end:
-            raise HeadGone
+            raise HeadGone(why)
         time.sleep(LOOK_SECONDS)
 
 
@@ -82,7 +84,7 @@ def serve_actors(node: str) -> list[str] | None:
     """What of Serve lives on a node: replicas, and the proxy; None where nobody knows, as in a new head's start."""
     try:
         actors = list_actors(filters=[("node_id", "=", node), ("state", "=", "ALIVE")], limit=1000)
-    except RayStateApiException as error:
+    except (RayStateApiException, RayError, ConnectionError, ValueError) as error:  # by where the head is missed
         print(f"what is left is not known now: {' '.join(str(error).split())[:200]}", flush=True)
         return None
     return sorted(str(actor.class_name) for actor in actors if str(actor.class_name).startswith(SERVE_CLASSES))
@@ -95,8 +97,8 @@ def main() -> None:
     chosen = parser.parse_args()
     try:
         empty = drain(chosen.seconds, chosen.node)
-    except HeadGone:
-        print("the cluster's head is gone, and nothing can be drained any more", flush=True)
+    except HeadGone as gone:
+        print(f"nothing can be drained any more, the cluster's head is gone: {gone}", flush=True)
     else:
         print("empty" if empty else "the time is over, and Serve is still here", flush=True)
 

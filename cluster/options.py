@@ -85,8 +85,8 @@ class ServeOptions(BaseModel):
     ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends, all streams
     together: where there were more, steps of a stream share one, though none is held back for more than 0.25 s; 0 for a
     rate that suits the engines' device. A stream whose steps are traced gets them one by one.
-    start_retries: engines that may fail to start before a deployment is given up; a fleet wants more than the 2 that
-    tell a wrong model soon.
+    start_retries: a deployment is given up once so many starts of its engines have failed, or three times as many as it
+    shall have. A fleet wants more than the 2 that tell a wrong model soon.
     stall_seconds: a replica that gives no sign of life for so long under a stream loses it to another, if one is there.
     carry_seconds: how long a stream may be without any replica, or at one that is the only one and gives no sign of
     life, before it is given up.

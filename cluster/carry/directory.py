@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from tokenizers import Tokenizer
 
-from cluster.card import ModelCard, PackedCard, tokenizer_backend, unpacked_tokenizer
+from cluster.card import ModelCard, tokenizer_backend, unpacked_tokenizer
 from cluster.carry.routing import ask, cancelled_there, listen
 from cluster.errors import full, not_ready
 from cluster.line import (
@@ -134,6 +134,11 @@ class Directory:
     @property
     def _known_and_there(self) -> bool:
         return bool(self.replicas) and self._model is not None
+
+    @property
+    def may_wake(self) -> bool:
+        """Whether nobody is there because the model sleeps."""
+        return self._wake is not None and not self.replicas
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
@@ -322,19 +327,22 @@ class Directory:
         """
         name = min(alive - self._described or alive)
         known, digest = self._model, self._digest
-        packed = (await self._try_each([name], METRICS_SECONDS, "describe", digest))[name]
-        if not isinstance(packed, PackedCard):
-            why = f"{type(packed).__name__}: {packed}"[:LONGEST_REASON]
+        try:
+            packed = (await self._try_each([name], METRICS_SECONDS, "describe", digest))[name]
+            if isinstance(packed, BaseException):
+                raise packed
+            if known is not None and packed.digest == digest:
+                model = ModelCard(**packed.facts, tokenizer=known[0].tokenizer), known[1]
+            else:
+                # In a thread: streams must go on meanwhile.
+                tokenizer = await asyncio.to_thread(unpacked_tokenizer, packed)
+                card = ModelCard(**packed.facts, tokenizer=tokenizer)
+                model = card, tokenizer_backend(card)
+        except Exception as error:  # of the call, or of a replica of another version
+            why = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
             if why != self._not_read:
                 self._not_read = why
                 log.warning("%s does not tell what it serves: %s", name, why)
             return
-        if known is not None and packed.digest == digest:
-            model = ModelCard(**packed.facts, tokenizer=known[0].tokenizer), known[1]
-        else:
-            # In a thread: streams must go on meanwhile.
-            tokenizer = await asyncio.to_thread(unpacked_tokenizer, packed)
-            card = ModelCard(**packed.facts, tokenizer=tokenizer)
-            model = card, tokenizer_backend(card)
         self._model, self._digest, self._not_read = model, packed.digest, ""
         self._described, self._describer = alive, name

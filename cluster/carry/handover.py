@@ -239,7 +239,7 @@ class Carrier:
                 elif isinstance(item, StepOutput) and not (ended_badly(item) or carried.at_fault(item, attempt.start)):
                     if carried.rival is not None:  # it goes on from before this step
                         self._drop_rival(carried, "late")
-                    short = carried.cut_short(item)
+                    short = carried.cut_short(item) and bool(self._who_else(carried, name))
                     passed.append(carried.take(item._replace(finish=None) if short else item, attempt.start))
                     if short:
                         yield Update(name, tuple(passed))
@@ -252,6 +252,10 @@ class Carrier:
             heard = []
             if passed:
                 yield Update(name, tuple(passed))
+
+    def _who_else(self, carried: CarriedRequest, name: str) -> set[str]:
+        """The replicas that may take a request on in place of one."""
+        return set(self._replicas.replicas) - self._replicas.silent - carried.refused - {name}
 
     def _weigh(self, carried: CarriedRequest, attempt: Attempt, name: str) -> None:
         """Begin or end a rival to an attempt, as its replica is quiet or not. Raises Lost where the rival has won; no
@@ -351,7 +355,7 @@ class Carrier:
         assert carried.lost_at is not None
         patience, lost_ones = self._patience, len(set(carried.losses))
         there = set(self._replicas.replicas) - self._replicas.silent
-        if carried.replica is None and there and there <= carried.others:
+        if not carried.emitted and there and there <= carried.others:
             raise model_changed() from lost
         if carried.replica is None and not self._replicas.replicas and not patience.wake:
             raise not_ready() from lost  # as whoever comes now is told: all went as this one came, at a stop perhaps

@@ -69,11 +69,14 @@ async def _planned(
     request: Request, raw: bytes, plan: Plan, models: Models, anew: bool = False
 ) -> tuple[Served, ModelCard, RequestPlan]:
     """What a body asks for, of whom. anew: by who is there now, which may not be known yet."""
-    served, value = await models.wanted(raw)
+    served, name, value = await models.wanted(raw)
     outcome_of(request).model = served.name
     if anew:
         await served.directory.look()
     card, backend = await served.directory.awake()
+    if name not in (None, card.name):  # another model has come meanwhile
+        served = models.named(name)
+        card, backend = served.directory.model
     # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
     return served, card, await asyncio.to_thread(plan, value, card, backend)
 

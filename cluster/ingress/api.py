@@ -122,7 +122,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
         request: Request, work: Callable[[dict[str, Any], ModelCard, Tokenizer], dict[str, Any]]
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
-        served, value = await models.wanted(raw)
+        served, _, value = await models.wanted(raw)
         outcome_of(request).model = served.name
         return JSONResponse(await asyncio.to_thread(work, value, *await served.directory.known()))
 

@@ -91,19 +91,23 @@ class Models:
         engines behind it are still those of another."""
         if name is None:
             return next(iter(self._served.values()))
-        for served in self._served.values():
-            if served.goes_by == name:
-                return served
+        found = [served for served in self._served.values() if served.goes_by == name]
+        if found:  # where names have been changed round, an old one may be left where nobody is any more
+            return max(found, key=lambda served: (bool(served.directory.replicas), served.name == name))
         if name in self._served:
+            if self._served[name].directory.may_wake:
+                return self._served[name]
             raise not_ready()
         raise unknown_model(name, [served.goes_by for served in self._served.values()])
 
-    async def wanted(self, raw: bytes) -> tuple[Served, dict[str, Any]]:
-        """Who serves what a body asks for, and the body as JSON. Raises ApiError; what else is wrong with the body its
-        schema finds."""
+    async def wanted(self, raw: bytes) -> tuple[Served, str | None, dict[str, Any]]:
+        """Who serves what a body asks for, the name that it asks by, if any, and the body as JSON. Raises ApiError.
+
+        What else is wrong with the body its schema finds.
+        """
         value = await asyncio.to_thread(parse_json, raw)
-        name = value.get("model")
-        return self.named(name if isinstance(name, str) else None), value
+        name = value.get("model") if isinstance(value.get("model"), str) else None
+        return self.named(name), name, value
 
     async def metrics(self) -> list[ReplicaCounts]:
         """What each replica tells. Raises ApiError (503) where a model should run and no replica of any answers."""

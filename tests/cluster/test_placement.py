@@ -8,7 +8,7 @@ import ray
 from ray.serve._private.config import DeploymentConfig
 from ray.serve.config import AutoscalingConfig
 
-from cluster.app import engine_device
+from cluster.app import engine_device, engines_run_here
 from cluster.operate.deploy import check_resources
 from cluster.options import ServeOptions
 from cluster.replica.replica import most_of, share_of_node
@@ -70,6 +70,24 @@ def test_an_engine_takes_its_share_of_its_node(
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     monkeypatch.setattr(ray, "nodes", lambda: [*everywhere, node])
     assert share_of_node(device, engines) == threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "here"),
+    [
+        ({}, [alive(CPU=8.0)], True),
+        ({}, [alive(CPU=8.0), alive(CPU=8.0)], False),
+        ({}, [alive()], False),  # the head of a fleet whose nodes are still to come
+        ({"accelerator": "H100"}, [alive(CPU=8.0)], False),
+        ({"device": "cuda"}, [alive(CPU=8.0, GPU=1.0), {"Alive": False, "Resources": {"CPU": 8.0}}], True),
+    ],
+)
+def test_paths_are_looked_at_by_the_node_that_engines_run_on(
+    asked: dict[str, Any], nodes: list[dict[str, Any]], here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: nodes[0]["Resources"])
+    assert engines_run_here(ServeOptions(**asked)) == here
 
 
 def test_what_a_serve_config_says_of_replicas_counts() -> None:

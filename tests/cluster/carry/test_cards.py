@@ -103,6 +103,28 @@ def test_a_replica_that_does_not_tell_what_it_serves_is_named_and_serves_nobody(
     assert line == "r0 does not tell what it serves: RuntimeError: message larger than max"
 
 
+def test_a_replica_of_another_version_takes_no_other_with_it(card: ModelCard, caplog: pytest.LogCaptureFixture) -> None:
+    class OfAnother(Handle):
+        async def answer(self, method: str, route: Route, *args: object) -> Any:
+            answer = await super().answer(method, route, *args)
+            if method == "describe" and route.only == "r1":
+                return replace(answer, tokenizer=b"not as it was", digest="another")
+            return answer
+
+    async def run() -> None:
+        handle = OfAnother({"r0"}, card)
+        directory = Directory(handle)  # type: ignore[arg-type]
+        await directory._look()
+        handle.there = {"r0", "r1"}
+        await directory._look()
+        assert directory.replicas == ("r0", "r1")
+        assert told(directory.model[0]) == told(card)
+
+    with caplog.at_level("WARNING", logger="ray.serve"):
+        asyncio.run(run())
+    assert "r1 does not tell what it serves: error: Error -3" in caplog.text
+
+
 def test_the_card_is_a_new_replicas(card: ModelCard) -> None:
     """It may have another drafter than those before it."""
 

@@ -59,6 +59,9 @@ def test_where_a_replica_has_fewer_positions_another_finishes_the_answer(run: in
         'tidar:stream_handovers_total{cause="fewer positions",ingress="here"} 1.0'
         in render([metrics.collect()]).decode()
     )
+    alone = Cast([Act(2), Act(run=run, end="fewer positions")], replicas=("r1",))
+    outputs, _ = carry(alone)
+    assert outputs[-1].finish == Finish(FinishReason.LENGTH), "where nobody else is there it ends, and is not given up"
     outputs, _ = carry(Cast([Act(run=run, end="fewer positions"), Act()]))
     assert [token for output in outputs for token in output.tokens] == undisturbed()[
         : FEWER_POSITIONS - len(REQUEST.prompt)
@@ -73,6 +76,10 @@ def test_a_request_for_a_model_that_nobody_has_any_more_is_told_so_at_once() -> 
         carry(cast)
     assert caught.value.code == MODEL_CHANGED
     assert len(cast.calls) == 2
+    accepted = Cast([Act(0, end="dies"), Act(end="other model")], replicas=("r0", "r1"), silent=frozenset({"r0"}))
+    with pytest.raises(ApiError) as caught:
+        carry(accepted)
+    assert caught.value.code == MODEL_CHANGED, "no token is out of one that was accepted alone"
     # One that has begun is for engines of its own model alone, which may come again.
     begun = Cast([Act(2), Act(end="other model"), Act()], replicas=("r0", "r1"))
     assert [token for output in carry(begun)[0] for token in output.tokens] == undisturbed()

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from tokenizers import Tokenizer
 
 from cluster.card import ModelCard, tokenizer_backend
@@ -24,27 +25,35 @@ OLD, NEW = "old-base", "new-base"
 
 
 class Replaced(Directory):
-    """Knows the old model's card until it looks again; then, if ever, the new one's."""
+    """Knows the old model's card until it looks again; then, if ever, the new one's, perhaps by another name."""
 
-    def __init__(self, card: ModelCard, comes: bool):
+    def __init__(self, card: ModelCard, comes: bool, new_name: str = "tiny"):
         super().__init__(NoReplica())  # type: ignore[arg-type]
         self.looks = 0
         self._comes = comes
-        self.fingerprint = OLD
-        self._card = card
+        self._new_name = new_name
+        self._model = replace(card, fingerprint=OLD), tokenizer_backend(card)
+        self._heard = {"r0": 1 << 60}
 
     async def look(self) -> None:
         self.looks += 1
-        self.fingerprint = NEW if self._comes else OLD
+        if self._comes:
+            card, backend = self.model
+            self._model = replace(card, fingerprint=NEW, name=self._new_name), backend
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
-        return replace(self._card, fingerprint=self.fingerprint), tokenizer_backend(self._card)
+        return self.model
 
 
 async def run(self: Carrier, request: Request, base: str) -> AsyncGenerator[Update, None]:
     if base == OLD:
         raise model_changed()
     yield Update("r1", (StepOutput(request.request_id, (65,), finish=Finish(FinishReason.LENGTH)),))
+
+
+async def ask(api: FastAPI, route: str, body: dict[str, Any]) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://tidar") as client:
+        return await client.post(f"/v1/{route}", json=body)
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
@@ -62,11 +71,7 @@ def test_it_is_read_anew_for_the_model_that_is_there(
         route, {"messages": turns}
     )
 
-    async def ask() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://tidar") as client:
-            return await client.post(f"/v1/{route}", json=asked | {"stream": stream})
-
-    answer = asyncio.run(ask())
+    answer = asyncio.run(ask(api, route, asked | {"stream": stream}))
     assert directory.looks == 1
     if comes:
         assert answer.status_code == 200
@@ -74,3 +79,13 @@ def test_it_is_read_anew_for_the_model_that_is_there(
     else:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, MODEL_CHANGED)
         assert answer.headers["retry-after"]
+
+
+@pytest.mark.parametrize(("asked", "status"), [({"model": "tiny"}, 404), ({}, 200)])
+def test_who_asks_for_the_old_model_by_its_name_is_not_answered_by_the_new_one(
+    asked: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Carrier, "run", run)
+    directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True, new_name="new")
+    answer = asyncio.run(ask(build_api({"new": directory}, ServeOptions()), "completions", asked | {"prompt": "a"}))
+    assert answer.status_code == status, answer.text

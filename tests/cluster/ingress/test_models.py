@@ -14,7 +14,7 @@ import pytest
 from opentelemetry.trace import NoOpTracer
 
 from cluster.app import engine_names, replica_count
-from cluster.carry.directory import Directory
+from cluster.carry.directory import Directory, Wake
 from cluster.errors import ApiError
 from cluster.ingress.models import SETTLE_SECONDS, Models
 from cluster.observe.ingress_metrics import IngressMetrics
@@ -226,6 +226,20 @@ def test_in_a_change_engines_are_asked_by_the_name_that_they_have() -> None:
         made.named("three")
 
 
+def test_names_that_have_been_changed_round_find_whoever_is_there() -> None:
+    """The engines of "one" were called "two", and are gone; those of "two" are up."""
+    made = two(_model=(SimpleNamespace(name="two"), object()))
+    made._served["two"].directory._heard = {"r1": 1e18}
+    assert made.named("two").name == "two"
+    made._served["one"].directory._heard = {"r0": 1e18}
+    assert made.named("two").name == "two", "both are there, and one is called so by right"
+
+
+def test_a_model_that_sleeps_under_an_old_name_is_woken_by_its_new_one() -> None:
+    made = two(_model=(SimpleNamespace(name="before"), object()), _wake=Wake(seconds=1, most=1))
+    assert made.named("one").name == "one"
+
+
 def test_every_name_has_its_number_of_engines_though_it_be_none() -> None:
     metrics = IngressMetrics("here")
     first, second = (Directory(NoReplica()) for _ in range(2))  # type: ignore[arg-type]
@@ -244,7 +258,7 @@ def test_every_name_has_its_number_of_engines_though_it_be_none() -> None:
 @pytest.mark.parametrize("raw", [b'{"prompt": "a"}', b'{"model": 3}'])
 def test_what_names_no_model_is_for_the_first(raw: bytes) -> None:
     made = two()
-    assert asyncio.run(made.wanted(raw)) == (made.named("one"), json.loads(raw))
+    assert asyncio.run(made.wanted(raw)) == (made.named("one"), None, json.loads(raw))
 
 
 OTHER = {"model": "org/other"}
