@@ -75,6 +75,6 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a line that refuses a word: the known one that it is nearest to, or all of them."""
     words = {name.lower(): name for name in known}
-    longer = [name for name in words if word.lower().endswith(f"_{name}")]  # num_replicas, where replicas is meant
-    near = longer or get_close_matches(word.lower(), words, n=1)
+    counted = [name for name in words if word.lower() == f"num_{name}"]  # as others count: min_ would be nearer
+    near = counted or get_close_matches(word.lower(), words, n=1)
     return f": did you mean '{words[near[0]]}'?" if near else f": there are {', '.join(words.values())}"

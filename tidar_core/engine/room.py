@@ -10,7 +10,8 @@ from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import is_long
 
 GIB = 2**30
-CPU_CACHE_SHARE, CPU_CACHE_MOST = 0.2, 2 * GIB
+# Of the memory that a CPU's programs leave; no more than the larger of the others, which is so many whole sequences.
+CPU_CACHE_SHARE, CPU_CACHE_MOST, CPU_CACHE_SEQUENCES = 0.2, 2 * GIB, 4
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
 
 
@@ -50,7 +51,8 @@ def _cache_pages(
         room = GPU_CACHE_SHARE * free
     else:
         free = psutil.virtual_memory().available
-        room = min(CPU_CACHE_SHARE * free, CPU_CACHE_MOST)
+        a_sequence = -(-positions // config.page_size) * page_bytes
+        room = min(CPU_CACHE_SHARE * free, max(CPU_CACHE_MOST, CPU_CACHE_SEQUENCES * a_sequence))
     if config.cache_tokens:
         pages = max(1, min(most, config.cache_tokens // config.page_size))
         if pages * page_bytes > free:

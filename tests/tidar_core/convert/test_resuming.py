@@ -190,3 +190,12 @@ def test_a_full_disk_is_one_line_and_keeps_the_checkpoint_before(tiny, corpus, t
         with pytest.raises(ConfigError, match="the disk is full"):
             train(tiny, corpus, tmp_path, 4)
     assert load_checkpoint(tmp_path, {})[0].step == 2
+
+
+def test_a_drafters_settings_are_saved_by_the_names_that_checkpoints_have() -> None:
+    """Else none of before could be gone on with, and adapters would say the same by another word."""
+    config = trainer.TrainConfig()
+    saved = config.settings()
+    assert saved["final_rate"] == config.final_share
+    assert "final_share" not in saved
+    assert set(config.fixed()) <= set(saved)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
+from tests.tidar_core.kernels.test_kernels import model_config
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
-from tidar_core.config import ConfigError
+from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import room, start
 from tidar_core.request import FinishReason, Request, SamplingParams
 
@@ -73,6 +74,25 @@ def test_more_tokens_than_memory_holds_are_refused_in_a_line(tmp_path, monkeypat
     monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     with pytest.raises(ConfigError, match=r"values of 65536 tokens want .* GiB are free .* lower cache_tokens"):
         tiny_engine(tmp_path, cache_tokens=65536)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "longest", "free", "positions", "tokens"),
+    [
+        (30, 3, 8192, 200, 8192, 93_200),  # the default model's head of 64 here: 2 GiB
+        (36, 8, 40_960, 200, 40_960, 163_840),  # as Qwen3-8B with heads of 64: four whole sequences
+        (36, 8, 40_960, 24, 40_960, 69_904),  # a fifth of what is free
+        (80, 8, 131_072, 200, 131_072, 262_144),
+    ],
+)
+def test_on_a_cpu_a_large_model_has_room_for_its_longest_texts(
+    layers: int, kv_heads: int, longest: int, free: int, positions: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=free << 30))
+    model = replace(model_config(), layers=layers, kv_heads=kv_heads, head_dim=64, max_positions=longest)
+    device = torch.device("cpu")
+    found, pages = room.room_for(EngineConfig(), model, torch.bfloat16, device, lambda line: None)
+    assert (found, pages * 16) == (positions, tokens)
 
 
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):

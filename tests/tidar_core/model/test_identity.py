@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import EngineConfig
 from tidar_core.engine import EngineInfo, load_engine
-from tidar_core.model.fingerprint import _sum_of_bits
+from tidar_core.model.configuration import load_config
+from tidar_core.model.fingerprint import _sums_of_bits
+from tidar_core.model.sources import find_model
 
 
 def info_of(model: Path, **options: Any) -> EngineInfo:
@@ -36,6 +38,13 @@ def one_more_number(model: Path) -> None:
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
 
+def two_rows_changed_round(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"][[7, 23]] = rows[[23, 7]]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
 def other_words(model: Path) -> None:
     written = json.loads((model / "tokenizer.json").read_text())
     words = written["model"]["vocab"]
@@ -54,9 +63,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         changed("config.json", rms_norm_eps=3e-4),
         changed("generation_config.json", eos_token_id=[7]),
         one_more_number,
+        two_rows_changed_round,
         other_words,
     ],
-    ids=["rotary frequencies", "norms", "end of an answer", "one weight", "tokens"],
+    ids=["rotary frequencies", "norms", "end of an answer", "one weight", "places", "tokens"],
 )
 def test_whatever_decides_a_token_is_part_of_it(tmp_path: Path, change: Callable[[Path], None]) -> None:
     model, other = tiny_checkpoint(tmp_path / "one", "qwen3"), tmp_path / "other"
@@ -67,21 +77,34 @@ def test_whatever_decides_a_token_is_part_of_it(tmp_path: Path, change: Callable
     assert info_of(other).identity != before.identity
 
 
-def test_the_room_that_an_engine_has_is_no_part_of_it(tmp_path: Path) -> None:
-    """A stream may move to an engine with more or fewer positions."""
-    model = tiny_checkpoint(tmp_path / "one", "qwen3")
-    assert info_of(model, max_model_len=64).identity == info_of(model, page_size=32).identity
+def test_how_many_positions_there_are_is_no_part_of_it(tmp_path: Path) -> None:
+    """A stream may move to an engine with more or fewer."""
+    model, other = tiny_checkpoint(tmp_path / "one", "qwen3"), tmp_path / "other"
+    shutil.copytree(model, other)
+    changed("config.json", max_position_embeddings=512)(other)
+    one, two = info_of(model), info_of(other)
+    assert (one.max_model_len, two.max_model_len) == (256, 256), "what the pages hold"
+    assert load_config(find_model(str(other))).max_positions == 512
+    assert one.identity == two.identity
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("length", [1, 3, 8, 21])
+@pytest.mark.parametrize("length", [1, 3, 8, 21, 200])
 def test_every_number_counts_wherever_a_tensor_lies(dtype: torch.dtype, length: int) -> None:
     whole = torch.randn(length + 3).to(dtype)
     for start in range(3):
         tensor = whole[start : start + length]
-        before = _sum_of_bits(tensor)
-        assert _sum_of_bits(tensor.clone()) == before
+        before = _sums_of_bits(tensor)
+        assert torch.equal(_sums_of_bits(tensor.clone()), before)
         for place in range(length):
             other = tensor.clone()
             other[place] += 1
-            assert _sum_of_bits(other) != before
+            assert not torch.equal(_sums_of_bits(other), before)
+
+
+@pytest.mark.parametrize("width", [64, 96, 576])
+def test_rows_that_have_changed_places_are_other_weights(width: int) -> None:
+    rows = torch.randn(40, width).to(torch.bfloat16)
+    swapped = rows.clone()
+    swapped[[7, 23]] = rows[[23, 7]]
+    assert not torch.equal(_sums_of_bits(swapped), _sums_of_bits(rows))

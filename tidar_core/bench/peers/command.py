@@ -1,5 +1,6 @@
 """The command `tidar bench peers`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,13 +72,15 @@ def peers(
             peer_engine(name, directory, str(Path(model_for(name, source, folder)).absolute()), room) for name in names
         ]
 
+        say = partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
+
         def keep(found: list[PeerResult]) -> None:
             peers = [result.as_record() for result in found]
             write_record(json_file, {"model": source.name, "prompts": sets, "peers": peers})
 
         results = compare_engines(
             engines, texts, batches=batches, rounds=rounds, at_least=prompts, max_tokens=max_tokens,
-            honour_end=honour_end, say=Console(stderr=True).print, keep=keep,
+            honour_end=honour_end, say=say, keep=keep,
         )  # fmt: skip
         title = f"{source.name}, prompts of {' and '.join(sets)}"
         table = Table("batch", "engine", "device", "tokens/s", "against the first", title=title)
