@@ -15,7 +15,7 @@ from tests.tidar_core.kept import kept_scores
 from tidar_core import sampling
 from tidar_core.philox import NoiseKey, gumbel_all
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
+from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens, unpacked
 
 VOCAB = 49152
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -362,3 +362,10 @@ def test_ids_outside_the_vocabulary_ban_nothing() -> None:
     logits = torch.arange(8.0).repeat(2, 1)
     outside = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0, banned=(-1, 8, 10**9))
     assert pick_tokens(logits, [outside, replace(outside, banned=(7,))]).tolist() == [7, 6]
+
+
+@given(st.integers(1, 5), st.integers(1, 90), st.integers(0, 2**32 - 1))
+def test_masks_are_unpacked_on_a_device_as_on_the_host(rows: int, count: int, seed: int) -> None:
+    packed = np.random.default_rng(seed).integers(0, 256, (rows, -(-count // 8)), dtype=np.uint8)
+    expected = np.unpackbits(packed, axis=1, count=count, bitorder="little")
+    assert np.array_equal(unpacked(torch.from_numpy(packed), count).numpy(), expected)
