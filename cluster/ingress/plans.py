@@ -23,6 +23,8 @@ from tidar_core.request import SamplingParams, ThoughtLimit
 
 log = logging.getLogger("ray.serve")
 Prompts = list[tuple[int, ...]]
+# They come at once, and nobody else hears of the replica meanwhile: with more it would be taken for one that hangs.
+MOST_LOGPROBS_OF_A_PROMPT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def params_of(
     choices = range(body.n or 1)
     if len(prompts) * len(choices) > MAX_PROMPTS:
         raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
+    check_logprobs_of(body, max(map(len, prompts)))
     wishes = token_wishes(body, card, backend)
     # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
     seed = secrets.randbits(SEED_BITS)
@@ -110,6 +113,16 @@ def params_of(
         for number, prompt in enumerate(prompts)
     ]
     return [replace(params, choice=choice) for params in each for choice in choices]
+
+
+def check_logprobs_of(body: Body, longest: int) -> None:
+    """Raises ApiError where a prompt of so many tokens has too many log-probabilities to tell."""
+    wanted = body.wanted_of_prompt
+    if wanted is not None and longest * (wanted + 1) > MOST_LOGPROBS_OF_A_PROMPT:
+        most = MOST_LOGPROBS_OF_A_PROMPT // longest - 1
+        field = "prompt_logprobs" if body.prompt_logprobs == wanted else "logprobs"
+        hint = f"of {longest} tokens there may be {most} at most" if most >= 0 else f"{longest} tokens are too many"
+        raise bad_request(f"{field} {wanted} is too much for the log-probabilities of a prompt: {hint}", field)
 
 
 def for_each_choice(prompts: Prompts, body: Body) -> Prompts:

@@ -56,6 +56,27 @@ def test_bad_words_are_the_tokens_that_they_have_in_front_of_a_text_and_behind_a
         completion(prompt="a", bad_words=["the", ""])
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"prompt_logprobs": 10}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 10}, "logprobs"),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 10}, "prompt_logprobs"),
+    ],
+)
+def test_a_prompt_has_no_more_log_probabilities_than_can_be_sent_at_once(
+    fields: dict[str, Any], field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[300] * 9, [301] * 20]
+    monkeypatch.setattr(plans, "MOST_LOGPROBS_OF_A_PROMPT", 20 * 11)
+    completion(prompt=prompts, max_tokens=1, **fields)
+    completion(prompt=prompts, max_tokens=1, logprobs=20)
+    monkeypatch.setattr(plans, "MOST_LOGPROBS_OF_A_PROMPT", 20 * 11 - 1)
+    with pytest.raises(ApiError, match=f"{field} 10 is too much .*: of 20 tokens there may be 9 at most") as caught:
+        completion(prompt=prompts, max_tokens=1, **fields)
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
 def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
 
