@@ -31,7 +31,6 @@ from cluster.operate.ray_cluster import (
     check_threads,
     claim,
     ended_parts,
-    first_line,
     last_line,
     ray_cluster,
     running_cluster,
@@ -40,6 +39,7 @@ from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.replica.progress import Board, put_up_board
 from tidar_core.config import ConfigError
+from tidar_core.error_text import first_line
 from tidar_core.request import Sampling
 
 API, PAGE_APPLICATION = "api", "playground"

@@ -26,6 +26,7 @@ from ray.experimental import internal_kv
 from cluster.operate.interrupts import Interrupts
 from cluster.replica.progress import NAMESPACE
 from tidar_core.config import ConfigError
+from tidar_core.error_text import first_line
 
 # Only tokens pass through Ray's object store, which would otherwise take 30 % of the memory.
 OWN_RAY: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 128 * 1024 * 1024}
@@ -320,11 +321,6 @@ def mend_of(error: BaseException) -> str:
     there = next(directory for directory in (files, *files.parents) if directory.exists())
     full = shutil.disk_usage(there).free < LEAST_SPACE
     return f"; no space is left in {files}: make some, or set RAY_TMPDIR to another place" if full else ""
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def last_line(text: str) -> str:

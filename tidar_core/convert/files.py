@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tidar_core.config import ConfigError
+from tidar_core.error_text import first_line
 
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
@@ -39,8 +40,3 @@ def system_error(error: Exception) -> int | None:
         return error.errno
     found = _ERROR_NUMBER.search(str(error))
     return int(found[1]) if found else None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message; the name of its type where it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

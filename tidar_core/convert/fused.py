@@ -15,8 +15,8 @@ from torch import Tensor
 from tidar_core.config import ModelConfig
 from tidar_core.convert.attention import Attention, CleanKV
 from tidar_core.convert.blocks import Blocks, Pack
-from tidar_core.convert.files import first_line
 from tidar_core.convert.flex import flex_mask_attention, rotated
+from tidar_core.error_text import first_line
 from tidar_core.kernels.ops import Rotary, layer_windows
 from tidar_core.kernels.reference import attend_blocks, split_heads
 from tidar_core.kernels.triton_blocks import BlockAttentionSizes, block_attention, block_tiles, supports

@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.files import first_line, write_atomically
+from tidar_core.convert.files import write_atomically
+from tidar_core.error_text import first_line
 
 Kind = Literal["chat", "code", "text", "prompt", "file"]
 KINDS: tuple[Kind, ...] = ("chat", "code", "text", "prompt", "file")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.batch import BatchSize
+from tidar_core.error_text import first_line
 
 VERIFY_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # a chunk of a prompt too
 MASK_ROWS = (0, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -113,7 +114,7 @@ class Graphs:
                         self._came[key] = -AGAIN_AFTER
                     else:
                         self._captured[key] = None
-                    log.warning("a step runs without a CUDA graph: %s", str(error).partition("\n")[0])
+                    log.warning("a step runs without a CUDA graph: %s", first_line(error))
         captured = self._captured.get(key)
         if captured is None:
             return work(*(each.to(device, non_blocking=True) for each in inputs))

@@ -20,6 +20,7 @@ from tidar_core.engine.graphs import narrow_buckets
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepCost, curve_at
+from tidar_core.error_text import first_line
 from tidar_core.kernels.ops import GuessedSlots, empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.model.decoder import BASE_ALONE, mlp
@@ -259,7 +260,7 @@ def capture_graphs(runner: Runner, progress: Callable[[int, int], None], report:
             there += 1
         except RuntimeError as error:
             if done or not isinstance(error, torch.OutOfMemoryError):
-                why = str(error).partition("\n")[0]
+                why = first_line(error)
                 report(f"{there} of {len(todo)} CUDA graphs are there, the others come when they are common: {why}")
                 return
         progress(done + 1, len(todo))
