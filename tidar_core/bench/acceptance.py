@@ -35,7 +35,7 @@ def measure_acceptance(engine: Engine, prompts: Sequence[tuple[int, ...]], param
     most = max(1, len(prompts))
     if params.drafting == "full":
         block = engine.info.block_length
-        most = most_full(min(params.block or block, block))
+        most = most_full(min(params.block or block, block), engine.info.full_rows)
     parts = [prompts[first : first + most] for first in range(0, len(prompts), most)]
     answers = [answer for part in parts for answer in answer_all(engine, part, [params] * len(part))]
     steps = [step for answer in answers for step in answer.steps if step.drafted]

@@ -31,7 +31,7 @@ FRESH = 40  # steps for which it is not doubted
 BIAS_MEMORY = 0.95  # of how long real steps take
 BIAS_MOST = 3.0  # times what is known: no more counts of a step that others held up
 MOVED = 0.05  # by which one kind of steps became dearer than the other, and what was chosen before is old
-FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step: what they take of memory has an end
+FULL_ROWS = 1 << 14  # of all sequences that draft fully, in one step, at most
 CHOICE_LIFE = 16, 4  # steps for which a choice is kept before it is computed anew, and more for each sequence
 OTHER_GRAIN, CONTEXT_GRAIN = 64, 256  # loads that differ by less share a choice
 
@@ -99,16 +99,17 @@ class KeptChoice:
     dearer: float
 
 
-def most_full(block: int) -> int:
-    """How many sequences may all draft fully, with so many slots a proposal, in one step."""
-    return max(1, FULL_ROWS // max(1, block + block * block))
+def most_full(block: int, rows: int) -> int:
+    """How many sequences may all draft fully, with so many slots a proposal, in one step of so many rows."""
+    return max(1, rows // max(1, block + block * block))
 
 
 class DraftPolicy:
     """Chooses the shape of every sequence, step by step. Texts never depend on it.
 
     expected_acceptance: P(draft i holds | drafts 1 … i-1 hold) for i = 1, 2, …, as the drafter's training measured it;
-    the last one stands for all beyond. overlap_steps: as in `Load`.
+    the last one stands for all beyond. overlap_steps: as in `Load`. full_rows: of all sequences that draft fully, in
+    one step.
     """
 
     def __init__(
@@ -117,8 +118,10 @@ class DraftPolicy:
         cost: StepCost,
         expected_acceptance: Sequence[float] = (),
         overlap_steps: bool = False,
+        full_rows: int = FULL_ROWS,
     ):
         self.block_length = block_length
+        self._full_rows = full_rows
         self.cost = cost
         self._overlap_steps = overlap_steps
         known = tuple(expected_acceptance) or (PRIOR_ACCEPTANCE,)
@@ -183,7 +186,7 @@ class DraftPolicy:
     def _full(self, views: Sequence[SequenceView]) -> list[Shape]:
         """Everything for those that ask for it, as far as there are rows: others decode plainly in this step. Never
         those whose text depends on their drafts."""
-        shapes, left = [PLAIN] * len(views), FULL_ROWS
+        shapes, left = [PLAIN] * len(views), self._full_rows
         asking = [index for index, view in enumerate(views) if view.mode == "full" and self._limit(view) > 1]
         for index in sorted(asking, key=lambda index: not views[index].say):
             shape = full_shape(self._limit(views[index]), views[index].drafts_in_hand)

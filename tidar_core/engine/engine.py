@@ -41,7 +41,8 @@ class EngineInfo:
     their parameters say. pages: of K/V, page_size positions each. fingerprint: names the base weights. identity: all of
     the model that decides a token (`tidar_core.model.fingerprint`). arithmetic: names the kernels, the torch and the
     kind of processor that compute with them. mask_token: the token that is never emitted, where one stands for a mask.
-    cost: what a step's rows were measured to cost at warm-up.
+    cost: what a step's rows were measured to cost at warm-up. full_rows: of all sequences that draft fully, in one
+    step.
     """
 
     model: str
@@ -65,6 +66,7 @@ class EngineInfo:
     arithmetic: str
     mask_token: int | None
     cost: StepCost
+    full_rows: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import psutil
 import torch
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
+from tidar_core.engine.draft_policy import FULL_ROWS
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import is_long
 
@@ -36,6 +37,20 @@ def room_for(
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
     return positions, pages
+
+
+def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of all sequences that draft fully, in one step: on a GPU no more than half of the memory holds that is free
+    by now, by estimate, but those of one sequence."""
+    if not block or device.type != "cuda":
+        return FULL_ROWS
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
+    activations = dtype.itemsize * (4 * model.hidden_size + qkv + 3 * model.intermediate_size)
+    one = block + block * block
+    # Of a sequence: its verify rows and one proposal's slots, in fp32 and with a copy.
+    scores = 2 * torch.float32.itemsize * model.vocab_size * (2 * block - 1) / one
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(one, min(FULL_ROWS, int(free / 2 / (activations + scores))))
 
 
 def _cache_pages(

@@ -17,7 +17,7 @@ from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import Graphs, Reach, cuda_capture, left_free
 from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, ops_for
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.room import room_for
+from tidar_core.engine.room import full_rows_for, room_for
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.step_cost import StepCost
@@ -130,10 +130,11 @@ def load_engine(
         arithmetic=arithmetic,
         mask_token=runner.mask_token,
         cost=cost,
+        full_rows=full_rows_for(model, runner.block_length, arithmetic_dtype(config.dtype), device),
     )
     stage(_ready_line(info, loaded.ops))
     limits = Limits(config.max_running, config.known_rows, positions, config.page_size, frozenset(model.eos_ids))
-    policy = DraftPolicy(runner.block_length, cost, info.expected_acceptance, overlap_steps)
+    policy = DraftPolicy(runner.block_length, cost, info.expected_acceptance, overlap_steps, info.full_rows)
     return Engine(info, tokenizer, grammars, runner, Scheduler(PagePool(pages), policy, limits), overlap_steps)
 
 

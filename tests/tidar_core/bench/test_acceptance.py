@@ -1,5 +1,6 @@
 """Tokens per step and what is told beside it."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,7 +13,6 @@ from tidar_core.bench import prompts as sets
 from tidar_core.bench.acceptance import LONGEST_LOOP, LOOP_TOKENS, loops, measure_acceptance
 from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import ConfigError
-from tidar_core.engine import draft_policy
 from tidar_core.request import Finish, FinishReason, SamplingParams, StepTrace
 
 
@@ -47,7 +47,9 @@ def test_no_more_are_asked_at_once_than_may_all_draft(tmp_path, monkeypatch):
     free = measure_acceptance(engine, asked, whole)
     assert free.tokens_per_step > 1
     block = engine.info.block_length
-    monkeypatch.setattr(draft_policy, "FULL_ROWS", 2 * (block + block * block))
+    rows = 2 * (block + block * block)
+    monkeypatch.setattr(engine, "info", replace(engine.info, full_rows=rows))
+    monkeypatch.setattr(engine._scheduler.policy, "_full_rows", rows)
     assert measure_acceptance(engine, asked, whole) == free
 
 

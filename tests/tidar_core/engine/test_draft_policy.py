@@ -162,7 +162,9 @@ def test_full_drafting_of_a_large_batch_takes_no_more_rows_than_there_is_room_fo
     heard = [view._replace(say=index % 2 == 1) for index, view in enumerate(views)]
     assert policy.choose(heard, 0) == [everything if view.say else Shape() for view in heard]
     assert policy.choose([view._replace(say=True) for view in views], 0) == [everything] * 128
-    assert most_full(16) == sum(map(bool, rows))
+    assert most_full(16, FULL_ROWS) == sum(map(bool, rows))
+    narrow = DraftPolicy(16, FLAT, full_rows=600).choose(views, 0)
+    assert [bool(shape.block) for shape in narrow] == [True] * 2 + [False] * 126
 
 
 # Rows are free up to 12 and dear from there on, as where arithmetic overtakes the memory.

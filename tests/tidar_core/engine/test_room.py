@@ -12,6 +12,7 @@ from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
 from tidar_core.config import ConfigError, EngineConfig
 from tidar_core.engine import room, start
+from tidar_core.engine.draft_policy import FULL_ROWS
 from tidar_core.request import FinishReason, Request, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -93,6 +94,33 @@ def test_on_a_cpu_a_large_model_has_room_for_its_longest_texts(
     device = torch.device("cpu")
     found, pages = room.room_for(EngineConfig(), model, torch.bfloat16, device, lambda line: None)
     assert (found, pages * 16) == (positions, tokens)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "layers", "heads", "kv_heads", "block", "free", "rows"),
+    [
+        (4096, 12_288, 36, 32, 8, 8, 18, FULL_ROWS),  # Qwen3-8B on an H200
+        (5120, 25_600, 64, 64, 8, 8, 2.5, 2866),  # Qwen3-32B on an H100
+        (4096, 12_288, 36, 32, 8, 16, 1.0, 2086),  # Qwen3-8B on 24 GB
+        (5120, 25_600, 64, 64, 8, 16, 0.05, 272),  # one sequence's in any case
+    ],
+)
+def test_full_drafting_takes_no_more_memory_than_is_left(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    block: int,
+    free: float,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 0))
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "layers": layers, "heads": heads}
+    model = replace(model_config(), **shape, kv_heads=kv_heads, head_dim=128, vocab_size=151_936)
+    assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cuda")) == rows
+    assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cpu")) == FULL_ROWS
 
 
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
