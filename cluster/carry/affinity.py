@@ -81,10 +81,12 @@ class Prefixes:
         self._sent: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
     def read(self, name: str, stats: Mapping[str, Any]) -> Published:
-        """What a replica's stats say (`EngineReplica.record_routing_stats`); read anew where they are new."""
+        """What a replica's stats say (`EngineReplica.record_routing_stats`). Marks are split where they are new: with
+        each replica's news Serve hands out those of all others once more, as new objects."""
         known = self._published.get(name, NOTHING)
         if known.stats is not stats and stats:
-            marks = frozenset(split_marks(stats["marks"]))
+            same = stats["marks"] == known.stats.get("marks")
+            marks = known.marks if same else frozenset(split_marks(stats["marks"]))
             known = self._published[name] = Published(stats, marks, stats["load"], stats["pages"])
         return known
 

@@ -144,3 +144,13 @@ def test_what_is_remembered_and_what_travels_is_bounded() -> None:
     assert len(prefixes._sent) == REMEMBERED
     assert prefixes.depth("r", [bytes(8)]) == 0, "the oldest was forgotten"
     assert len(split_marks(prefix_marks(range(200_000), 16, "", PROMPT_MARKS))) == PROMPT_MARKS
+
+
+def test_marks_that_are_told_again_are_not_split_again() -> None:
+    """Serve hands out the stats of all replicas, as new objects, whenever one of them has news."""
+    prefixes = Prefixes()
+    first = prefixes.read("r", {"marks": b"".join(MARKS), "load": 1, "pages": 0.5})
+    again = prefixes.read("r", {"marks": b"".join(MARKS), "load": 2, "pages": 0.25})
+    assert again.marks is first.marks
+    assert (again.load, again.pages) == (2, 0.25)
+    assert prefixes.read("r", {"marks": MARKS[0], "load": 2, "pages": 0.25}).marks == {MARKS[0]}
