@@ -7,8 +7,8 @@ from prometheus_client.metrics_core import Metric
 from tidar_core.request import StepOutput
 
 HEARTBEAT_SECONDS = 0.3  # a replica that has nothing to say says so as often
-PROMPT_MARKS = 256  # that a call carries: 16,384 tokens
-PUBLISHED_MARKS = 1024  # that a replica tells of, the latest used: 65,536 tokens in 8 kB
+PROMPT_MARKS = 256  # that a call carries, in 2 kB: those of 360,448 tokens (`tidar_core.prefixes.mark_pages`)
+PUBLISHED_MARKS = 1024  # that a replica tells of, in 8 kB, of all that it has cached (`PagePool.marks`)
 
 
 @dataclass(frozen=True, slots=True)

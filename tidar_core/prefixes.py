@@ -3,12 +3,14 @@
 No torch in here, as those who choose a replica for a prompt have none.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from struct import pack
+from itertools import islice
 
-MARK_PAGES = 4  # every fourth page's key marks a prefix, for those who compare caches from afar
-MARK_BYTES = 8  # of the key
+MARK_BYTES = 8  # of the key of a page that marks a prefix, for those who compare caches from afar
+NEAREST, FARTHEST = 4, 128  # pages from one mark to the next: 64 and 2,048 tokens by the pages' usual size
+DEPTH_SHARE = 16  # in between, a sixteenth of the depth at most: little of a prefix is overlooked
 
 
 def first_key(salt: str) -> bytes:
@@ -21,23 +23,32 @@ def page_keys(tokens: Sequence[int], page_size: int, key: bytes) -> Iterator[byt
 
     Equal keys mean equal contents: K/V at a position depend on the tokens up to it alone.
     """
-    content, width = pack(f"<{len(tokens)}I", *tokens), 4 * page_size
+    content, width = array("I", tokens).tobytes(), 4 * page_size  # three times as fast as struct.pack
     for start in range(0, len(content) - width + 1, width):
         key = blake2b(key + content[start : start + width], digest_size=16).digest()
         yield key
 
 
-def is_mark(page: int) -> bool:
-    """Whether the key of a sequence's page (counted from 0) is one that marks its prefix."""
-    return (page + 1) % MARK_PAGES == 0
+def mark_pages(page: int) -> int:
+    """Where the key of a sequence's page (counted from 0) is one that marks its prefix: how many pages there are from
+    the mark before to this one. 0 where it is none. Marks get fewer with the depth, so that those of a long prompt fit
+    in a call: 32 on the first 128 pages, then 16 each time the depth doubles, and beyond 2,048 pages one on 128."""
+    depth = page + 1
+    if depth % NEAREST:
+        return 0
+    doubled = 1 << (page.bit_length() - 1)  # the largest power of two below the depth
+    spacing = min(max(doubled // DEPTH_SHARE, NEAREST), FARTHEST)
+    return 0 if depth % spacing else spacing
+
+
+is_mark = mark_pages  # as the scheduler calls it
 
 
 def prefix_marks(tokens: Sequence[int], page_size: int, salt: str, limit: int) -> bytes:
     """The marks of a prompt's prefixes, MARK_BYTES each, shortest first, at most `limit`: what a page pool that
     computed them tells of them (`PagePool.marks`). The last token is left out, as it is always computed."""
-    length = min(len(tokens) - 1, limit * MARK_PAGES * page_size)
-    keys = page_keys(tokens[:length], page_size, first_key(salt))
-    return b"".join(key[:MARK_BYTES] for page, key in enumerate(keys) if is_mark(page))
+    keys = page_keys(tokens[:-1], page_size, first_key(salt))
+    return b"".join(islice((key[:MARK_BYTES] for page, key in enumerate(keys) if mark_pages(page)), limit))
 
 
 def split_marks(marks: bytes) -> list[bytes]:

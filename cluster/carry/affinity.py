@@ -1,8 +1,9 @@
 """Which replica has the longest part of a prompt computed already, and whether it has room. No Ray in here.
 
-What a replica's cache holds it publishes every few seconds, as marks: short hashes of prefixes, every 64 tokens by the
-pages' usual size (`tidar_core.prefixes`). What was sent where since then the router remembers itself, so that
-prompts that begin alike meet in one place from the second on, also where all come at the same moment.
+What a replica's cache holds it publishes every few seconds, as marks: short hashes of prefixes, every 64 tokens at
+first and every 2,048 at last by the pages' usual size (`tidar_core.prefixes`). What was sent where since then the
+router remembers itself, so that prompts that begin alike meet in one place from the second on, also where all come at
+the same moment.
 
 A stream that moves has to be computed anew as far as it came, while its reader waits. So streams that move together are
 shared out, each to the replica that got the fewest of them, though another has fewer answers under way.
@@ -81,10 +82,12 @@ class Prefixes:
         self._sent: OrderedDict[tuple[str, bytes], float] = OrderedDict()
 
     def read(self, name: str, stats: Mapping[str, Any]) -> Published:
-        """What a replica's stats say (`EngineReplica.record_routing_stats`); read anew where they are new."""
+        """What a replica's stats say (`EngineReplica.record_routing_stats`). Marks are split where they are new: with
+        each replica's news Serve hands out those of all others once more, as new objects."""
         known = self._published.get(name, NOTHING)
         if known.stats is not stats and stats:
-            marks = frozenset(split_marks(stats["marks"]))
+            same = stats["marks"] == known.stats.get("marks")
+            marks = known.marks if same else frozenset(split_marks(stats["marks"]))
             known = self._published[name] = Published(stats, marks, stats["load"], stats["pages"])
         return known
 

@@ -6,6 +6,8 @@ from itertools import chain, islice
 
 from tidar_core.prefixes import MARK_BYTES
 
+LATEST_SHARE = 4  # where not all marks are told, a fourth are the latest used ones
+
 
 class PagePool:
     """Hands out page numbers 1 … total; page 0 is the trash page, which nobody owns.
@@ -24,7 +26,7 @@ class PagePool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._marks: OrderedDict[bytes, None] = OrderedDict()  # the latest used last
+        self._marks: OrderedDict[bytes, int] = OrderedDict()  # the pages of each; the latest used last
 
     @property
     def available(self) -> int:
@@ -83,31 +85,48 @@ class PagePool:
         """Whether `take_known` would find a page under a key."""
         return key in self._page_of
 
-    def publish(self, page: int, key: bytes, mark: bool = False) -> None:
+    def publish(self, page: int, key: bytes, mark: int = 0) -> None:
         """An owned page is complete and will not be written again: others may find it under `key`, and `marks` tells
-        of it where it is a `mark`."""
+        of it where it is a mark for so many pages (`mark_pages`)."""
         if page not in self._owners:
             raise ValueError(f"page {page} is not owned")
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
             if mark:
-                self._marks[key] = None
+                self._marks[key] = mark
 
     def marks(self, limit: int) -> bytes:
-        """The marks of what can be found here, MARK_BYTES each, the latest used first, at most `limit`."""
-        return b"".join(key[:MARK_BYTES] for key in islice(reversed(self._marks), limit))
+        """The marks of what can be found here, MARK_BYTES each, the latest used first, at most `limit` (1 or more). Of
+        more than that only the latest used are told in full, and some of the others, each for as many pages: a router
+        that has all marks of a prompt finds its prefix all the same, if up to so many pages shorter."""
+        if len(self._marks) <= limit:
+            told = list(reversed(self._marks))
+        else:
+            latest = limit // LATEST_SHARE
+            told = list(islice(reversed(self._marks), latest))
+            share = sum(islice(reversed(self._marks.values()), latest, None)) / (limit - latest)
+            untold = share  # so that the first is told
+            for key, pages in islice(reversed(self._marks.items()), latest, None):
+                untold += pages
+                if untold >= share:
+                    told.append(key)
+                    untold = 0
+        return b"".join(key[:MARK_BYTES] for key in told)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One owner lets go of its pages. Of those that nobody owns any more the published ones stay cached."""
         for page in reversed(pages):  # a page is of no use without those before it: the last is dropped first
             if page not in self._owners:
                 raise ValueError(f"page {page} is not owned")
+            key = self._key_of.get(page)
+            if key is not None and key in self._marks:  # one prefix's lie side by side, whatever ran at the same time
+                self._marks.move_to_end(key)
             self._owners[page] -= 1
             if self._owners[page]:
                 continue
             del self._owners[page]
-            if page in self._key_of:
-                self._cached[page] = None
-            else:
+            if key is None:
                 self._free.append(page)
+            else:
+                self._cached[page] = None

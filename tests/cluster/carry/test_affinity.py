@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,8 +18,9 @@ from cluster.carry.affinity import (
     Recent,
     best,
 )
-from cluster.line import PROMPT_MARKS
-from tidar_core.prefixes import prefix_marks, split_marks
+from cluster.line import PROMPT_MARKS, PUBLISHED_MARKS
+from tidar_core.engine.pages import PagePool
+from tidar_core.prefixes import MARK_BYTES, first_key, mark_pages, page_keys, prefix_marks, split_marks
 
 CANDIDATES = st.lists(
     st.builds(Candidate, load=st.integers(0, 40), pages=st.sampled_from([0.0, 0.5, 1.0]), depth=st.integers(0, 4)),
@@ -26,6 +28,8 @@ CANDIDATES = st.lists(
     max_size=6,
 )
 MARKS = [bytes([number]) * 8 for number in range(5)]
+PAGE_SIZE = 16
+LENGTHS = [500, 8_000, 40_000, 100_000, 128_000]  # of conversations, in tokens
 
 
 @given(CANDIDATES, st.randoms(use_true_random=False))
@@ -143,4 +147,59 @@ def test_what_is_remembered_and_what_travels_is_bounded() -> None:
         prefixes.sent("r", [number.to_bytes(4, "little") + place.to_bytes(4, "little") for place in range(1000)])
     assert len(prefixes._sent) == REMEMBERED
     assert prefixes.depth("r", [bytes(8)]) == 0, "the oldest was forgotten"
-    assert len(split_marks(prefix_marks(range(200_000), 16, "", PROMPT_MARKS))) == PROMPT_MARKS
+    assert len(split_marks(prefix_marks(range(400_000), 16, "", PROMPT_MARKS))) == PROMPT_MARKS
+
+
+def converse(pool: PagePool, tokens: range) -> None:
+    """Leave a conversation in a replica's cache, as the scheduler does."""
+    keys = list(page_keys(tokens, PAGE_SIZE, first_key("")))
+    pages = pool.take_known(keys)
+    pages += pool.take(len(keys) - len(pages))
+    for place, (page, key) in enumerate(zip(pages, keys, strict=True)):
+        pool.publish(page, key, mark=mark_pages(place))
+    pool.give_back(pages)
+
+
+def tokens_found(pool: PagePool, prompt: range) -> int:
+    """How long a prefix of a prompt a router finds by what the replica publishes."""
+    published = pool.marks(PUBLISHED_MARKS)
+    assert len(published) <= PUBLISHED_MARKS * MARK_BYTES == 8192
+    prefixes = Prefixes()
+    prefixes.read("r", {"marks": published, "load": 0, "pages": 0.0})
+    marks = split_marks(prefix_marks(prompt, PAGE_SIZE, "", PROMPT_MARKS))
+    places = [page + 1 for page in range(len(prompt) // PAGE_SIZE) if mark_pages(page)]
+    return PAGE_SIZE * max(places[: prefixes.depth("r", marks)], default=0)
+
+
+@pytest.mark.parametrize("other", [1_000, 2_000, 8_000, 20_000])
+def test_a_long_conversation_is_found_also_after_much_other_traffic(other: int) -> None:
+    """In a cache as an H200 has it beside an 8B model."""
+    pool = PagePool(690_000 // PAGE_SIZE)
+    talks = [range(talk * 500_000, talk * 500_000 + length) for talk, length in enumerate(LENGTHS)]
+    for talk in talks:
+        converse(pool, talk)
+        assert tokens_found(pool, talk) >= len(talk) - max(64, min(2048, len(talk) // 16)) - PAGE_SIZE
+    for start in range(10_000_000, 10_400_000, other):
+        converse(pool, range(start, start + other))
+    for talk in talks:
+        assert tokens_found(pool, talk) >= len(talk) - 2048
+    again = talks[LENGTHS.index(8_000)]
+    converse(pool, again)
+    assert tokens_found(pool, again) >= len(again) * 0.97, "what was used last is known best"
+
+
+def test_what_is_computed_only_as_far_is_found_only_as_far() -> None:
+    pool = PagePool(690_000 // PAGE_SIZE)
+    converse(pool, range(50_000))
+    assert 50_000 - 2048 <= tokens_found(pool, range(250_000)) <= 50_000
+    assert tokens_found(pool, range(1, 250_000)) == 0
+
+
+def test_marks_that_are_told_again_are_not_split_again() -> None:
+    """Serve hands out the stats of all replicas, as new objects, whenever one of them has news."""
+    prefixes = Prefixes()
+    first = prefixes.read("r", {"marks": b"".join(MARKS), "load": 1, "pages": 0.5})
+    again = prefixes.read("r", {"marks": b"".join(MARKS), "load": 2, "pages": 0.25})
+    assert again.marks is first.marks
+    assert (again.load, again.pages) == (2, 0.25)
+    assert prefixes.read("r", {"marks": MARKS[0], "load": 2, "pages": 0.25}).marks == {MARKS[0]}

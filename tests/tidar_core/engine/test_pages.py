@@ -5,8 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidar_core.engine.pages import PagePool
-from tidar_core.prefixes import MARK_BYTES, first_key, page_keys, prefix_marks, split_marks
+from tidar_core.engine.pages import LATEST_SHARE, PagePool
+from tidar_core.prefixes import (
+    FARTHEST,
+    MARK_BYTES,
+    NEAREST,
+    first_key,
+    mark_pages,
+    page_keys,
+    prefix_marks,
+    split_marks,
+)
 
 TOTAL = 12
 
@@ -105,6 +114,31 @@ def test_marks_are_equal_as_far_as_every_fourth_page_is(first, second, limit):
         assert ours[mark] == keys[0][page][:MARK_BYTES]
 
 
+@given(st.integers(1, 9_000), st.integers(1, 3), st.integers(1, 300), st.integers(1, 200))
+def test_a_pool_and_a_prompt_mark_the_same_places(tokens, page_size, limit, step):
+    """Whatever the pages' size, and in however many steps the pool's owner computes them."""
+    keys = list(page_keys(range(tokens), page_size, first_key("salt")))
+    pool = PagePool(max(1, len(keys)))
+    pages = pool.take(len(keys))
+    for start in range(0, len(keys), step):
+        for place in range(start, min(start + step, len(keys))):
+            pool.publish(pages[place], keys[place], mark=mark_pages(place))
+    ours = split_marks(pool.marks(tokens))[::-1]
+    theirs = split_marks(prefix_marks(range(tokens + 1), page_size, "salt", limit))
+    assert theirs == ours[:limit]
+    assert ours == [key[:MARK_BYTES] for place, key in enumerate(keys) if mark_pages(place)]
+
+
+def test_marks_get_fewer_with_the_depth_and_none_is_far_from_the_one_before():
+    depth = 0
+    for page in range(25_000):
+        if pages := mark_pages(page):
+            depth += pages
+            assert depth == page + 1
+            assert pages <= max(NEAREST, min(FARTHEST, depth / 16))
+    assert depth > 25_000 - FARTHEST
+
+
 def test_the_last_token_marks_nothing_and_no_more_is_told_than_may_be():
     assert [len(split_marks(prefix_marks(range(length), 2, "", 9))) for length in (8, 9, 16, 17)] == [0, 1, 1, 2]
     assert prefix_marks(range(100), 2, "", 3) == prefix_marks(range(25), 2, "", 9)
@@ -120,6 +154,46 @@ def test_the_marks_used_last_are_told_first():
     pool.give_back(pool.take_known([b"a" * 16]))
     assert pool.marks(9) == b"a" * 8 + b"c" * 8
     assert pool.marks(1) == b"a" * 8
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=12), st.integers(1, 40))
+def test_where_not_all_marks_are_told_each_that_is_stands_for_as_many_pages(lengths, limit):
+    """So that the end of every prefix is near to one."""
+    pool = PagePool(sum(lengths))
+    told_of: list[tuple[bytes, int]] = []  # all marks and their pages, the latest used first
+    for salt, length in enumerate(lengths):
+        keys = list(page_keys(range(length), 1, first_key(str(salt))))
+        pages = pool.take(length)
+        for place, (page, key) in enumerate(zip(pages, keys, strict=True)):
+            pool.publish(page, key, mark=mark_pages(place))
+        pool.give_back(pages)
+        told_of[:0] = [(key[:MARK_BYTES], mark_pages(place)) for place, key in enumerate(keys) if mark_pages(place)]
+    told, every = split_marks(pool.marks(limit)), [mark for mark, _ in told_of]
+    assert told == [mark for mark in every if mark in told], "the latest used first"
+    if len(every) <= limit:
+        assert told == every
+        return
+    latest = limit // LATEST_SHARE
+    assert len(told) <= limit
+    assert told[:latest] == every[:latest]
+    others = told_of[latest:]
+    share = sum(pages for _, pages in others) / (limit - latest)
+    untold = 0
+    for mark, pages in others:
+        untold = 0 if mark in told else untold + pages
+        assert untold < share
+
+
+def test_the_marks_of_one_prefix_are_told_side_by_side_also_where_two_were_computed_at_once():
+    """Else those that are told of many, one in so many, might all be of the same."""
+    pool = PagePool(4)
+    ours, theirs = pool.take(2), pool.take(2)
+    for place in range(2):
+        for pages, name in ((ours, b"a"), (theirs, b"b")):
+            pool.publish(pages[place], (name + bytes([place])) * 8, mark=4)
+    for pages in (theirs, ours):
+        pool.give_back(pages)
+    assert [mark[:2] for mark in split_marks(pool.marks(9))] == [b"a\0", b"a\1", b"b\0", b"b\1"]
 
 
 def test_mistakes_are_told():
