@@ -41,9 +41,6 @@ def mark_pages(page: int) -> int:
     return 0 if depth % spacing else spacing
 
 
-is_mark = mark_pages  # as the scheduler calls it
-
-
 def prefix_marks(tokens: Sequence[int], page_size: int, salt: str, limit: int) -> bytes:
     """The marks of a prompt's prefixes, MARK_BYTES each, shortest first, at most `limit`: what a page pool that
     computed them tells of them (`PagePool.marks`). The last token is left out, as it is always computed."""

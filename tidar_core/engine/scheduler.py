@@ -14,7 +14,7 @@ from tidar_core.engine.pages import PagePool
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.engine.turns import Turns
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
-from tidar_core.prefixes import first_key, is_mark, page_keys
+from tidar_core.prefixes import first_key, mark_pages, page_keys
 from tidar_core.request import FinishReason, Sequence, StepOutput, StepTrace, page_numbers
 
 if TYPE_CHECKING:
@@ -331,7 +331,7 @@ class Scheduler:
         before = sequence.page_keys[-1] if known else first_key(sequence.request.cache_salt)
         new = list(page_keys(sequence.tokens[known * size : sequence.computed], size, before))
         for place, (page, key) in enumerate(zip(sequence.pages[known:], new, strict=False), known):
-            self.pool.publish(page, key, mark=is_mark(place))
+            self.pool.publish(page, key, mark=mark_pages(place))
         sequence.page_keys += new
 
     def _release(self, sequence: Sequence) -> None:
