@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
-COMPILE_SECONDS = 4  # of computing
-WALL_SECONDS = 30  # where the machine is so busy that this comes first
+COMPILE_SECONDS = 4  # of computing, with few tokens
+TOKENS_A_SECOND = 7_500  # that add to them: a bounded string of usual length takes 6 to 9 seconds with 150,000
 MEMORY_BYTES = 2**30
 MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
 # What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
@@ -37,7 +37,6 @@ TRIALS = (
     ("regex", "a*"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}'),
 )
-TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # of a string of bounded length, as xgrammar 0.2.8 writes it
 _NO_CONTROL_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
@@ -105,6 +104,16 @@ _ESCAPED_IN_NAME = re.compile(
 )
 _BYTE_IN_NAME = re.compile(r"\\u00[89a-f][0-9a-f]")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
+
+
+def compile_seconds(vocab_size: int) -> int:
+    """How long a grammar may be computed on. The compiler walks all tokens for each state of a grammar."""
+    return COMPILE_SECONDS + vocab_size // TOKENS_A_SECOND
+
+
+def wall_seconds(computing: int) -> int:
+    """Where the machine is so busy that this comes first."""
+    return 18 + 3 * computing
 
 
 def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "CompiledGrammar":
@@ -332,11 +341,12 @@ def one_line(message: str) -> str:
     return _SOURCE.sub("", lines[-1])[:300].removeprefix("Warning: ") if lines else ""
 
 
-def why_lost(returncode: int) -> str:
+def why_lost(returncode: int, computing: int) -> str:
     """What ended the process instead of an answer. An exit status is never the grammar's doing: what the compiler
-    raises is answered, and the process ends by itself with its standard input alone."""
+    raises is answered, and the process ends by itself with its standard input alone. computing: the seconds that it
+    had."""
     if -returncode in (signal.SIGXCPU, signal.SIGALRM):
-        return TOO_SLOW
+        return f"it takes more than {computing} seconds to compile: make it simpler"
     if -returncode == signal.SIGKILL:  # by the kernel: no memory left, or the hard limit of seconds
         return "it takes too much memory or time to compile: make it simpler"
     if -returncode in _CRASHES:
@@ -350,12 +360,12 @@ def of_the_grammar(returncode: int) -> bool:
     return -returncode == signal.SIGXCPU or -returncode in _CRASHES
 
 
-def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO) -> str | None:
-    """None where a grammar compiles, else one line. `warnings`: the file behind this process' standard error."""
+def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO, computing: int) -> str | None:
+    """None where a grammar compiles within `computing` seconds, else one line. `warnings`: the file behind this
+    process' standard error."""
     warnings.seek(0)
     warnings.truncate()
-    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + COMPILE_SECONDS)
-    signal.alarm(WALL_SECONDS)
+    _limit_time(computing)
     try:
         compile_grammar(compiler, job["kind"], job["text"])
     except Exception as error:
@@ -367,6 +377,11 @@ def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: Bin
         signal.alarm(0)
     warnings.seek(0)
     return one_line(warnings.read().decode("utf-8", "replace")) or None
+
+
+def _limit_time(computing: int) -> None:
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + computing)
+    signal.alarm(wall_seconds(computing))
 
 
 def _limit(kind: int, most: int) -> None:
@@ -413,10 +428,11 @@ def main(whole: bool) -> None:
     compiler = GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     _limit(resource.RLIMIT_CORE, 0)
     _limit_memory()
+    computing = compile_seconds(tokenizer.vocab_size)
     with tempfile.TemporaryFile() as warnings:
         os.dup2(warnings.fileno(), 2)
         for line in sys.stdin:
-            print(json.dumps(problem_with(compiler, json.loads(line), warnings)), flush=True)
+            print(json.dumps(problem_with(compiler, json.loads(line), warnings, computing)), flush=True)
     os._exit(0)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 2
 KEPT = 256  # grammars, refused ones included
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**30  # with 150,000 tokens an object takes 7 MiB, strings of bounded length 16 to 31
 PAUSE_SECONDS = 0.005
 REPLAY_SECONDS = 0.02  # a step, for what was emitted elsewhere: all others wait meanwhile
 
@@ -114,7 +114,7 @@ class Grammars:
     def _guard(self, tokens: str) -> "Guard":
         """This thread's own."""
         if not hasattr(self._guards, "own"):
-            self._guards.own = Guard(tokens)
+            self._guards.own = Guard(tokens, grammar_guard.compile_seconds(self._vocab_size))
         guard: Guard = self._guards.own
         return guard
 
@@ -155,10 +155,12 @@ def token_table(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tu
 
 
 class Guard:
-    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread."""
+    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread.
+    computing: the seconds that the process takes at most, as it finds itself."""
 
-    def __init__(self, tokens: str):
+    def __init__(self, tokens: str, computing: int = grammar_guard.COMPILE_SECONDS):
         self._tokens = tokens
+        self._computing = computing
         self._process = self._start()
 
     def problem_with(self, grammar: Grammar) -> str | None:
@@ -172,7 +174,7 @@ class Guard:
             return problem
         process, self._process = self._process, self._start()
         process.communicate()  # it has ended: nothing else closes its output
-        why = grammar_guard.why_lost(process.returncode)
+        why = grammar_guard.why_lost(process.returncode, self._computing)
         if not grammar_guard.of_the_grammar(process.returncode):
             raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
         return why
