@@ -20,6 +20,7 @@ from typing import Any, Literal
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
+MOST_TIMES_LARGER = 4  # a structural tag may be, where it has as many schemas: those of 128 tools
 MAX_SCHEMA_DEPTH = 64  # levels of JSON, of which a nested object takes two
 TOO_DEEP = f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
 
@@ -40,16 +41,21 @@ class Grammar:
     parts: tuple[tuple[str, "Grammar"], ...] = ()
 
     def __post_init__(self) -> None:
-        size = len(self.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_GRAMMAR_BYTES:
-            raise GrammarError(f"a grammar may have at most {MAX_GRAMMAR_BYTES} bytes, this one has {size}")
+        self._check_size(MOST_TIMES_LARGER if self.kind == "structural_tag" else 1)
         if self.kind == "json_schema":
             check_schema(_parsed(self.text))
         elif self.kind == "structural_tag":
-            for schema in _schemas_between(_parsed(self.text)):
+            schemas = list(_schemas_between(_parsed(self.text)))
+            self._check_size(max(1, min(len(schemas), MOST_TIMES_LARGER)))
+            for schema in schemas:
                 check_schema(schema)
         elif self.kind != "json_object" and not self.text:
             raise GrammarError(f"the {'regular expression' if self.kind == 'regex' else 'grammar'} is empty")
+
+    def _check_size(self, times: int) -> None:
+        most, size = times * MAX_GRAMMAR_BYTES, len(self.text.encode("utf-8", "surrogatepass"))
+        if size > most:
+            raise GrammarError(f"a grammar may have at most {most} bytes, this one has {size}")
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
@@ -124,6 +130,10 @@ ANNOTATIONS = frozenset(
         "discriminator", "example", "examples", "id", "nullable", "readOnly", "title", "writeOnly",
     }
 )  # fmt: skip
+# What is said to who reads the schema, and that nothing in it may lead to.
+REMARKS = frozenset(
+    {"$comment", "default", "deprecated", "description", "example", "examples", "readOnly", "title", "writeOnly"}
+)
 _NEVER_ENFORCED = (
     "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
     "not", "then", "$dynamicRef", "$recursiveRef",
@@ -148,6 +158,22 @@ def check_schema(schema: Any) -> None:
             raise GrammarError("a schema must be a JSON object")
         _check_level(one)
         waiting.extend(_inside(one))
+
+
+def without_remarks(schema: Any) -> Any:
+    """A schema without what is of no use to a grammar, and often most of it. What merely looks like a schema, in
+    `enum` or `const`, stays as it is, and so do properties that are named like a remark."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: value for name, value in schema.items() if name not in REMARKS}
+    for name, value in kept.items():
+        if name in _ONE_SCHEMA:
+            kept[name] = without_remarks(value)
+        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[name] = {named: without_remarks(one) for named, one in value.items()}
+        elif name in _LISTED_SCHEMAS and isinstance(value, list):
+            kept[name] = [without_remarks(one) for one in value]
+    return kept
 
 
 def _inside(schema: dict[str, Any]) -> Iterator[Any]:

@@ -2,11 +2,13 @@
 
 The compiler is native code that a few characters can keep busy for hours, and a thread cannot be stopped. So each
 grammar is compiled here first, in a process that the kernel ends: at so many seconds of computing, and at so much
-memory. What passes does no harm when the engine compiles it once more, in a thread. What the compiler says it leaves
-out of a grammar counts as an error.
+memory. What passes does no harm when the engine compiles it once more, in a thread; where it is quicker to read what
+it compiled to, this process sends that. What the compiler says it leaves out of a grammar counts as an error.
 
-Run as a script, on lines of JSON: the tokenizer first, then a grammar a line; each is answered by a line. The script
-ends with its standard input, that is with the engine.
+Run as a script, on lines of JSON: the tokenizer first, then a grammar a line. Each is answered by a line: null where it
+compiles, what is wrong with it, or true where it compiles and the next line is what it compiled to. That line may be
+empty, and breaks off where the process was ended: nothing is wrong with the grammar then. The script ends with its
+standard input, that is with the engine.
 """
 
 import importlib
@@ -20,15 +22,19 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
-COMPILE_SECONDS = 4  # of computing
-WALL_SECONDS = 30  # where the machine is so busy that this comes first
+COMPILE_SECONDS = 4  # of computing, with few tokens
+TOKENS_A_SECOND = 7_500  # that add to them: a bounded string of usual length takes 6 to 9 seconds with 150,000
 MEMORY_BYTES = 2**30
+QUICK_SECONDS = 0.3  # what is compiled within that is not worth sending
+MOST_SENT = 100_000_000  # bytes; to write them takes ten times as much memory for a moment, and so does reading
+SENT_A_SECOND = 3e7  # bytes that are written, and read
 MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
 # What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
 # them, and has no tokens left for what it was asked.
@@ -37,7 +43,6 @@ TRIALS = (
     ("regex", "a*"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}'),
 )
-TOO_SLOW = f"it takes more than {COMPILE_SECONDS} seconds to compile: make it simpler"
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
 _BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # of a string of bounded length, as xgrammar 0.2.8 writes it
 _NO_CONTROL_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
@@ -105,6 +110,16 @@ _ESCAPED_IN_NAME = re.compile(
 )
 _BYTE_IN_NAME = re.compile(r"\\u00[89a-f][0-9a-f]")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
+
+
+def compile_seconds(vocab_size: int) -> int:
+    """How long a grammar may be computed on. The compiler walks all tokens for each state of a grammar."""
+    return COMPILE_SECONDS + vocab_size // TOKENS_A_SECOND
+
+
+def wall_seconds(computing: int) -> int:
+    """Where the machine is so busy that this comes first."""
+    return 18 + 3 * computing
 
 
 def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "CompiledGrammar":
@@ -332,11 +347,12 @@ def one_line(message: str) -> str:
     return _SOURCE.sub("", lines[-1])[:300].removeprefix("Warning: ") if lines else ""
 
 
-def why_lost(returncode: int) -> str:
+def why_lost(returncode: int, computing: int) -> str:
     """What ended the process instead of an answer. An exit status is never the grammar's doing: what the compiler
-    raises is answered, and the process ends by itself with its standard input alone."""
+    raises is answered, and the process ends by itself with its standard input alone. computing: the seconds that it
+    had."""
     if -returncode in (signal.SIGXCPU, signal.SIGALRM):
-        return TOO_SLOW
+        return f"it takes more than {computing} seconds to compile: make it simpler"
     if -returncode == signal.SIGKILL:  # by the kernel: no memory left, or the hard limit of seconds
         return "it takes too much memory or time to compile: make it simpler"
     if -returncode in _CRASHES:
@@ -350,23 +366,59 @@ def of_the_grammar(returncode: int) -> bool:
     return -returncode == signal.SIGXCPU or -returncode in _CRASHES
 
 
-def problem_with(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO) -> str | None:
-    """None where a grammar compiles, else one line. `warnings`: the file behind this process' standard error."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of a grammar: what is wrong with it, or what it compiled to where that is worth sending."""
+
+    problem: str | None = None
+    worth_sending: "CompiledGrammar | None" = None
+
+
+def try_out(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO, computing: int) -> Trial:
+    """Compiles a grammar within `computing` seconds. `warnings`: the file behind this process' standard error."""
     warnings.seek(0)
     warnings.truncate()
-    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + COMPILE_SECONDS)
-    signal.alarm(WALL_SECONDS)
+    _limit_time(computing)
+    began = time.process_time()
     try:
-        compile_grammar(compiler, job["kind"], job["text"])
+        compiled = compile_grammar(compiler, job["kind"], job["text"])
+        worth_sending = is_worth_sending(compiled, time.process_time() - began)
     except Exception as error:
         message = str(error)
         if isinstance(error, MemoryError) or "bad_alloc" in message:
-            return "it takes too much memory to compile: make it simpler"
-        return one_line(message) or type(error).__name__
+            return Trial("it takes too much memory to compile: make it simpler")
+        return Trial(one_line(message) or type(error).__name__)
     finally:
         signal.alarm(0)
     warnings.seek(0)
-    return one_line(warnings.read().decode("utf-8", "replace")) or None
+    problem = one_line(warnings.read().decode("utf-8", "replace")) or None
+    return Trial(problem, compiled if worth_sending and problem is None else None)
+
+
+def is_worth_sending(compiled: "CompiledGrammar", seconds: float) -> bool:
+    """Whether to compile it again, which takes as many seconds, takes longer than to write and to read it."""
+    if seconds < QUICK_SECONDS:
+        return False
+    rules = str(compiled.grammar)
+    # xgrammar 0.2.8 writes the states of all rules once for each rule, and a mask in up to twice the bytes that it has.
+    size = 5 * len(rules) * rules.count("::=") + 2 * compiled.memory_size_bytes
+    return size <= min(MOST_SENT, seconds * SENT_A_SECOND)
+
+
+def _as_line(compiled: "CompiledGrammar", computing: int) -> bytes:
+    """What a grammar compiled to; nothing where there is too little memory to write it."""
+    _limit_time(computing)
+    try:
+        return compiled.serialize_json().encode()
+    except Exception:
+        return b""
+    finally:
+        signal.alarm(0)
+
+
+def _limit_time(computing: int) -> None:
+    _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + computing)
+    signal.alarm(wall_seconds(computing))
 
 
 def _limit(kind: int, most: int) -> None:
@@ -402,9 +454,9 @@ def main(whole: bool) -> None:
         from xgrammar.compiler import GrammarCompiler
         from xgrammar.tokenizer_info import TokenizerInfo
 
-        trial = GrammarCompiler(TokenizerInfo([b"a"]), max_threads=1, cache_enabled=False)
+        of_one_token = GrammarCompiler(TokenizerInfo([b"a"]), max_threads=1, cache_enabled=False)
         for kind, text in TRIALS:
-            compile_grammar(trial, kind, text)
+            compile_grammar(of_one_token, kind, text)
     except Exception:
         if whole:
             raise
@@ -413,10 +465,16 @@ def main(whole: bool) -> None:
     compiler = GrammarCompiler(tokenizer, max_threads=1, cache_enabled=False)
     _limit(resource.RLIMIT_CORE, 0)
     _limit_memory()
+    computing = compile_seconds(tokenizer.vocab_size)
     with tempfile.TemporaryFile() as warnings:
         os.dup2(warnings.fileno(), 2)
         for line in sys.stdin:
-            print(json.dumps(problem_with(compiler, json.loads(line), warnings)), flush=True)
+            trial = try_out(compiler, json.loads(line), warnings, computing)
+            compiled = trial.worth_sending
+            print(json.dumps(trial.problem if compiled is None else True), flush=True)
+            if compiled is not None:
+                sys.stdout.buffer.write(_as_line(compiled, computing) + b"\n")
+                sys.stdout.buffer.flush()
     os._exit(0)
 
 

@@ -14,7 +14,7 @@ from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
-from tidar_core.grammar import ANNOTATIONS, Grammar, GrammarError, schema_grammar, tag_grammar
+from tidar_core.grammar import ANNOTATIONS, Grammar, GrammarError, schema_grammar, tag_grammar, without_remarks
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast
@@ -144,7 +144,8 @@ def free_grammar(
     ApiError (400) for a fault of `response_format` alone."""
     asked = grammar_of(response_format, None)
     if asked is not None:
-        content = {"type": "json_schema", "json_schema": json.loads(asked.text or '{"type": "object"}')}
+        schema = json.loads(asked.text or '{"type": "object"}')
+        content = {"type": "json_schema", "json_schema": without_remarks(schema)}
         either = {"type": "or", "elements": [content, calls(form, functions, parallel)]}
         return tag_grammar(either, (("response_format", asked),))
     if not any(function.strict for function in functions):
@@ -216,7 +217,7 @@ def tag(form: ToolFormat, function: Function, loose: bool = False) -> dict[str, 
     schema_grammar(schema)  # what cannot be enforced is told first
     if not is_of_objects(schema, schema):
         raise GrammarError(f"the `parameters` of {function.name} must be the schema of an object, with that `type`")
-    content = {"type": "json_schema", "json_schema": schema}
+    content = {"type": "json_schema", "json_schema": without_remarks(schema)}
     return {"type": "tag", "begin": form.head(function.name), "content": content, "end": form.tail}
 
 

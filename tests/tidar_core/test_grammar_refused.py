@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from tidar_core.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarError, choice_grammar, schema_grammar
+from tidar_core.grammar import (
+    MAX_GRAMMAR_BYTES,
+    REMARKS,
+    Grammar,
+    GrammarError,
+    choice_grammar,
+    schema_grammar,
+    tag_grammar,
+    without_remarks,
+)
 
 REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -102,6 +111,52 @@ def test_schemas_that_could_not_be_kept_are_refused(schema: Any, said: str) -> N
 )
 def test_what_only_looks_like_a_keyword_is_none(schema: dict[str, Any]) -> None:
     assert json.loads(schema_grammar(schema).text) == schema
+
+
+def test_remarks_are_left_out_where_they_are_remarks() -> None:
+    """And nowhere else: as the name of a property or a definition, and in a value."""
+    named = {"type": "object", "properties": {"description": {"type": "string"}, "title": {"$ref": "#/$defs/default"}}}
+    values = {"enum": [{"description": "a", "title": "b"}]}
+    kept = {
+        **named,
+        "required": ["description"],
+        "additionalProperties": {"anyOf": [values, {"const": {"default": 1}}, True]},
+        "patternProperties": {"^examples$": {"prefixItems": [{}], "items": False}},
+        "$defs": {"default": {"type": "string"}, "deprecated": {}},
+    }
+
+    def remarked(schema: Any) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        remarks = {name: {"properties": {"a": 1}} for name in REMARKS}
+        said = dict(schema)
+        for name in ("properties", "patternProperties", "$defs"):
+            if name in schema:
+                said[name] = {key: remarked(one) for key, one in schema[name].items()}
+        for name in ("anyOf", "prefixItems"):
+            if name in schema:
+                said[name] = [remarked(one) for one in schema[name]]
+        for name in ("additionalProperties", "items"):
+            if name in schema:
+                said[name] = remarked(schema[name])
+        return remarks | said
+
+    assert without_remarks(remarked(kept)) == kept
+    assert list(without_remarks(remarked(kept))["properties"]) == ["description", "title"]
+    for strange in (None, True, [], "a", {"properties": [1]}, {"anyOf": {"title": 1}}):
+        assert without_remarks(strange) == strange
+
+
+def test_what_many_schemas_make_may_be_larger() -> None:
+    def tag(schemas: int, size: int) -> Grammar:
+        text = {"type": "const_string", "value": "a" * size}
+        parts = [text, *[{"type": "json_schema", "json_schema": {"type": "object"}}] * schemas]
+        return tag_grammar({"type": "sequence", "elements": parts})
+
+    for schemas, times in ((0, 1), (1, 1), (2, 2), (9, 4)):
+        assert tag(schemas, times * MAX_GRAMMAR_BYTES - 1_000).text
+        with pytest.raises(GrammarError, match=f"at most {times * MAX_GRAMMAR_BYTES} bytes"):
+            tag(schemas, times * MAX_GRAMMAR_BYTES)
 
 
 def test_grammars_are_bounded_before_any_work() -> None:

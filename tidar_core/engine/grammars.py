@@ -25,13 +25,34 @@ if TYPE_CHECKING:
 
 AT_ONCE = 2
 KEPT = 256  # grammars, refused ones included
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**30  # with 150,000 tokens an object takes 7 MiB, strings of bounded length 16 to 31
 PAUSE_SECONDS = 0.005
 REPLAY_SECONDS = 0.02  # a step, for what was emitted elsewhere: all others wait meanwhile
 
 
 class PassingError(RequestError):
     """A grammar that could not be compiled for what may be over the next time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """What compiles for a model's tokens here, those tokens, and the same as text for the guards."""
+
+    native: "GrammarCompiler"
+    tokens: "TokenizerInfo"
+    tokens_text: str
+
+    def compiled(self, grammar: Grammar) -> "CompiledGrammar":
+        return grammar_guard.compile_grammar(self.native, grammar.kind, grammar.text)
+
+    def read(self, sent: str) -> "CompiledGrammar | None":
+        """What a guard compiled; None where it cannot be read."""
+        import xgrammar
+
+        try:
+            return xgrammar.CompiledGrammar.deserialize_json(sent, self.tokens)
+        except Exception:  # the grammar is compiled here then
+            return None
 
 
 class Grammars:
@@ -47,16 +68,16 @@ class Grammars:
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._sizes: dict[Grammar, int] = {}  # of those that are done: to ask one walks all of it
         self._guards = threading.local()
-        self._compiler: tuple[GrammarCompiler, str] | None = None
+        self._compiler: Compiler | None = None
 
-    def read_tokens(self) -> "Future[tuple[GrammarCompiler, str]]":
+    def read_tokens(self) -> Future[Compiler]:
         """Begins to read what each token adds to the text, which the first grammar would wait for: at 150,000 tokens a
         second of Python. What goes wrong, that grammar tells."""
         return self._pool.submit(self._shared_compiler)
 
     def start_guard(self) -> "Future[Guard]":
         """Begins to make ready all else that the first grammar would wait for, in a process."""
-        return self._pool.submit(lambda: self._guard(self._shared_compiler()[1]))
+        return self._pool.submit(lambda: self._guard(self._shared_compiler().tokens_text))
 
     def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """The grammar, once it is compiled; the future raises RequestError where it cannot be."""
@@ -87,34 +108,39 @@ class Grammars:
 
     def _compile(self, grammar: Grammar) -> "CompiledGrammar":
         try:
-            compiler, tokens = self._shared_compiler()
+            compiler = self._shared_compiler()
         except ImportError as error:
             raise RequestError("constrained output needs the package xgrammar on the server", "grammar") from error
-        guard = self._guard(tokens)
-        problem = guard.problem_with(grammar)
-        if problem is not None:
+        guard = self._guard(compiler.tokens_text)
+        trial = guard.try_out(grammar)
+        if trial.problem is not None:
             for field, part in grammar.parts:
                 of_part = guard.problem_with(part)
                 if of_part is not None:
                     raise RequestError(f"the {_NAMES[part.kind]} cannot be used: {of_part}", field)
-            raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {problem}", "grammar")
-        return grammar_guard.compile_grammar(compiler, grammar.kind, grammar.text)
+            raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {trial.problem}", "grammar")
+        read = compiler.read(trial.compiled) if trial.compiled else None
+        if read is None:
+            return compiler.compiled(grammar)
+        with self._lock:
+            if grammar in self._known:  # each rule has states of its own now, of which its size by itself knows nothing
+                self._sizes[grammar] = len(trial.compiled)
+        return read
 
-    def _shared_compiler(self) -> "tuple[GrammarCompiler, str]":
-        """The compiler, and the token table for the guards."""
+    def _shared_compiler(self) -> Compiler:
         with self._building:
             if self._compiler is None:
                 import xgrammar
 
                 tokens = token_table(self._tokenizer, self._vocab_size, self._eos_ids)
                 compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
-                self._compiler = compiler, tokens.serialize_json()
+                self._compiler = Compiler(compiler, tokens, tokens.serialize_json())
             return self._compiler
 
     def _guard(self, tokens: str) -> "Guard":
         """This thread's own."""
         if not hasattr(self._guards, "own"):
-            self._guards.own = Guard(tokens)
+            self._guards.own = Guard(tokens, grammar_guard.compile_seconds(self._vocab_size))
         guard: Guard = self._guards.own
         return guard
 
@@ -154,28 +180,57 @@ def token_table(tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_ids: tu
     )
 
 
-class Guard:
-    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a guard says of a grammar: what is wrong with it, in one line, or what it compiled to, as text; neither
+    where it is as quick to compile it here."""
 
-    def __init__(self, tokens: str):
+    problem: str | None
+    compiled: str = ""
+
+
+class Guard:
+    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread.
+    computing: the seconds that the process takes at most, as it finds itself."""
+
+    def __init__(self, tokens: str, computing: int = grammar_guard.COMPILE_SECONDS):
         self._tokens = tokens
+        self._computing = computing
         self._process = self._start()
 
     def problem_with(self, grammar: Grammar) -> str | None:
         """What is wrong with a grammar, in one line; None where it may be compiled here. Raises PassingError."""
+        return self.try_out(grammar).problem
+
+    def try_out(self, grammar: Grammar) -> Trial:
+        """Raises PassingError."""
         if self._process.poll() is not None:  # while it was idle, which no grammar is to blame for
             self._process.communicate()
             self._process = self._start()
         answer = self._ask(self._process, json.dumps({"kind": grammar.kind, "text": grammar.text}))
         if answer:
-            problem: str | None = json.loads(answer)
-            return problem
+            said = json.loads(answer)
+            return Trial(None, self._sent()) if said is True else Trial(said)
+        returncode = self._replace()
+        why = grammar_guard.why_lost(returncode, self._computing)
+        if not grammar_guard.of_the_grammar(returncode):
+            raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
+        return Trial(why)
+
+    def _sent(self) -> str:
+        """What a grammar compiled to; nothing where the process ended over it."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line.endswith("\n"):
+            return line[:-1]
+        self._replace()
+        return ""
+
+    def _replace(self) -> int:
+        """Starts the process anew, and tells how the last one ended."""
         process, self._process = self._process, self._start()
         process.communicate()  # it has ended: nothing else closes its output
-        why = grammar_guard.why_lost(process.returncode)
-        if not grammar_guard.of_the_grammar(process.returncode):
-            raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
-        return why
+        return process.returncode
 
     def _start(self) -> "subprocess.Popen[str]":
         # -P: this package's modules must not stand in for others of the same name

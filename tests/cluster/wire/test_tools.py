@@ -19,6 +19,7 @@ from tests.cluster.guarded import Guarded
 from tests.cluster.wire.test_schemas import card_for
 from tests.cluster.wire.test_structured import json_schema
 from tests.tiny import HERMES_TEMPLATE, LLAMA_TEMPLATE, tiny_tokenizer, tool_tokenizer
+from tidar_core.engine.grammars import Guard, token_table
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -210,6 +211,38 @@ def test_an_asked_format_that_cannot_be_kept_is_no_fault_of_the_tools() -> None:
     with pytest.raises(ApiError, match="response_format: `not` cannot be enforced") as caught:
         boxed(tool_tokenizer(), response_format=json_schema({"not": {}}))
     assert (caught.value.status, caught.value.param) == (400, "response_format")
+
+
+def of_usual_size(place: int) -> dict[str, Any]:
+    """A schema of 900 bytes, most of which tell the model what it is for."""
+    about = f"Which of the {place} one wants, and in what it differs from the others. " * 3
+    wanted = {
+        "type": "object",
+        "title": f"Wanted{place}",
+        "properties": {
+            "description": {"type": "string", "description": about, "default": "none", "examples": ["some", "more"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": place + 9, "description": about},
+            "kind": {"enum": ["title", "default"], "description": about},
+        },
+        "required": ["description", "count"],
+        "additionalProperties": False,
+    }
+    assert len(json.dumps(wanted)) > 900
+    return wanted
+
+
+def test_as_many_tools_as_may_be_are_held_to_their_schemas() -> None:
+    """With what their schemas tell the model, which is nothing that an answer has to follow."""
+    tools, tokenizer = [tool(f"f{place}", of_usual_size(place), strict=True) for place in range(128)], tool_tokenizer()
+    for fields in ({"tool_choice": "required"}, {}, {"response_format": json_schema({"title": "any"})}):
+        box = boxed(tokenizer, **{"tools": tools, **fields})
+        assert box is not None
+        assert box.grammar is not None
+        assert "differs from the others" not in box.grammar.text
+        assert '"title": "' not in box.grammar.text
+    guard = Guard(token_table(tokenizer, 512, (2, 0)).serialize_json())
+    assert guard.problem_with(box.grammar) is None
+    assert "differs from the others" in str(read_body({"messages": TURNS, "tools": tools}, ChatBody).tools)
 
 
 # From here on: the openai package against a real server.
