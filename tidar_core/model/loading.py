@@ -5,6 +5,7 @@ and code that comes with a checkpoint are never touched.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -44,6 +45,7 @@ _GEMMA_NORMS = {
     "mlp_norm": "post_feedforward_layernorm",
 }
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MOST_THREADS = 8  # that dequantize: more of them wait for memory, and for the one that copies
 _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their files already
 
 
@@ -112,7 +114,9 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Iterator[Checkp
     """The tensors of a model on disk, while the context lasts. Raises ConfigError where they cannot be read."""
     with ExitStack() as stack:
         if source.gguf_path is not None:
-            yield GgufCheckpoint(read_header(source.gguf_path), config)
+            workers = min(_MOST_THREADS, torch.get_num_threads())
+            pool = stack.enter_context(ThreadPoolExecutor(workers, "gguf"))
+            yield GgufCheckpoint(read_header(source.gguf_path), config, pool, workers)
         else:
             yield _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
 
