@@ -5,11 +5,13 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
+from psutil import swap_memory, virtual_memory
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import EngineConfig, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
@@ -17,7 +19,7 @@ from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import Graphs, Reach, cuda_capture, left_free
 from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, ops_for
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.room import room_for
+from tidar_core.engine.room import GIB, room_for
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.step_cost import StepCost
@@ -32,7 +34,7 @@ from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.fingerprint import identity
-from tidar_core.model.loading import load_weights
+from tidar_core.model.loading import load_weights, numbers_to_load
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
@@ -153,6 +155,8 @@ def _load(
     progress: Callable[[int, int], None],
 ) -> _Loaded:
     dtype = arithmetic_dtype(config.dtype)
+    if device.type == "cpu":
+        _check_memory(source, model, dtype)
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
         weights = load_weights(source, model, dtype, device, progress)
     base = identify_base(source.name, model, weights, tokenizer)
@@ -170,6 +174,20 @@ def _load(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
     return _Loaded(model, base, all_of_it, weights, adapter, vocabulary, ops, kv_dtype)
+
+
+def _check_memory(source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError where the weights as they are read do not fit: the system would end this process, or another,
+    without a word after minutes of reading."""
+    if psutil.MACOS:  # which lends as much of its disk as is needed
+        return
+    needed, free = numbers_to_load(source, model) * dtype.itemsize, virtual_memory().available + swap_memory().free
+    if needed > free:
+        kept = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"reading {source.name} takes {needed / GIB:.1f} GiB of memory, its weights in {kept} before they are "
+            f"packed, and {free / GIB:.1f} GiB are free: free some, or take a smaller model"
+        )
 
 
 def _adapter(

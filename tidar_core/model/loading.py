@@ -298,6 +298,12 @@ def check_tensors(source: ModelSource, config: ModelConfig) -> None:
         _tensors_to_read(checkpoint, config, source.name)
 
 
+def numbers_to_load(source: ModelSource, config: ModelConfig) -> int:
+    """How many numbers `load_weights` reads; of the files, headers alone are. Raises ConfigError as `check_tensors`."""
+    with open_checkpoint(source, config) as checkpoint:
+        return sum(map(prod, _tensors_to_read(checkpoint, config, source.name).values()))
+
+
 def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that the decoder needs, as transformers calls them."""
     hidden, inner = config.hidden_size, config.intermediate_size
