@@ -44,6 +44,7 @@ _GEMMA_NORMS = {
     "post_norm": "pre_feedforward_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
+_LAYERS = "model.layers."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_THREADS = 8  # that dequantize: more of them wait for memory, and for the one that copies
 _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their files already
@@ -298,10 +299,13 @@ def check_tensors(source: ModelSource, config: ModelConfig) -> None:
         _tensors_to_read(checkpoint, config, source.name)
 
 
-def numbers_to_load(source: ModelSource, config: ModelConfig) -> int:
-    """How many numbers `load_weights` reads; of the files, headers alone are. Raises ConfigError as `check_tensors`."""
+def numbers_to_load(source: ModelSource, config: ModelConfig) -> tuple[int, int]:
+    """How many numbers `load_weights` reads in layers, and beside them; of the files, headers alone are read. Raises
+    ConfigError as `check_tensors`."""
     with open_checkpoint(source, config) as checkpoint:
-        return sum(map(prod, _tensors_to_read(checkpoint, config, source.name).values()))
+        sizes = {name: prod(shape) for name, shape in _tensors_to_read(checkpoint, config, source.name).items()}
+    in_layers = sum(size for name, size in sizes.items() if name.startswith(_LAYERS))
+    return in_layers, sum(sizes.values()) - in_layers
 
 
 def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
