@@ -1,15 +1,18 @@
 """From what a user chose to an engine that is ready to serve."""
 
+import ctypes
 import gc
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
+from psutil import swap_memory, virtual_memory
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import EngineConfig, ModelConfig
+from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
@@ -17,7 +20,7 @@ from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import Graphs, Reach, cuda_capture, left_free
 from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, ops_for
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.room import full_rows_for, room_for
+from tidar_core.engine.room import GIB, full_rows_for, room_for
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.step_cost import StepCost
@@ -26,24 +29,25 @@ from tidar_core.kernels.cpu_build import cache_directory
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
-from tidar_core.model.adapter import Adapter, default_adapter_for, identify_base, load_adapter
+from tidar_core.model.adapter import Adapter, default_adapter_for, load_adapter, shape_of
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_contract, read_own_drafter, stated_architecture
 from tidar_core.model.decoder import all_layers
-from tidar_core.model.fingerprint import identity
-from tidar_core.model.loading import load_weights
+from tidar_core.model.fingerprint import Prints
+from tidar_core.model.loading import load_weights, numbers_to_load
 from tidar_core.model.own_drafter import own_drafter
 from tidar_core.model.rope import is_long, stretched
 from tidar_core.model.sampling_defaults import read_sampling_defaults
 from tidar_core.model.second_view import load_second_view, read_second_view
 from tidar_core.model.sources import ModelSource, find_model, from_home
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import ModelWeights, pack_adapter, pack_model
+from tidar_core.model.weights import ModelWeights, pack_adapter, pack_layer
 from tidar_core.request import Sampling
 from tidar_core.transfer import arithmetic_dtype, choose_device, enough_memory
 
 _DECIDES_COST = frozenset(("kind", "rank", "projections", "slot_head", "block_length"))  # of a drafter's own account
+_LAYER_BYTES = {"int8": 1, "int4": 10 / 16}  # of a number in a layer's matrix (`cpu_pack.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,23 +158,53 @@ def _load(
     progress: Callable[[int, int], None],
 ) -> _Loaded:
     dtype = arithmetic_dtype(config.dtype)
+    ops, kv_dtype = in_8_bits(config, ops_for(config, model, dtype, device, report), dtype, report)
+    if device.type == "cpu":
+        _check_memory(config, source, model, dtype)
+    prints = Prints()
     with enough_memory(f"it does not hold the weights of {source.name}: take a smaller model, or a larger GPU"):
-        weights = load_weights(source, model, dtype, device, progress)
-    base = identify_base(source.name, model, weights, tokenizer)
-    all_of_it = identity(base, model, weights)
+        weights = load_weights(
+            source, model, dtype, device, progress,
+            told=prints.told, packed=lambda layer: pack_layer(layer, ops.pack, ops.pack_adapter),
+        )  # fmt: skip
+    base = shape_of(source.name, model, tokenizer, prints.fingerprint())
+    all_of_it = prints.identity(base, model)
     with enough_memory(f"it does not hold the drafter beside {source.name}: take a larger GPU, or --adapter none"):
         adapter = _adapter(config.adapter, source, model, base, weights.embedding, report)
     if config.drafts == "full" and adapter is None:
         report("there is no drafter: drafts 'full' changes nothing")
-    ops, kv_dtype = in_8_bits(config, ops_for(config, model, dtype, device, report), dtype, report)
     vocabulary = weights.head if adapter is not None and adapter.weights.slot_head is not None else None
     with enough_memory(f"it does not hold {source.name} while it is packed: take a smaller model, or a larger GPU"):
-        weights = pack_model(weights, ops.pack, ops.pack_head, ops.pack_adapter)
+        weights = replace(weights, head=ops.pack_head(weights.head))
         drafter = pack_adapter(adapter.weights, ops.pack_adapter, ops.pack) if adapter else None
     adapter = replace(adapter, weights=drafter) if adapter and drafter else None  # nothing holds what was packed
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what packing has freed counts as free memory for the pages
+    _give_back_memory(device)
     return _Loaded(model, base, all_of_it, weights, adapter, vocabulary, ops, kv_dtype)
+
+
+def _give_back_memory(device: torch.device) -> None:
+    """What packing has freed counts as free memory for the pages."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif psutil.LINUX:  # glibc keeps what was freed of matrices under 32 MiB between those that stay
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Raises ConfigError where what is served does not fit: the system would end this process, or another, without a
+    word after minutes of reading. What is in memory for a while, as one layer before it is packed, is not counted."""
+    if psutil.MACOS:  # which lends as much of its disk as is needed
+        return
+    in_layers, beside = numbers_to_load(source, model)
+    needed = in_layers * _LAYER_BYTES.get(config.dtype, dtype.itemsize) + beside * dtype.itemsize
+    free = virtual_memory().available + swap_memory().free
+    if needed > free:
+        raise ConfigError(
+            f"{source.name} takes {needed / GIB:.1f} GiB of memory in {config.dtype}, and {free / GIB:.1f} GiB are "
+            "free: free some, serve it in fewer bits (--dtype), or take a smaller model"
+        )
 
 
 def _adapter(

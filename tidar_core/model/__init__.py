@@ -16,7 +16,7 @@
     sampling_defaults.py how its makers want it sampled
     stacked.py   experts that a file has in two tensors a layer
     loading.py   its weights, fused for the decoder
-    fingerprint.py   which weights these are
+    fingerprint.py   which weights these are, told of one by one as they are read
     dense.py     transformers' own model of the same checkpoint: to compare with, to train, to save
     float8.py    matrices and K/V in 8 bits: what is kept of a number
     adapter.py   the drafter adapter: its tensors on disk, its checks, the adapters that are shipped

@@ -1,7 +1,6 @@
 """Which model was loaded, as short hashes: by a sample of its weights, and by all that decides its tokens."""
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,38 +8,64 @@ from torch import Tensor
 
 from tidar_core.config import ModelConfig
 from tidar_core.model.adapter_config import BaseIdentity
-from tidar_core.model.weights import LayerWeights, ModelWeights
+from tidar_core.model.weights import ModelWeights, layer_tensors
 
 _SAMPLED_ROWS = 16
 _SUMMED = 128  # a kilobyte: no more than a row of a model that is of use
 
 
-def fingerprint(weights: ModelWeights) -> str:
-    """A short hash of the base weights: 16 hex digits over some rows of every tensor, rounded to bf16.
+class Prints:
+    """Fingerprint and identity of a model that is told tensor by tensor, in the order of `load_weights`: each may be
+    packed once it was told, and the model is never in memory as a whole."""
 
-    The same for a checkpoint loaded as bf16 or fp32, on any device.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in _named_tensors(weights):
+    def __init__(self) -> None:
+        self._samples = hashlib.sha256()
+        self._sums: list[bytes] = []  # an identity begins with the fingerprint, which is known at the end
+
+    def told(self, name: str, tensor: Tensor) -> None:
+        """Takes the next tensor into account."""
         sample = _some_rows(tensor).to(torch.bfloat16).cpu().contiguous()
-        digest.update(f"{name}{list(tensor.shape)}".encode())
-        digest.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
-    return digest.hexdigest()[:16]
+        self._samples.update(f"{name}{list(tensor.shape)}".encode())
+        self._samples.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
+        self._sums += (name.encode(), _sums_of_bits(tensor).cpu().numpy().tobytes())
+
+    def fingerprint(self) -> str:
+        """A short hash of the base weights: 16 hex digits over some rows of every tensor, rounded to bf16.
+
+        The same for a checkpoint loaded as bf16 or fp32, on any device.
+        """
+        return self._samples.hexdigest()[:16]
+
+    def identity(self, base: BaseIdentity, config: ModelConfig) -> str:
+        """A hash of what decides a model's tokens beside the arithmetic: all weights as they were loaded, the
+        configuration (but for how many positions there are), the vocabulary and how it cuts text. 16 hex digits.
+
+        Files may be replaced while an engine that read them runs. The fingerprint, which adapters name, sees a sample
+        of the weights; here each part of a row counts, at its place.
+        """
+        digest = hashlib.sha256(f"{base.fingerprint} {base.tokenizer} {base.cuts}".encode())
+        digest.update(repr(replace(config, max_positions=0, stretches_to=None)).encode())
+        for part in self._sums:
+            digest.update(part)
+        return digest.hexdigest()[:16]
 
 
-def identity(base: BaseIdentity, config: ModelConfig, weights: ModelWeights) -> str:
-    """A hash of what decides a model's tokens beside the arithmetic: all weights as they were loaded, the configuration
-    (but for how many positions there are), the vocabulary and how it cuts text. 16 hex digits.
+def prints_of(weights: ModelWeights) -> Prints:
+    """Those of a model that is in memory, not packed yet."""
+    prints = Prints()
+    prints.told("embedding", weights.embedding)
+    for index, layer in enumerate(weights.layers):
+        for name, tensor in layer_tensors(index, layer):
+            prints.told(name, tensor)
+    prints.told("final_norm", weights.final_norm)
+    if weights.head is not weights.embedding:
+        prints.told("head", weights.head)
+    return prints
 
-    Files may be replaced while an engine that read them runs. The fingerprint, which adapters name, sees a sample of
-    the weights; here each part of a row counts, at its place.
-    """
-    digest = hashlib.sha256(f"{base.fingerprint} {base.tokenizer} {base.cuts}".encode())
-    digest.update(repr(replace(config, max_positions=0, stretches_to=None)).encode())
-    for name, tensor in _named_tensors(weights):
-        digest.update(name.encode())
-        digest.update(_sums_of_bits(tensor).cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
+
+def fingerprint(weights: ModelWeights) -> str:
+    """`Prints.fingerprint` of a model that is in memory."""
+    return prints_of(weights).fingerprint()
 
 
 def _sums_of_bits(tensor: Tensor) -> Tensor:
@@ -59,15 +84,3 @@ def _some_rows(tensor: Tensor) -> Tensor:
     rows = tensor.flatten(0, -2)
     sampled = _SAMPLED_ROWS if tensor.dim() == 2 else max(_SAMPLED_ROWS, len(tensor))
     return rows[:: max(1, len(rows) // sampled)]
-
-
-def _named_tensors(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
-    yield "embedding", weights.embedding
-    for index, layer in enumerate(weights.layers):
-        for field in LayerWeights.__dataclass_fields__:
-            tensor = getattr(layer, field)
-            if tensor is not None:
-                yield f"layers.{index}.{field}", tensor
-    yield "final_norm", weights.final_norm
-    if weights.head is not weights.embedding:
-        yield "head", weights.head

@@ -6,6 +6,8 @@ never stands in memory in fp32. Layout: https://github.com/ggml-org/ggml/blob/ma
 
 import mmap
 import struct
+from collections import deque
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from math import isfinite, log, prod
 from pathlib import Path
@@ -35,7 +37,7 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _STRING, _ARRAY = 8, 9
 _CONTROL_TOKEN = 3
 _ROPE_DIVISORS = "rope_freqs.weight"
-_CHUNK_WEIGHTS = 4 << 20
+_CHUNK_WEIGHTS = 1 << 19  # so few that numpy's intermediate results stay in the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,18 +316,22 @@ def _stored_rows(header: GgufHeader, stored: np.ndarray, name: str) -> tuple[np.
 
 def _dequantized(header: GgufHeader, rows: np.ndarray, kind: GGMLQuantizationType, name: str) -> np.ndarray:
     try:
-        return dequantize(rows, kind)
+        # As one row: of many, gguf takes 16 at a time, in steps so short that threads wait for each other between them.
+        return dequantize(rows.reshape(1, -1), kind).reshape(len(rows), -1)
     except NotImplementedError:
         message = f"{header.path.name}: tensor {name} is stored as {kind.name}, not supported"
         raise ConfigError(message) from None
 
 
 class GgufCheckpoint:
-    """Tensors of a GGUF file under transformers' names and in its layout."""
+    """Tensors of a GGUF file under transformers' names and in its layout, dequantized by the `workers` threads of
+    `pool`."""
 
-    def __init__(self, header: GgufHeader, config: ModelConfig):
+    def __init__(self, header: GgufHeader, config: ModelConfig, pool: Executor, workers: int):
         self.header = header
         self.config = config
+        self.pool = pool
+        self.workers = workers
         self.bytes = np.memmap(header.path, mode="r", dtype=np.uint8)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
@@ -351,9 +357,22 @@ class GgufCheckpoint:
         order = self._row_order(name, len(raw))
         rows = out.view(len(raw), -1)
         chunk = max(1, _CHUNK_WEIGHTS // rows.shape[1])
+
+        def part(start: int) -> np.ndarray:
+            lying = raw[start : start + chunk] if order is None else raw[order[start : start + chunk]]
+            return _dequantized(self.header, np.array(lying), kind, stored)
+
+        def copy_first() -> None:
+            start, found = waiting.popleft()
+            rows[start : start + chunk].copy_(torch.from_numpy(found.result()))
+
+        waiting: deque[tuple[int, Future[np.ndarray]]] = deque()
         for start in range(0, len(raw), chunk):
-            part = np.array(raw[start : start + chunk] if order is None else raw[order[start : start + chunk]])
-            rows[start : start + chunk].copy_(torch.from_numpy(_dequantized(self.header, part, kind, stored)))
+            if len(waiting) == self.workers:  # no more of them are in memory at a time
+                copy_first()
+            waiting.append((start, self.pool.submit(part, start)))
+        while waiting:
+            copy_first()
 
     def _find(self, name: str) -> tuple[str, int | None]:
         """The file's tensor that is or holds the tensor `name`, and which expert's part of it that is."""

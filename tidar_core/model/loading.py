@@ -5,6 +5,7 @@ and code that comes with a checkpoint are never touched.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
@@ -24,7 +25,7 @@ from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.rope import paired_as_stored
 from tidar_core.model.sources import ModelSource, one_line, read_json, refuse_lora
 from tidar_core.model.stacked import InStack, in_stack
-from tidar_core.model.weights import LayerWeights, ModelWeights
+from tidar_core.model.weights import LayerWeights, ModelWeights, layer_tensors
 
 _BARE = "model."
 _NORMS: dict[Norms, dict[str, str]] = {  # what the decoder calls them, and what transformers does
@@ -43,7 +44,9 @@ _GEMMA_NORMS = {
     "post_norm": "pre_feedforward_layernorm",
     "mlp_norm": "post_feedforward_layernorm",
 }
+_LAYERS = "model.layers."
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MOST_THREADS = 8  # that dequantize: more of them wait for memory, and for the one that copies
 _FUSED_ATTENTION, _FUSED_MLP = ("phi3",), ("phi3", "glm", "glm4")  # in their files already
 
 
@@ -63,10 +66,15 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    told: Callable[[str, Tensor], None] = lambda name, tensor: None,
+    packed: Callable[[LayerWeights], LayerWeights] = lambda layer: layer,
 ) -> ModelWeights:
     """Read all weights as `dtype` onto `device`, fused for the decoder.
 
-    One tensor of the file is in memory beside the result at a time. `progress(done, total)` counts weights.
+    One tensor of the file is in memory beside the result at a time. `progress(done, total)` counts weights. `told` sees
+    each tensor as it was read, in the order of fingerprints; then `packed` makes of a layer what is kept of it, before
+    the next one is read: the model is never in memory as a whole where what is packed takes less.
     Raises ConfigError, naming the tensor, where one is missing, misshapen or stored in a way that is not read.
     """
     with open_checkpoint(source, config) as checkpoint:
@@ -82,18 +90,24 @@ def load_weights(
                 progress(done, total)
             return fused
 
-        embedding = read(_EMBEDDING)
-        layers = tuple(_read_layer(index, config, read) for index in range(config.layers))
-        final_norm = _norm(read("model.norm.weight"), config)
-        head = read(_HEAD) if _HEAD in wanted else embedding
-        if config.tied_head and torch.equal(head, embedding):
-            head = embedding
-        return ModelWeights(
-            embedding=_times(embedding, config.embedding_scale),
-            layers=layers,
-            final_norm=_times(final_norm, config.logit_scale),
-            head=head,
-        )
+        def packed_layer(index: int) -> LayerWeights:
+            layer = _read_layer(index, config, read)
+            for name, tensor in layer_tensors(index, layer):
+                told(name, tensor)
+            return packed(layer)
+
+        rows = read(_EMBEDDING)
+        embedding = _times(rows, config.embedding_scale)
+        told("embedding", embedding)
+        layers = tuple(packed_layer(index) for index in range(config.layers))
+        final_norm = _times(_norm(read("model.norm.weight"), config), config.logit_scale)
+        told("final_norm", final_norm)
+        head = read(_HEAD) if _HEAD in wanted else rows
+        if config.tied_head and torch.equal(head, rows):
+            head = rows
+        if head is not embedding:
+            told("head", head)
+        return ModelWeights(embedding, layers, final_norm, head)
 
 
 def _times(tensor: Tensor, scale: float) -> Tensor:
@@ -112,7 +126,9 @@ def open_checkpoint(source: ModelSource, config: ModelConfig) -> Iterator[Checkp
     """The tensors of a model on disk, while the context lasts. Raises ConfigError where they cannot be read."""
     with ExitStack() as stack:
         if source.gguf_path is not None:
-            yield GgufCheckpoint(read_header(source.gguf_path), config)
+            workers = min(_MOST_THREADS, torch.get_num_threads())
+            pool = stack.enter_context(ThreadPoolExecutor(workers, "gguf"))
+            yield GgufCheckpoint(read_header(source.gguf_path), config, pool, workers)
         else:
             yield _SafetensorsCheckpoint(source.directory, stack, config.tied_head)
 
@@ -281,6 +297,15 @@ def check_tensors(source: ModelSource, config: ModelConfig) -> None:
     """Raises ConfigError where a tensor that the decoder needs is not there or cannot be read; reads headers alone."""
     with open_checkpoint(source, config) as checkpoint:
         _tensors_to_read(checkpoint, config, source.name)
+
+
+def numbers_to_load(source: ModelSource, config: ModelConfig) -> tuple[int, int]:
+    """How many numbers `load_weights` reads in layers, and beside them; of the files, headers alone are read. Raises
+    ConfigError as `check_tensors`."""
+    with open_checkpoint(source, config) as checkpoint:
+        sizes = {name: prod(shape) for name, shape in _tensors_to_read(checkpoint, config, source.name).items()}
+    in_layers = sum(size for name, size in sizes.items() if name.startswith(_LAYERS))
+    return in_layers, sum(sizes.values()) - in_layers
 
 
 def _wanted_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

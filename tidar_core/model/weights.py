@@ -47,6 +47,14 @@ class LayerWeights:
     shared_down: Tensor | None = None
 
 
+def layer_tensors(index: int, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that layer `index` has, under the names that fingerprints give them."""
+    for field in fields(layer):
+        tensor = getattr(layer, field.name)
+        if tensor is not None:
+            yield f"layers.{index}.{field.name}", tensor
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """A whole model. `head` is the same tensor as `embedding` ([vocab, hidden]) where the head is tied."""
@@ -197,27 +205,29 @@ def pack_model(
     pack_head: Callable[[Tensor], Tensor],
     pack_router: Callable[[Tensor], Tensor],
 ) -> ModelWeights:
-    """The same model with its matrices laid out for the products: the layers' by `pack` (a layer's experts all at
-    once), the head by `pack_head`, routers by `pack_router`; the embedding stays. The given layers are consumed: their
-    matrices may be empty afterwards, so that the weights are never in memory twice."""
-
-    def packed(layer: LayerWeights) -> LayerWeights:
-        named = {
-            name: getattr(layer, name) for name in ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")
-        }
-        taken = {name: _taken(matrix, pack) for name, matrix in named.items() if matrix is not None}
-        router = None if layer.router is None else _taken(layer.router, pack_router)
-        return replace(layer, **taken, router=router)
-
-    layers = tuple(packed(layer) for layer in weights.layers)
+    """The same model with its matrices laid out for the products: the layers' as in `pack_layer`, the head by
+    `pack_head`; the embedding stays. The given layers are consumed."""
+    layers = tuple(pack_layer(layer, pack, pack_router) for layer in weights.layers)
     return replace(weights, layers=layers, head=pack_head(weights.head))
+
+
+def pack_layer(
+    layer: LayerWeights, pack: Callable[[Tensor], Tensor], pack_router: Callable[[Tensor], Tensor]
+) -> LayerWeights:
+    """The same layer with its matrices laid out for the products, its router by `pack_router`, all others by `pack` (a
+    layer's experts all at once). The given layer is consumed: its matrices may be empty afterwards, so that the weights
+    are never in memory twice."""
+    named = {name: getattr(layer, name) for name in ("qkv", "o", "gate_up", "down", "shared_gate_up", "shared_down")}
+    taken = {name: _taken(matrix, pack) for name, matrix in named.items() if matrix is not None}
+    router = None if layer.router is None else _taken(layer.router, pack_router)
+    return replace(layer, **taken, router=router)
 
 
 def pack_adapter(
     adapter: AdapterWeights, pack: Callable[[Tensor], Tensor], pack_base: Callable[[Tensor], Tensor]
 ) -> AdapterWeights:
     """The same adapter with its layers' matrices laid out for the products: by `pack_base` those that stand for
-    matrices of the base, which are consumed as in `pack_model`; the others by `pack`. Experts of its own stay."""
+    matrices of the base, which are consumed as in `pack_layer`; the others by `pack`. Experts of its own stay."""
     attention = adapter.attention and tuple(
         replace(own, qkv=_taken(own.qkv, pack_base), o=_taken(own.o, pack_base)) for own in adapter.attention
     )

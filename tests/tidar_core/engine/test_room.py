@@ -134,11 +134,11 @@ def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
     [
         ("load_weights", "does not hold the weights of .*: take a smaller model, or a larger GPU"),
         ("_adapter", "does not hold the drafter beside .*: take a larger GPU, or --adapter none"),
-        ("pack_model", "does not hold .* while it is packed: take a smaller model, or a larger GPU"),
+        ("pack_adapter", "does not hold .* while it is packed: take a smaller model, or a larger GPU"),
     ],
 )
 def test_a_gpu_that_is_too_small_is_a_line(tmp_path, monkeypatch, stage, line):
-    def full(*_):
+    def full(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(start, stage, full)

@@ -1,9 +1,11 @@
 """GGUF files: tensors and tokenizer of the checkpoint that they were made of, one line for what cannot be read."""
 
-from dataclasses import replace
+import weakref
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
@@ -63,6 +65,35 @@ def test_quantized_gguf_equals_transformers(
     path = tiny_gguf(tmp_path / "tiny.gguf", checkpoint, kind)
     monkeypatch.setattr(gguf_module, "_CHUNK_WEIGHTS", 1000)  # several chunks a tensor, the last one shorter
     assert_same_weights(load(path)[1], reference_state(tmp_path, path.name))
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_0, GGMLQuantizationType.BF16, GGMLQuantizationType.F32])
+def test_threads_that_share_a_tensor_change_no_bit(
+    kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_gguf(tmp_path / "tiny.gguf", tiny_checkpoint(tmp_path / "checkpoint"), kind)
+    whole = load(path)[1]
+    monkeypatch.setattr(gguf_module, "_CHUNK_WEIGHTS", 1000)
+    noted, in_memory = [], []
+
+    def counted(*of: Any) -> np.ndarray:
+        rows = dequantized(*of)
+        in_memory.append(weakref.ref(rows))
+        noted.append(sum(each() is not None for each in in_memory))
+        return rows
+
+    dequantized = gguf_module._dequantized
+    monkeypatch.setattr(gguf_module, "_dequantized", counted)
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        noted.clear()
+        weights = load(path)[1]
+        assert 1 <= max(noted) <= threads + 1, "and the one that is copied"
+        assert torch.equal(weights.embedding, whole.embedding)
+        for layer, expected in zip(weights.layers, whole.layers, strict=True):
+            for field in fields(layer):
+                found, other = getattr(layer, field.name), getattr(expected, field.name)
+                assert (found is None and other is None) or torch.equal(found, other)
 
 
 def test_gguf_tokenizer_equals_the_checkpoints(tmp_path: Path) -> None:
