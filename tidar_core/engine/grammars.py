@@ -64,6 +64,7 @@ class Grammars:
         self._eos_ids = eos_ids
         self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="grammar")
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # one at a time: it takes ten times the memory of what was sent
         self._building = threading.Lock()  # takes a second: whoever asks for a grammar must not wait for it
         self._known: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._sizes: dict[Grammar, int] = {}  # of those that are done: to ask one walks all of it
@@ -119,7 +120,8 @@ class Grammars:
                 if of_part is not None:
                     raise RequestError(f"the {_NAMES[part.kind]} cannot be used: {of_part}", field)
             raise RequestError(f"the {_NAMES[grammar.kind]} cannot be used: {trial.problem}", "grammar")
-        read = compiler.read(trial.compiled) if trial.compiled else None
+        with self._reading:
+            read = compiler.read(trial.compiled) if trial.compiled else None
         if read is None:
             return compiler.compiled(grammar)
         with self._lock:

@@ -1,18 +1,21 @@
 """How much room an engine has: positions of a request, and pages for keys and values."""
 
+import os
 from collections.abc import Callable
 
-import psutil
 import torch
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.draft_policy import FULL_ROWS
+from tidar_core.memory import free_memory
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import is_long
 
 GIB = 2**30
-# Of the memory that a CPU's programs leave; no more than the larger of the others, which is so many whole sequences.
-CPU_CACHE_SHARE, CPU_CACHE_MOST, CPU_CACHE_SEQUENCES = 0.2, 2 * GIB, 4
+CPU_CACHE_SHARE = 0.2  # of the memory that a CPU's programs leave
+# As much is enough for most. More, for so many whole sequences, an engine takes by its share of the processors: others
+# may start beside it, and none knows of the others.
+CPU_CACHE_ENOUGH, CPU_CACHE_SEQUENCES = 2 * GIB, 4
 GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
 
 
@@ -49,6 +52,7 @@ def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: to
     one = block + block * block
     # Of a sequence: its verify rows and one proposal's slots, in fp32 and with a copy.
     scores = 2 * torch.float32.itemsize * model.vocab_size * (2 * block - 1) / one
+    torch.cuda.empty_cache()  # what warm-up has left is used again
     free = torch.cuda.mem_get_info(device)[0]
     return max(one, min(FULL_ROWS, int(free / 2 / (activations + scores))))
 
@@ -65,9 +69,10 @@ def _cache_pages(
         free = torch.cuda.mem_get_info(device)[0]
         room = GPU_CACHE_SHARE * free
     else:
-        free = psutil.virtual_memory().available
+        free = free_memory()
+        share, own = CPU_CACHE_SHARE * free, min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))
         a_sequence = -(-positions // config.page_size) * page_bytes
-        room = min(CPU_CACHE_SHARE * free, max(CPU_CACHE_MOST, CPU_CACHE_SEQUENCES * a_sequence))
+        room = max(min(share, CPU_CACHE_ENOUGH), min(own * share, CPU_CACHE_SEQUENCES * a_sequence))
     if config.cache_tokens:
         pages = max(1, min(most, config.cache_tokens // config.page_size))
         if pages * page_bytes > free:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import psutil
 import torch
-from psutil import swap_memory, virtual_memory
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -29,6 +28,7 @@ from tidar_core.kernels.cpu_build import cache_directory
 from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
+from tidar_core.memory import free_memory
 from tidar_core.model.adapter import Adapter, default_adapter_for, load_adapter, shape_of
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
@@ -108,6 +108,7 @@ def load_engine(
     overlap_steps = device.type == "cuda" if config.overlap_steps is None else config.overlap_steps
     if overlap_steps:
         fly_once(runner, cost)
+    del trial
     if for_grammars:
         grammars.start_guard()
 
@@ -193,13 +194,14 @@ def _give_back_memory(device: torch.device) -> None:
 
 
 def _check_memory(config: EngineConfig, source: ModelSource, model: ModelConfig, dtype: torch.dtype) -> None:
-    """Raises ConfigError where what is served does not fit: the system would end this process, or another, without a
-    word after minutes of reading. What is in memory for a while, as one layer before it is packed, is not counted."""
+    """Raises ConfigError where what is served plainly does not fit: the system would end this process, or another,
+    without a word after minutes of reading. Neither swap, on which nothing could be served, is counted, nor what is in
+    memory for a while, as one layer before it is packed."""
     if psutil.MACOS:  # which lends as much of its disk as is needed
         return
     in_layers, beside = numbers_to_load(source, model)
     needed = in_layers * _LAYER_BYTES.get(config.dtype, dtype.itemsize) + beside * dtype.itemsize
-    free = virtual_memory().available + swap_memory().free
+    free = free_memory()
     if needed > free:
         raise ConfigError(
             f"{source.name} takes {needed / GIB:.1f} GiB of memory in {config.dtype}, and {free / GIB:.1f} GiB are "

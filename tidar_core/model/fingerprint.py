@@ -20,14 +20,15 @@ class Prints:
 
     def __init__(self) -> None:
         self._samples = hashlib.sha256()
-        self._sums: list[bytes] = []  # an identity begins with the fingerprint, which is known at the end
+        self._sums = hashlib.sha256()
 
     def told(self, name: str, tensor: Tensor) -> None:
         """Takes the next tensor into account."""
         sample = _some_rows(tensor).to(torch.bfloat16).cpu().contiguous()
         self._samples.update(f"{name}{list(tensor.shape)}".encode())
         self._samples.update(sample.view(torch.int16).numpy().astype("<i2").tobytes())
-        self._sums += (name.encode(), _sums_of_bits(tensor).cpu().numpy().tobytes())
+        self._sums.update(name.encode())
+        self._sums.update(_sums_of_bits(tensor).cpu().numpy().tobytes())
 
     def fingerprint(self) -> str:
         """A short hash of the base weights: 16 hex digits over some rows of every tensor, rounded to bf16.
@@ -45,8 +46,7 @@ class Prints:
         """
         digest = hashlib.sha256(f"{base.fingerprint} {base.tokenizer} {base.cuts}".encode())
         digest.update(repr(replace(config, max_positions=0, stretches_to=None)).encode())
-        for part in self._sums:
-            digest.update(part)
+        digest.update(self._sums.digest())
         return digest.hexdigest()[:16]
 
 

@@ -205,6 +205,11 @@ def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: Model
         assert directory.marks(plain) == b""
         await directory.start(lambda: NOTHING_COUNTED)
         assert directory.marks(plain) == prefix_marks(prompt, card.page_size, "tenant", 256) != b""
+        assert directory.marks(plain) is directory.marks(plain), (
+            "all choices of a request ask, and it is worked out once"
+        )
+        other = Request("r", prompt, SamplingParams(4), cache_salt="another")
+        assert directory.marks(other) == prefix_marks(prompt, card.page_size, "another", 256)
         assert directory.marks(Request("r", prompt, SamplingParams(4, prompt_logprobs=0))) == b""
         await directory.stop()
 

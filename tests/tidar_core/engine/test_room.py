@@ -1,7 +1,6 @@
 """The room that an engine has: positions of its model, pages for K/V, and prefixes that are kept in them."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,24 +71,35 @@ def test_a_cache_smaller_than_the_warm_up_is_left_alone_and_serves(tmp_path, tok
 
 
 def test_more_tokens_than_memory_holds_are_refused_in_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    monkeypatch.setattr(room, "free_memory", lambda: 1 << 20)
     with pytest.raises(ConfigError, match=r"values of 65536 tokens want .* GiB are free .* lower cache_tokens"):
         tiny_engine(tmp_path, cache_tokens=65536)
 
 
 @pytest.mark.parametrize(
-    ("layers", "kv_heads", "longest", "free", "positions", "tokens"),
+    ("layers", "kv_heads", "longest", "free", "threads", "positions", "tokens"),
     [
-        (30, 3, 8192, 200, 8192, 93_200),  # the default model's head of 64 here: 2 GiB
-        (36, 8, 40_960, 200, 40_960, 163_840),  # as Qwen3-8B with heads of 64: four whole sequences
-        (36, 8, 40_960, 24, 40_960, 69_904),  # a fifth of what is free
-        (80, 8, 131_072, 200, 131_072, 262_144),
+        (30, 3, 8192, 200, 8, 8192, 93_200),  # the default model's head of 64 here: 2 GiB
+        (36, 8, 40_960, 200, 8, 40_960, 163_840),  # as Qwen3-8B with heads of 64: four whole sequences
+        (36, 8, 40_960, 24, 8, 40_960, 69_904),  # a fifth of what is free
+        (36, 8, 40_960, 200, 1, 40_960, 72_816),  # and an eighth of that, where others are beside it
+        (36, 8, 40_960, 64, 1, 29_120, 29_120),  # but enough for most
+        (80, 8, 131_072, 200, 8, 131_072, 262_144),
     ],
 )
 def test_on_a_cpu_a_large_model_has_room_for_its_longest_texts(
-    layers: int, kv_heads: int, longest: int, free: int, positions: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+    layers: int,
+    kv_heads: int,
+    longest: int,
+    free: int,
+    threads: int,
+    positions: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=free << 30))
+    monkeypatch.setattr(room, "free_memory", lambda: free << 30)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(room.os, "cpu_count", lambda: 8)
     model = replace(model_config(), layers=layers, kv_heads=kv_heads, head_dim=64, max_positions=longest)
     device = torch.device("cpu")
     found, pages = room.room_for(EngineConfig(), model, torch.bfloat16, device, lambda line: None)
@@ -116,6 +126,7 @@ def test_full_drafting_takes_no_more_memory_than_is_left(
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 0))
     shape = {"hidden_size": hidden, "intermediate_size": inner, "layers": layers, "heads": heads}
     model = replace(model_config(), **shape, kv_heads=kv_heads, head_dim=128, vocab_size=151_936)
@@ -124,7 +135,7 @@ def test_full_drafting_takes_no_more_memory_than_is_left(
 
 
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(room, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="no memory is left for keys and values"):
         tiny_engine(tmp_path, cache_tokens=0)
 

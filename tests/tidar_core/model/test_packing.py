@@ -3,7 +3,6 @@
 import weakref
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,11 +124,10 @@ def test_a_model_that_memory_does_not_hold_is_refused_in_a_line_before_it_is_rea
     in_layers, beside = numbers_to_load(source, load_config(source))
     number = 4 if dtype == "float32" else 2
     needed = int(in_layers * {"int8": 1, "int4": 10 / 16}.get(dtype, number)) + beside * number
-    monkeypatch.setattr(start, "swap_memory", lambda: SimpleNamespace(free=1000))
     config = EngineConfig(str(path), "none", dtype, "cpu", threads=1, cache_tokens=64)
-    monkeypatch.setattr(start, "virtual_memory", lambda: SimpleNamespace(available=needed - 999))
+    monkeypatch.setattr(start, "free_memory", lambda: needed + 1)
     load_engine(config)
-    monkeypatch.setattr(start, "virtual_memory", lambda: SimpleNamespace(available=needed - 1001))
+    monkeypatch.setattr(start, "free_memory", lambda: needed - 1)
     monkeypatch.setattr(start, "load_weights", None)
     with pytest.raises(ConfigError, match=r"takes .* GiB of memory in .*, and .* GiB are free: free some") as error:
         load_engine(config)
