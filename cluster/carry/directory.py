@@ -301,7 +301,7 @@ class Directory:
         return dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
     async def _answer(self, route: Route, seconds: float, method: str, *args: object) -> Any:
-        """What a replica on that way answers. Raises TimeoutError where it does not in time."""
+        """What a replica on that route answers. Raises TimeoutError where it does not in time."""
         response = ask(self.engine, method, *args, route=route)
         try:
             async with asyncio.timeout(seconds):

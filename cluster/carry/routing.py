@@ -3,7 +3,7 @@
 `affinity` has the rule; here it meets Ray Serve. Where a prompt is new, or too busy is who knows it, the less busy of
 two by chance is taken; streams that move together are shared out. Ray Serve builds the router once for each process
 that calls, from a copy of this module, so what a call wishes travels with the call itself: as the keyword argument
-`way`, which the replica's methods take and leave alone.
+`route`, which the replica's methods take and leave alone.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ UNDERWAY_SECONDS = 0.5  # between choosing a replica and the call's being counte
 
 
 def ask(engine: DeploymentHandle, method: str, *args: object, route: Route = ANYWHERE) -> DeploymentResponse[Any]:
-    """Call a replica's method. The answer raises LookupError where no replica fits the way."""
+    """Call a replica's method. The answer raises LookupError where no replica fits the route."""
     # Serve's routers tell calls apart by the id of the HTTP request that they are made for, which several may share.
     response = Context().run(engine.options(method_name=method).remote, *args, route=route)
     assert isinstance(response, DeploymentResponse)

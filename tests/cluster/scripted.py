@@ -152,7 +152,7 @@ class Cast:
     silent: frozenset[str] = frozenset()
     replicas: tuple[str, ...] = tuple(f"r{number}" for number in range(9))
     calls: list[Scripted] = field(default_factory=list)
-    ways: list[Route] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)
 
     def silence(self, name: str) -> None:
         self.silent |= {name}
@@ -163,7 +163,7 @@ class Cast:
     def generate(self, request: Request, mailbox: str, kind: EngineKind | None, route: Route) -> Scripted:
         act = self.acts[min(len(self.calls), len(self.acts) - 1)]
         self.calls.append(Scripted(f"r{len(self.calls)}", act, request, kind))
-        self.ways.append(route)
+        self.routes.append(route)
         return self.calls[-1]
 
     def listen(self, replica: str, mailbox: str) -> Listening:

@@ -31,7 +31,7 @@ def told(card: ModelCard) -> Any:
 
 class Handle:
     """Stands for the engine's handle: `there` run, and `hung` of them give no answer. Methods are asked of one that a
-    call's way allows, as by the router."""
+    call's route allows, as by the router."""
 
     def __init__(self, there: set[str], card: ModelCard, hung: frozenset[str] = frozenset()) -> None:
         self.there, self.hung, self.card = there, hung, card

@@ -128,7 +128,7 @@ class Fetched:
 
 @dataclass
 class Stage:
-    """Engines; a request goes to the one of those that its way allows that has the fewest, the first of several."""
+    """Engines; a request goes to the one of those that its route allows that has the fewest, the first of several."""
 
     engines: list[Engine]
     silent: frozenset[str] = frozenset()

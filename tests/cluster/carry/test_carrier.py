@@ -54,7 +54,7 @@ def test_where_a_replica_has_fewer_positions_another_finishes_the_answer(run: in
     outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert [output.finish for output in outputs if output.finish] == [Finish(FinishReason.LENGTH)]
-    assert "r1" in cast.ways[2].never
+    assert "r1" in cast.routes[2].never
     assert (
         'tidar:stream_handovers_total{cause="fewer positions",ingress="here"} 1.0'
         in render([metrics.collect()]).decode()
@@ -188,7 +188,7 @@ def test_what_an_engine_says_of_its_failure_is_no_name_of_a_series() -> None:
 def test_a_prompt_is_counted_by_the_first_replica_that_has_it() -> None:
     cast = Cast([Act(end="never accepts"), Act(0), Act(2), Act()])
     carry(cast)
-    assert [route.counted for route in cast.ways] == [False, False, True, True]
+    assert [route.counted for route in cast.routes] == [False, False, True, True]
 
 
 def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_again() -> None:
@@ -196,17 +196,17 @@ def test_a_lost_replica_is_kept_clear_of_and_one_of_another_kind_is_never_asked_
     outputs, _ = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert [call.kind for call in cast.calls] == [None, KIND, KIND]
-    assert (cast.ways[1].avoid, cast.ways[1].never) == ({"r0"}, frozenset())
-    assert (cast.ways[2].avoid, cast.ways[2].never) == ({"r0"}, {"r1"})
-    assert cast.ways[1].marks == cast.marks(REQUEST)
-    assert [route.moved for route in cast.ways] == [False, True, True]
+    assert (cast.routes[1].avoid, cast.routes[1].never) == ({"r0"}, frozenset())
+    assert (cast.routes[2].avoid, cast.routes[2].never) == ({"r0"}, {"r1"})
+    assert cast.routes[1].marks == cast.marks(REQUEST)
+    assert [route.moved for route in cast.routes] == [False, True, True]
 
 
 def test_before_the_first_token_any_kind_will_do() -> None:
     cast = Cast([Act(0), Act(end="other kind"), Act()])
     carry(cast)
     assert [call.kind for call in cast.calls] == [None, None]
-    assert not any(route.moved for route in cast.ways), "nothing to compute anew that another prompt would not cost"
+    assert not any(route.moved for route in cast.routes), "nothing to compute anew that another prompt would not cost"
 
 
 def test_a_replica_of_another_model_has_no_say() -> None:
@@ -214,7 +214,7 @@ def test_a_replica_of_another_model_has_no_say() -> None:
     cast = Cast([Act(3, end="other model"), Act()])
     outputs, _ = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert cast.ways[1].never == {"r0"}
+    assert cast.routes[1].never == {"r0"}
     assert cast.calls[0].cancelled
 
 
@@ -222,7 +222,7 @@ def test_a_replica_that_cannot_go_on_where_another_was_does_not_end_the_answer()
     cast = Cast([Act(2), Act(end="fails"), Act()])
     outputs, _ = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert cast.ways[2].never == {"r1"}
+    assert cast.routes[2].never == {"r1"}
 
 
 def test_what_fails_from_the_beginning_is_told() -> None:
@@ -249,7 +249,7 @@ def test_a_call_that_nobody_accepts_is_made_again() -> None:
     outputs, metrics = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert set(re.findall(rb"handovers_total{.*} (.*)", render([metrics.collect()]))) == {b"0.0"}  # nobody had it
-    assert [route.marks for route in cast.ways] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
+    assert [route.marks for route in cast.routes] == [cast.marks(REQUEST), b""], "its prefix would draw it there again"
 
 
 def test_a_request_that_nobody_had_when_the_last_replica_went_is_told_so_at_once() -> None:
@@ -302,7 +302,7 @@ def test_a_broken_engine_is_not_asked_again() -> None:
     cast = Cast([Act(2, end="breaks"), Act()])
     outputs, _ = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert cast.ways[1].never == {"r0"}
+    assert cast.routes[1].never == {"r0"}
 
 
 def test_who_may_wait_for_a_model_to_wake_does_though_it_fell_asleep_in_that_moment() -> None:

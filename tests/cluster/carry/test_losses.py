@@ -87,4 +87,4 @@ def test_who_refuses_what_was_begun_elsewhere_is_not_asked_again() -> None:
     cast = Cast([Act(2), Act(end="refuses"), Act()])
     outputs, _ = carry(cast)
     assert [token for output in outputs for token in output.tokens] == undisturbed()
-    assert cast.ways[2].never == {"r1"}
+    assert cast.routes[2].never == {"r1"}

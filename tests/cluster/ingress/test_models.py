@@ -275,6 +275,9 @@ OTHER = {"model": "org/other"}
         ({"adapters": {"a/b": "none", "a-b": "none"}}, "two names differ by / and - alone"),
         ({"adapters": {"a/b": "none"}, "models": {"a-b": OTHER}}, "two names differ by / and - alone"),
         ({"models": {"a": {"modle": "x"}}}, "unknown key 'models.a.modle': did you mean 'model'?"),
+        ({"num_replicas": 2}, "unknown key 'num_replicas': did you mean 'replicas'?"),
+        ({"kv_cache_dtype": "float8"}, "unknown key 'kv_cache_dtype': did you mean 'kv_dtype'?"),
+        ({"minimum_replicas": 2}, "unknown key 'minimum_replicas': did you mean 'min_replicas'?"),
         ({"models": {"a": OTHER | {"device": "cpu"}}}, "unknown key 'models.a.device': there are model, adapter"),
         ({"models": {"a": {"adapter": "none"}}}, "models.a.model is missing"),
         ({"models": {"a": OTHER | {"replicas": 0}}}, "models.a.replicas is 0: input should be greater"),
@@ -288,6 +291,14 @@ def test_what_cannot_be_is_refused_in_one_line(given: dict[str, Any], said: str)
         read_options(ServeOptions, {"name": "base", **given})
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_drafts_that_are_off_without_quotes_are_off() -> None:
+    """YAML reads the word as false."""
+    options = read_options(ServeOptions, {"drafts": False, "models": {"a": OTHER | {"drafts": False}}})
+    assert [served.config.drafts for served in options.served.values()] == ["off", "off"]
+    with pytest.raises(ConfigError, match="drafts is True: input should be 'auto', 'off' or 'full'"):
+        read_options(ServeOptions, {"drafts": True})
 
 
 def test_every_name_has_a_deployment_of_its_own() -> None:
