@@ -166,7 +166,7 @@ def test_numbers_move_while_the_answer_grows(opened: Visit, recorded: RecordedSe
     recorded.play(recording(plain_steps(TOKENS * 8), pause=0.04))
     ask(opened.page, "Go")
     page = opened.page
-    page.wait_for_function("Number(document.querySelector('.live [data-meter=steps]').textContent) >= 3")
+    page.wait_for_function("Number(document.querySelector('.live [data-meter=steps]')?.textContent) >= 3")
     expect(page.locator("[data-badge]")).to_have_text("measuring")
     expect(page.locator("#t-status")).to_have_text("Answering…")
     early = {

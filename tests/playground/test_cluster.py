@@ -56,10 +56,11 @@ SLOW = """() => {
 }"""
 
 
-# Two minutes in, from one look, with more than five readings: a gap of ten seconds begins the line anew.
+# Two minutes in, from one look, with more than five readings: a gap of ten seconds begins the line anew. Before the
+# first reading there is no card, so no line either.
 DRAWN = """(begun) => {
-  const path = document.querySelector(".spark path").getAttribute("d") ?? "";
-  const left = Number(document.querySelector(".spark .grid").getAttribute("x1"));
+  const path = document.querySelector(".spark path")?.getAttribute("d") ?? "";
+  const left = Number(document.querySelector(".spark .grid")?.getAttribute("x1"));
   return performance.now() - begun > 120_000 && path.match(/[ML]/g)?.length > 5 && { path, left };
 }"""
 
