@@ -161,6 +161,11 @@ def left_free(rows: int, vocab: int) -> int:
     return LEFT_FREE + 2 * rows * vocab * torch.float32.itemsize
 
 
+def results_bytes(sizes: list[BatchSize], hidden_size: int, itemsize: int) -> int:
+    """Bytes that captured steps of these sizes hold for good, each its hidden states; all else they share."""
+    return sum(size.verify + size.mask for size in sizes) * hidden_size * itemsize
+
+
 def cuda_capture(device: torch.device, left: int) -> Capture:
     """Captures CUDA graphs that share one pool of memory, since they never run side by side. The capture raises
     torch.OutOfMemoryError where fewer than `left` bytes are free, and RuntimeError where CUDA refuses. After a refusal

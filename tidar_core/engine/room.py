@@ -16,7 +16,8 @@ CPU_CACHE_SHARE = 0.2  # of the memory that a CPU's programs leave
 # As much is enough for most. More, for so many whole sequences, an engine takes by its share of the processors: others
 # may start beside it, and none knows of the others.
 CPU_CACHE_ENOUGH, CPU_CACHE_SEQUENCES = 2 * GIB, 4
-GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded
+GPU_CACHE_SHARE = 0.85  # of the memory that is free once the weights are loaded, at most
+GPU_CACHE_LEAST = 0.5  # of that, whatever else wants memory: without pages nothing is served, without graphs slower
 
 
 def room_for(
@@ -25,8 +26,10 @@ def room_for(
     kv_dtype: torch.dtype,
     device: torch.device,
     report: Callable[[str], None],
+    beside: int = 0,
 ) -> tuple[int, int]:
-    """Positions that a request may use, and pages for keys and values."""
+    """Positions that a request may use, and pages for keys and values. beside: bytes of a GPU's memory that steps and
+    their graphs want."""
     if config.max_model_len > model.max_positions:
         report(f"the model has {model.max_positions} positions: max_model_len {config.max_model_len} gives it no more")
     if model.stretches_to is not None and not is_long(model):
@@ -35,7 +38,7 @@ def room_for(
             f"{model.stretches_to}, all are computed by the model's frequencies for long texts"
         )
     positions = min(model.max_positions, config.max_model_len or model.max_positions)
-    pages = _cache_pages(config, model, kv_dtype, device, positions)
+    pages = _cache_pages(config, model, kv_dtype, device, positions, beside)
     if pages * config.page_size < positions:
         positions = pages * config.page_size
         report(f"memory for K/V limits requests to {positions} positions")
@@ -58,7 +61,7 @@ def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: to
 
 
 def _cache_pages(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int, beside: int
 ) -> int:
     """Pages to hold, at least one; no more than all sequences at their longest could use. Raises ConfigError where
     there is no memory for one, or for those that are asked for."""
@@ -67,7 +70,7 @@ def _cache_pages(
     page_bytes = 2 * model.layers * model.kv_heads * config.page_size * head_bytes
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        room = GPU_CACHE_SHARE * free
+        room = max(min(GPU_CACHE_SHARE * free, free - beside), GPU_CACHE_LEAST * free)
     else:
         free = free_memory()
         share, own = CPU_CACHE_SHARE * free, min(1.0, torch.get_num_threads() / (os.cpu_count() or 1))

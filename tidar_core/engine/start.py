@@ -16,7 +16,7 @@ from tidar_core.engine.cost_cache import cost_file, known_cost
 from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
 from tidar_core.engine.grammars import Grammars
-from tidar_core.engine.graphs import Graphs, Reach, cuda_capture, left_free
+from tidar_core.engine.graphs import NARROWEST, Graphs, Reach, cuda_capture, left_free, narrow_buckets, results_bytes
 from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, ops_for
 from tidar_core.engine.pages import PagePool
 from tidar_core.engine.room import GIB, full_rows_for, room_for
@@ -95,7 +95,8 @@ def load_engine(
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
     loaded = _load(config, source, model, tokenizer, device, report, progress)
 
-    positions, pages = room_for(config, model, loaded.kv_dtype, device, report)
+    beside = _kept_for_graphs(config, loaded, device)
+    positions, pages = room_for(config, model, loaded.kv_dtype, device, report, beside)
     runner = _runner(config, loaded, positions, pages, device)
     stage("checking exactness and measuring step costs")
     wait(tokens_read)  # else it would count among the costs of steps
@@ -256,11 +257,29 @@ def _graphs(
     config: EngineConfig, model: ModelConfig, ops: Ops, adapter: Adapter | None, positions: int, device: torch.device
 ) -> Graphs | None:
     """Where steps are captured, on a GPU; none where they are not, or cannot be."""
-    if not config.graphs or device.type != "cuda" or ops.name == REFERENCE_OPS.name:
+    if not _captures(config, ops, device):
         return None
-    scored = config.max_running * (adapter.config.block_length if adapter else 1)
-    capture = cuda_capture(device, left_free(scored, model.vocab_size))
+    capture = cuda_capture(device, left_free(_scored(config, adapter), model.vocab_size))
     return Graphs(capture, Reach(config.max_running, -(-positions // config.page_size)))
+
+
+def _captures(config: EngineConfig, ops: Ops, device: torch.device) -> bool:
+    return config.graphs and device.type == "cuda" and ops.name != REFERENCE_OPS.name
+
+
+def _scored(config: EngineConfig, adapter: Adapter | None) -> int:
+    """Rows that a step gives scores to, about."""
+    return config.max_running * (adapter.config.block_length if adapter else 1)
+
+
+def _kept_for_graphs(config: EngineConfig, loaded: _Loaded, device: torch.device) -> int:
+    """Bytes that pages leave free, so that all steps can be captured that are to be, by estimate."""
+    if not _captures(config, loaded.ops, device):
+        return 0
+    block = loaded.adapter.config.block_length if loaded.adapter else 0
+    sizes = narrow_buckets(Reach(config.max_running, NARROWEST), block)
+    results = results_bytes(sizes, loaded.model.hidden_size, arithmetic_dtype(config.dtype).itemsize)
+    return left_free(_scored(config, loaded.adapter), loaded.model.vocab_size) + results
 
 
 def _proven(

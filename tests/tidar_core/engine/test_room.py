@@ -1,6 +1,8 @@
 """The room that an engine has: positions of its model, pages for K/V, and prefixes that are kept in them."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +134,44 @@ def test_full_drafting_takes_no_more_memory_than_is_left(
     model = replace(model_config(), **shape, kv_heads=kv_heads, head_dim=128, vocab_size=151_936)
     assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cuda")) == rows
     assert room.full_rows_for(model, block, torch.bfloat16, torch.device("cpu")) == FULL_ROWS
+
+
+@pytest.mark.parametrize(
+    ("free", "beside", "pages"),
+    [
+        (120.0, 1.5, 102.0),  # Qwen3-8B on an H200: 0.85 of what is free
+        (6.5, 1.5, 5.0),  # on 24 GB: all that the graphs leave
+        (2.0, 1.5, 1.0),  # half of it in any case
+    ],
+)
+def test_on_a_gpu_pages_leave_room_for_graphs(
+    free: float, beside: float, pages: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * 2**30), 0))
+    model = replace(model_config(), layers=36, kv_heads=8, head_dim=128, max_positions=40_960)
+    config, device = EngineConfig(max_running=256), torch.device("cuda")
+    kept = int(beside * 2**30)
+    _, found = room.room_for(config, model, torch.bfloat16, device, lambda line: None, kept)
+    assert found * 16 * 36 * 8 * 128 * 2 * 2 / 2**30 == pytest.approx(pages, abs=0.01)
+
+
+def test_steps_that_are_captured_want_memory_and_others_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+
+    def room_for(*given: Any) -> tuple[int, int]:
+        kept.append(given[-1])
+        return room.room_for(*given)
+
+    monkeypatch.setattr(start, "room_for", room_for)
+    tiny_engine(tmp_path)
+    monkeypatch.setattr(start, "_captures", lambda config, ops, device: True)
+    monkeypatch.setattr(start, "_graphs", lambda *given: None)
+    small = tiny_engine(tmp_path, max_running=1)
+    large = tiny_engine(tmp_path, max_running=64)
+    assert kept[0] == 0
+    scores = 2 * 63 * small.info.block_length * small.info.vocab_size * 4
+    assert kept[2] - kept[1] > scores > 0  # and more graphs
+    assert large.info.pages
 
 
 def test_where_no_page_fits_the_engine_says_so(tmp_path, monkeypatch):
