@@ -26,6 +26,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+if __name__ == "__main__":  # as a script: with the modules beside it, whichever version is installed
+    beside = ModuleType("tidar_core")
+    beside.__path__ = [os.path.dirname(__file__)]
+    sys.modules["tidar_core"] = beside
+from tidar_core.grammar_compiling import compile_grammar
+
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler
 
@@ -35,80 +41,11 @@ MEMORY_BYTES = 2**30
 QUICK_SECONDS = 0.3  # what is compiled within that is not worth sending
 MOST_SENT = 100_000_000  # bytes; to write them takes ten times as much memory for a moment, and so does reading
 SENT_A_SECOND = 3e7  # bytes that are written, and read
-MOST_WHITESPACE = 32  # characters between two parts of a JSON text: a model could go on with them for ever
-# What of that may be there: all usual layouts. Where empty lines may stand, a small model that writes one goes on with
-# them, and has no tokens left for what it was asked.
-_GAP = rf'tidar_gap ::= "" | " " | "\r"? "\n" [ \t]{{0, {MOST_WHITESPACE - 2}}}'
 TRIALS = (
     ("regex", "a*"),
     ("structural_tag", '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {}}}'),
 )
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP)
-_BOUNDED_CHARACTER = r"[^\"\\\r\n]"  # of a string of bounded length, as xgrammar 0.2.8 writes it
-_NO_CONTROL_CHARACTER = r"[^\0-\x1f\"\\\ud800-\udfff]"
-_TEXT_CLASS_OR_GAP = re.compile(
-    rf'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\b(?P<gap>whitespace(?:_\d+)*\{{0, {MOST_WHITESPACE}\}})'
-)
-# `{1\,2}` stays as it is: without its backslash it would count.
-_ESCAPE = re.compile(
-    r"\{\d*\\,|\\(?:(?P<needless>[\t\n\v\f\r !#%&,:;<=>@_`~])|x(?P<short>[0-9A-Fa-f]{2})|.)", re.DOTALL
-)
-_SHORT_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\x([0-9a-f]{2})")
-# What stands in a JSON string by an escape alone, and surrogates, which are no characters.
-_ESCAPED_IN_JSON = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF))
-_NOT_ESCAPED = r"\u0000-\u001f\ud800-\udfff\u0022\u005c"
-_JSON_LETTERS = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: r"\\"}
-_LETTER_ESCAPES = {"0": 0x00, "t": 0x09, "n": 0x0A, "v": 0x0B, "f": 0x0C, "r": 0x0D}
-_SPACES = r" \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # of ECMAScript, but control characters
-_COMPLEMENTS = {
-    ".": rf"[^{_NOT_ESCAPED}\u2028\u2029]",
-    r"\S": rf"[^{_NOT_ESCAPED}{_SPACES}]",
-    r"\W": rf"[^{_NOT_ESCAPED}a-zA-Z0-9_]",
-    r"\D": rf"[^{_NOT_ESCAPED}0-9]",
-}
-_KINDS = frozenset((r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"))
-_SYNTAX = "^$\\.*+?()[]{}|/-"
-_BLANK = r"(?: |\\[tnfr])"
-_CHARACTER = r"\\u\{[0-9A-Fa-f]+\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\c[A-Za-z]|\\.|."
-_CHARACTERS = re.compile(_CHARACTER, re.DOTALL)
-_PATTERN_PARTS = re.compile(rf"\[(?P<except>\^?)(?P<inside>(?:\\.|[^\]\\])+)\]|{_CHARACTER}", re.DOTALL)
-STRING_FORMATS = (
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer", "relative-json-pointer",
-    "time", "uri", "uri-reference", "uri-template", "uuid",
-)  # fmt: skip
-# Which xgrammar 0.2.8 gives control characters and quotes.
-_POINTERS = {
-    "json-pointer": r"^(/([^/~]|~[01])*)*$",
-    "relative-json-pointer": r"^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
-}
-# What zod writes for an email and a duration, and the same without looking ahead, which the compiler cannot.
-_WITHOUT_LOOKING_AHEAD = {
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
-        r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
-    ),
-    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
-        r"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)(T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|"
-        r"\d+([.,]\d+)?S))?|T(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S))$"
-    ),
-}
-_SAYS_TYPE = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-_NAMES_TYPE = {"additionalProperties", "items", "prefixItems", "properties"}  # by themselves
-_KINDS_OF = {
-    **dict.fromkeys(("maxLength", "minLength", "pattern"), "string"),
-    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), "number"),
-    **dict.fromkeys(("items", "maxItems", "minItems", "prefixItems"), "array"),
-    **dict.fromkeys(
-        ("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "propertyNames"),
-        "object",
-    ),
-}
-_NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
-_NO_SCHEMAS = ("const", "default", "enum", "example", "examples")
-_OTHER_NAMES = re.compile(r"^\S+_addl_key(?:_\d+)* ::= .*$", re.MULTILINE)
-_ESCAPED_IN_NAME = re.compile(
-    r' \| \("\\(?:"|[^"]+)" \S+_addl_key(?:_\d+)*\)| \| \("\\\\" basic_escape basic_string_sub\)'
-)
-_BYTE_IN_NAME = re.compile(r"\\u00[89a-f][0-9a-f]")
 _SOURCE = re.compile(r"^\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 
 
@@ -120,225 +57,6 @@ def compile_seconds(vocab_size: int) -> int:
 def wall_seconds(computing: int) -> int:
     """Where the machine is so busy that this comes first."""
     return 18 + 3 * computing
-
-
-def compile_grammar(compiler: "GrammarCompiler", kind: str, text: str) -> "CompiledGrammar":
-    """Compiles a `Grammar`'s kind and text. Raises whatever the compiler raises."""
-    from xgrammar.grammar import Grammar
-
-    if kind == "regex":
-        return compiler.compile_regex(_escaped_as_needed(text))
-    if kind == "ebnf":
-        return compiler.compile_grammar(text)
-    if kind == "structural_tag":
-        written = Grammar.from_structural_tag(as_alone(json.loads(text)))
-    else:
-        schema = '{"type": "object"}' if kind == "json_object" else _schema_in_json(text)
-        written = Grammar.from_json_schema(
-            schema, max_whitespace_cnt=MOST_WHITESPACE, strict_mode=kind == "json_schema"
-        )
-    return compiler.compile_grammar(Grammar.from_ebnf(_mended(str(written))))
-
-
-def as_alone(form: Any) -> Any:
-    """A structural tag whose parts are read as those that stand alone: as much whitespace, the same escapes."""
-    if isinstance(form, list):
-        return [as_alone(item) for item in form]
-    if not isinstance(form, dict):
-        return form
-    if form.get("type") == "json_schema":
-        return {**form, "json_schema": in_json(form.get("json_schema")), "max_whitespace_cnt": MOST_WHITESPACE}
-    if form.get("type") == "regex" and isinstance(form.get("pattern"), str):
-        return {**form, "pattern": _escaped_as_needed(form["pattern"])}
-    return {name: as_alone(value) for name, value in form.items()}
-
-
-def _escaped_as_needed(expression: str) -> str:
-    r"""A regular expression without the backslashes that xgrammar 0.2.8 warns of and that mean nothing, as in `\ `:
-    Python's `re.escape` writes them. And where it would read `\x2cb` as one character, U+02CB."""
-    return _ESCAPE.sub(
-        lambda found: rf"\u00{found['short']}" if found["short"] else found["needless"] or found[0], expression
-    )
-
-
-def _schema_in_json(text: str) -> str:
-    return json.dumps(in_json(json.loads(text)), ensure_ascii=False)
-
-
-def in_json(schema: Any) -> Any:
-    """A schema whose patterns match strings as they are written in a JSON text, since xgrammar 0.2.8 puts them there
-    as they are, and that names the type of what it speaks of, without which most keywords are dropped."""
-    if isinstance(schema, list):
-        return [in_json(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    mended = {name: _keyword_in_json(name, value) for name, value in schema.items()}
-    kinds = {name: kind for name in schema if (kind := _kind_of(name, schema[name]))}
-    if kinds.keys() - _NAMES_TYPE and not any(name in schema for name in _SAYS_TYPE):
-        whole = kinds.get("multipleOf") == "integer"  # of such numbers alone
-        mended["type"] = sorted({*kinds.values()} - ({"number"} if whole else set()))
-    if "pattern" in schema and schema.get("format") in STRING_FORMATS:
-        del mended["format"]  # xgrammar would take it in place of the pattern; beside one it is a remark (2020-12)
-    elif schema.get("format") in list(_POINTERS) and "minLength" not in schema and "maxLength" not in schema:
-        mended["pattern"] = pattern_in_json(_POINTERS[mended.pop("format")])
-    return mended
-
-
-def _kind_of(name: str, value: Any) -> str | None:
-    """The type of the values that a keyword says something about."""
-    if name == "format":
-        return "string" if value in STRING_FORMATS else None
-    if name == "multipleOf":  # which is enforced for these alone
-        return "integer" if isinstance(value, int) else "number"
-    return _KINDS_OF.get(name)
-
-
-def _keyword_in_json(name: str, value: Any) -> Any:
-    if name in _NO_SCHEMAS:
-        return value
-    if name == "pattern" and isinstance(value, str):
-        return pattern_in_json(value)
-    if name in _NAMED_SCHEMAS and isinstance(value, dict):
-        patterns = name == "patternProperties"
-        return {pattern_in_json(key) if patterns else key: in_json(one) for key, one in value.items()}
-    return in_json(value)
-
-
-def pattern_in_json(pattern: str) -> str:
-    r"""A regular expression of a string's JSON text: `"` is \\" there. Where a class has other characters than those
-    that need an escape, xgrammar may leave the escapes out."""
-    pattern = _WITHOUT_LOOKING_AHEAD.get(pattern, pattern)
-    if _has_open_class(pattern):
-        return pattern  # the compiler says so
-    return "".join(_part_in_json(part) for part in _PATTERN_PARTS.finditer(pattern))
-
-
-def _has_open_class(pattern: str) -> bool:
-    is_open, characters = False, iter(pattern)
-    for character in characters:
-        if character == "\\":
-            next(characters, None)
-        else:
-            is_open = character != "]" if is_open else character == "["
-    return is_open
-
-
-def _part_in_json(part: re.Match[str]) -> str:
-    if part["inside"] is None:
-        return _character_in_json(part[0])
-    members = _members(_CHARACTERS.findall(part["inside"]))
-    if members is None:  # no class: the compiler says so
-        return part[0]
-    if part["except"]:
-        return f"[^{_NOT_ESCAPED}{''.join(_written(one) for one in members)}]"
-    return _class_in_json(members)
-
-
-def _character_in_json(written: str) -> str:
-    """One character of a regular expression that is not within a class."""
-    if written in _COMPLEMENTS:
-        return _COMPLEMENTS[written]
-    if written == r"\s":
-        return _BLANK
-    code = _code(written)
-    if code is None:
-        return written
-    if any(first <= code <= last for first, last in _ESCAPED_IN_JSON):
-        return _escape_in_json(code)
-    return written if len(written) == 1 or written[1] in _SYNTAX else _written((code, code))
-
-
-def _members(inside: list[str]) -> list[str | tuple[int, int]] | None:
-    r"""What a class has: `\d` and its like as they are, all else as ranges; None where it cannot be read."""
-    members: list[str | tuple[int, int]] = []
-    waiting = inside[::-1]
-    while waiting:
-        one = waiting.pop()
-        if one in _KINDS:
-            members.append(one)
-            continue
-        first = last = 0x08 if one == r"\b" else _code(one)
-        if len(waiting) > 1 and waiting[-1] == "-" and waiting[-2] not in _KINDS:
-            waiting.pop()
-            last = _code(waiting.pop())
-        if first is None or last is None or last < first:
-            return None
-        members.append((first, last))
-    return members
-
-
-def _class_in_json(members: list[str | tuple[int, int]]) -> str:
-    """The alternatives that a class is: its characters that stand for themselves in JSON, and each of the others."""
-    if any({kind, kind.upper()} <= {*members} for kind in (r"\d", r"\s", r"\w")):
-        return f"[^{_NOT_ESCAPED}]"
-    plain, others = "", []
-    for member in members:
-        if isinstance(member, str) and member in (r"\d", r"\w"):
-            plain += member
-        elif isinstance(member, str):
-            others.append(_BLANK if member == r"\s" else _COMPLEMENTS[member])
-        else:
-            first, last = member
-            for begin, end in _ESCAPED_IN_JSON:
-                if end < 0x80:  # surrogates stand for nothing
-                    others += [_escape_in_json(code) for code in range(max(first, begin), min(last, end) + 1)]
-                if first <= last and first < begin:
-                    plain += _written((first, min(last, begin - 1)))
-                first = max(first, end + 1)
-            if first <= last:
-                plain += _written((first, last))
-    alternatives = [f"[{plain}]"] * bool(plain) + others
-    if not alternatives:
-        raise ValueError("a pattern has a class of surrogates alone, which are no characters")
-    return alternatives[0] if len(alternatives) == 1 else f"(?:{'|'.join(alternatives)})"
-
-
-def _code(written: str) -> int | None:
-    """The character that a part of a regular expression stands for; None where it stands for none."""
-    if len(written) == 1:
-        return None if written == "\\" else ord(written)  # an escape that ends with the expression
-    letter, digits = written[1], written[2:].strip("{}")
-    if digits:
-        return ord(digits.upper()) - 64 if letter == "c" else int(digits, 16)
-    if letter in _LETTER_ESCAPES:
-        return _LETTER_ESCAPES[letter]
-    return None if letter.isalnum() else ord(letter)
-
-
-def _written(member: str | tuple[int, int]) -> str:
-    """As it is written in a class."""
-    if isinstance(member, str):
-        return _SPACES if member == r"\s" else member
-    one, *more = (rf"\u{code:04x}" if code < 0x10000 else rf"\u{{{code:x}}}" for code in sorted({*member}))
-    return "-".join([one, *more])
-
-
-def _escape_in_json(code: int) -> str:
-    letter = _JSON_LETTERS.get(code)
-    return rf"(?:\\{letter})" if letter else rf"(?:\\u{code:04x})"
-
-
-def _mended(written: str) -> str:
-    """A schema's grammar as xgrammar 0.2.8 writes it, put right in four places: strings of bounded length take no
-    control characters, of which JSON has none, and no surrogates, each of which would be decoded as three wrong
-    characters; its \\xdf followed by an e would be read as \\xdfe; an additional property is none of the others'; and
-    between two parts there is no empty line."""
-    written = _SHORT_ESCAPE.sub(r"\1\\u00\2", written)
-    written = _OTHER_NAMES.sub(_other_names, written)
-    return _TEXT_CLASS_OR_GAP.sub(_mended_part, written) + _GAP
-
-
-def _other_names(found: re.Match[str]) -> str:
-    """The names of additional properties, but those that go on as the name of a property does that is not of plain
-    ASCII: xgrammar 0.2.8 takes its bytes for characters, and escapes for none of its own."""
-    plain = _ESCAPED_IN_NAME.sub("", found[0])
-    return _BYTE_IN_NAME.sub(r"\\u0080-\\U0010ffff", plain)
-
-
-def _mended_part(found: re.Match[str]) -> str:
-    if found["gap"]:
-        return "tidar_gap"
-    return _NO_CONTROL_CHARACTER if found[0] == _BOUNDED_CHARACTER else found[0]
 
 
 def one_line(message: str) -> str:
@@ -367,14 +85,14 @@ def of_the_grammar(returncode: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Outcome:
     """What came of a grammar: what is wrong with it, or what it compiled to where that is worth sending."""
 
     problem: str | None = None
     worth_sending: "CompiledGrammar | None" = None
 
 
-def try_out(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO, computing: int) -> Trial:
+def try_out(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO, computing: int) -> Outcome:
     """Compiles a grammar within `computing` seconds. `warnings`: the file behind this process' standard error."""
     warnings.seek(0)
     warnings.truncate()
@@ -386,13 +104,13 @@ def try_out(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO
     except Exception as error:
         message = str(error)
         if isinstance(error, MemoryError) or "bad_alloc" in message:
-            return Trial("it takes too much memory to compile: make it simpler")
-        return Trial(one_line(message) or type(error).__name__)
+            return Outcome("it takes too much memory to compile: make it simpler")
+        return Outcome(one_line(message) or type(error).__name__)
     finally:
         signal.alarm(0)
     warnings.seek(0)
     problem = one_line(warnings.read().decode("utf-8", "replace")) or None
-    return Trial(problem, compiled if worth_sending and problem is None else None)
+    return Outcome(problem, compiled if worth_sending and problem is None else None)
 
 
 def is_worth_sending(compiled: "CompiledGrammar", seconds: float) -> bool:
@@ -469,9 +187,9 @@ def main(whole: bool) -> None:
     with tempfile.TemporaryFile() as warnings:
         os.dup2(warnings.fileno(), 2)
         for line in sys.stdin:
-            trial = try_out(compiler, json.loads(line), warnings, computing)
-            compiled = trial.worth_sending
-            print(json.dumps(trial.problem if compiled is None else True), flush=True)
+            outcome = try_out(compiler, json.loads(line), warnings, computing)
+            compiled = outcome.worth_sending
+            print(json.dumps(outcome.problem if compiled is None else True), flush=True)
             if compiled is not None:
                 sys.stdout.buffer.write(_as_line(compiled, computing) + b"\n")
                 sys.stdout.buffer.flush()

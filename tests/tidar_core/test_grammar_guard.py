@@ -91,6 +91,15 @@ def test_the_process_loads_neither_torch_nor_transformers():
     assert "/torch/" not in process.joinpath("maps").read_text()
 
 
+def test_the_process_takes_the_modules_beside_it_whichever_are_installed(tmp_path, monkeypatch):
+    package = tmp_path / "tidar_core"
+    package.mkdir()
+    package.joinpath("__init__.py").write_text("raise ImportError('another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    guard = Guard(token_table(tiny_tokenizer(), 512, (2, 0)).serialize_json())
+    assert guard.problem_with(Grammar("regex", "a")) is None
+
+
 def test_where_the_compiler_does_not_load_alone_it_loads_with_all_of_its_package():
     breaks = "from tidar_core import grammar_guard as guard; guard._leave_out_tensors = None; guard.main(False)"
     lines = [

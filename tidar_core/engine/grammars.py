@@ -18,6 +18,7 @@ from tidar_core import grammar_guard
 from tidar_core.engine.constraint import GrammarState
 from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.grammar import Grammar
+from tidar_core.grammar_compiling import compile_grammar
 from tidar_core.request import Finish, FinishReason, RequestError, Sequence, StepOutput
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Compiler:
     tokens_text: str
 
     def compiled(self, grammar: Grammar) -> "CompiledGrammar":
-        return grammar_guard.compile_grammar(self.native, grammar.kind, grammar.text)
+        return compile_grammar(self.native, grammar.kind, grammar.text)
 
     def read(self, sent: str) -> "CompiledGrammar | None":
         """What a guard compiled; None where it cannot be read."""
