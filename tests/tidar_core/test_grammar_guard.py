@@ -1,9 +1,11 @@
 """What is said of a grammar whose process ended without an answer: only what the grammar did is put down to it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +63,24 @@ def test_a_grammar_whose_process_was_killed_is_tried_again(monkeypatch):
     with pytest.raises(PassingError, match="too much memory or time"):
         grammars.compiled(grammar).result()
     assert grammars.compiled(grammar).result() is grammars.compiled(grammar).result()
+
+
+def test_where_there_are_many_processors_slow_grammars_leave_some_for_others(monkeypatch):
+    go_on, ask = threading.Event(), Guard._ask
+
+    def slowly(guard, process, job):
+        if "slow" in job:
+            go_on.wait()
+        return ask(guard, process, job)
+
+    monkeypatch.setattr(Guard, "_ask", slowly)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    grammars = Grammars(tiny_tokenizer(), 512, (2, 0))
+    slow = [grammars.compiled(Grammar("regex", f"slow{number}")) for number in range(3)]
+    assert grammars.compiled(Grammar("regex", "quick")).result() is not None
+    assert not any(future.done() for future in slow)
+    go_on.set()
+    assert all(future.result() for future in slow)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSEGV])

@@ -1,6 +1,7 @@
 """Grammars compiled for a model's tokens, off the engine's thread, and the requests that wait for them."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,7 +25,9 @@ from tidar_core.request import Finish, FinishReason, RequestError, Sequence, Ste
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, TokenizerInfo
 
-AT_ONCE = 2
+# Grammars compiled at once: a few that take their tens of seconds must not hold up all others, nor take the processors
+# that steps want.
+AT_ONCE, MOST_AT_ONCE, PROCESSORS_FOR_ONE = 2, 8, 4
 KEPT = 256  # grammars, refused ones included
 KEPT_BYTES = 2**30  # with 150,000 tokens an object takes 7 MiB, strings of bounded length 16 to 31
 PAUSE_SECONDS = 0.005
@@ -63,7 +66,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="grammar")
+        at_once = min(MOST_AT_ONCE, max(AT_ONCE, (os.cpu_count() or 1) // PROCESSORS_FOR_ONE))
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # one at a time: it takes ten times the memory of what was sent
         self._building = threading.Lock()  # takes a second: whoever asks for a grammar must not wait for it
