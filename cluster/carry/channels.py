@@ -238,5 +238,7 @@ async def next_arrival(arrivals: asyncio.Queue[Any], seconds: float, cause: str)
             async with asyncio.timeout(TICK_SECONDS):
                 return await arrivals.get()
         except TimeoutError:
-            continue
+            await asyncio.sleep(0)  # what came while the loop was held up is heard only now, the timer first
+            if not arrivals.empty():
+                return arrivals.get_nowait()
     raise Lost(cause)

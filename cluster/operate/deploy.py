@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,7 @@ LOOK_SECONDS = 0.25
 FIT_SECONDS = 5.0  # that the check of models is given to end once all else has
 PATIENT_SECONDS = 60.0  # of a start, before it is said what it waits for
 WATCH_SECONDS = 5.0
+HEAD_GOES_SECONDS = 5.0  # that a head which was told to end may listen on
 
 Known = TypeVar("Known")
 
@@ -153,12 +155,19 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
     finally:
         interrupts.ignore()
         say("stopping")
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # Serve asks for things on its way down that nobody waits for
         try:
             if (ready or joined) and not ended_parts():  # a thread that asks a Ray that is gone has Ray end us there
                 down = beside(partial(take_down, options.serve.playground, joined, board), "take-down")
                 # A signal to all processes at once, systemd's way, ends Ray beside us.
                 while not (down.done() or ended_parts()):
                     time.sleep(LOOK_SECONDS / 5)
+                if (
+                    down.done() and down.exception()
+                ):  # for that reason perhaps: a head that was told to end may listen for a moment yet
+                    told = time.monotonic() + HEAD_GOES_SECONDS
+                    while not ended_parts() and time.monotonic() < told:
+                        time.sleep(LOOK_SECONDS / 5)
                 if not ended_parts():  # what failed for that reason is no news
                     down.result()
         except Exception as error:  # the cluster may be gone already; what is left of it ends with the caller

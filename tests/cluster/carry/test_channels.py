@@ -1,12 +1,13 @@
 """The calls that bring what happens: one a replica, and what becomes of requests when one ends."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
 import pytest
 
-from cluster.carry.channels import Channels, LookAgain, Lost, Reception
+from cluster.carry.channels import TICK_SECONDS, Channels, LookAgain, Lost, Reception, next_arrival
 from cluster.line import Accepted, Event, EventBatch, Failure
 from tidar_core.request import StepOutput
 
@@ -71,6 +72,23 @@ async def heard(reception: Reception) -> object:
 
 def token(request_id: str, value: int) -> StepOutput:
     return StepOutput(request_id, (value,))
+
+
+def test_what_came_while_the_event_loop_was_held_up_is_heard_though_the_time_is_over() -> None:
+    async def run() -> str:
+        arrivals: asyncio.Queue[str] = asyncio.Queue()
+
+        async def speak() -> None:
+            await asyncio.sleep(TICK_SECONDS / 2)
+            arrivals.put_nowait("a word")
+
+        waiting, speaking = (asyncio.ensure_future(each) for each in (next_arrival(arrivals, 0, "silent"), speak()))
+        await asyncio.sleep(0)
+        time.sleep(2 * TICK_SECONDS)
+        await speaking
+        return await waiting  # type: ignore[no-any-return]
+
+    assert asyncio.run(run()) == "a word"
 
 
 def test_all_requests_at_a_replica_come_by_one_call() -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
@@ -138,24 +138,42 @@ def test_a_ray_that_is_gone_is_noticed_wherever_it_is_waited_for(
             wait()
 
 
-@pytest.mark.parametrize(("ended", "asked"), [(["raylet"], False), ([], True)])
-def test_a_ray_that_is_gone_is_asked_for_nothing_more(
-    ended: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray would end the process in the midst of it, with words of its own behind the last of ours."""
-    took: list[object] = []
-    monkeypatch.setattr(deploy, "ended_parts", lambda: ended)
-    monkeypatch.setattr(deploy, "take_down", lambda *_: took.append(_))
+def stop(ended: Callable[[], list[str]], take_down: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The way down of an API that was ready, told that its Ray is gone; what was said. ended: as `ended_parts`."""
+    monkeypatch.setenv("RAY_IGNORE_UNHANDLED_ERRORS", "")
+    monkeypatch.setattr(deploy, "ended_parts", ended)
+    monkeypatch.setattr(deploy, "take_down", take_down)
     monkeypatch.setattr(deploy, "put_up_board", lambda: SimpleNamespace(take_down=lambda: None))
     for name in ("check_resources", "start_serve", "result_of", "wait_until_ready", "announce"):
         monkeypatch.setattr(deploy, name, lambda *_: None)
     monkeypatch.setattr(deploy.app, "application", lambda *_, **__: None)
     monkeypatch.setattr(serve, "RunTarget", lambda *_, **__: SimpleNamespace(name="api"))
     monkeypatch.setattr(serve, "run_many", lambda *_, **__: None)
+    said: list[str] = []
     options = UpOptions(serve=ServeOptions(playground=False))
-    with (
-        pytest.raises(ConfigError, match="gone"),
-        deploy.applications(options, False, lambda line: None, Interrupts()),
-    ):
+    with pytest.raises(ConfigError, match="gone"), deploy.applications(options, False, said.append, Interrupts()):
         raise ConfigError("the Ray cluster is gone")
+    return said
+
+
+@pytest.mark.parametrize(("ended", "asked"), [(["raylet"], False), ([], True)])
+def test_a_ray_that_is_gone_is_asked_for_nothing_more(
+    ended: list[str], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would end the process in the midst of it, with words of its own behind the last of ours."""
+    took: list[object] = []
+    assert stop(lambda: ended, lambda *_: took.append(_), monkeypatch) == ["stopping"]
     assert bool(took) is asked
+
+
+@pytest.mark.parametrize("looks", [3, 10**9])
+def test_a_ray_that_fails_before_it_is_gone(looks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head listens for a moment after it was told to end, as all of Serve was. looks: at it, until it is gone."""
+    asked = iter(range(looks))
+    monkeypatch.setattr(deploy, "HEAD_GOES_SECONDS", 0.5)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the controller died")
+
+    said = stop(lambda: [] if next(asked, None) is not None else ["gcs_server"], fails, monkeypatch)
+    assert said[1:] == ([] if looks == 3 else ["Serve did not end by itself: the controller died"])
