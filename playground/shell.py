@@ -1,12 +1,15 @@
-"""The ASGI layer around Gradio: the page's own head, strict headers, and the address without its last slash.
+"""The ASGI layer around Gradio: the page's own head, strict headers, the address without its last slash, and nothing
+of Gradio's that the page does not use.
 
 Gradio's page comes with tags that speak of Gradio (link previews, a manifest at the server's root) and without an
-icon; it offers no place for tags that must be there before its own script has run.
+icon; it offers no place for tags that must be there before its own script has run. Its interface takes bodies of any
+size, files and connections without end, from anybody, on a node that decodes as well.
 """
 
 import re
 
 from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 GRADIOS_OWN_TAGS = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*>\s*|<link\s+rel="manifest"[^>]*>\s*')
@@ -14,6 +17,9 @@ GRADIOS_OWN_TAGS = re.compile(rb'<meta\s+(?:property|name)="(?:og|twitter):[^>]*
 # Where Gradio believes to be, by a Host that a proxy may not have handed on; its script takes one that is relative to
 # the page as well.
 ROOT = re.compile(rb'"root":("https?://[^"]*")')
+
+# What the page asks for, and what Gradio's script asks for where its page has no configuration in it.
+USED = re.compile(r"/(?:(?:assets|files|static)/.*|theme\.css|config|favicon\.ico|gradio_api/info)?")
 
 # Even if text of a model became script, it could reach no other host. Gradio needs inline and evaluated script.
 HEADERS = {
@@ -28,7 +34,8 @@ HEADERS = {
 
 
 class Shell:
-    """ASGI middleware: puts `head` into the page, sets `HEADERS` on every response, adds a missing last slash.
+    """ASGI middleware: puts `head` into the page, sets `HEADERS` on every response, adds a missing last slash, lets
+    nothing through but reading what is `USED`.
 
     Gradio resolves its assets against the page's address, so `/playground` must become `/playground/`; the redirect
     is relative, since behind a proxy the application does not know its public scheme and host.
@@ -44,7 +51,11 @@ class Shell:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if path == "":
+        if path and not USED.fullmatch(path):
+            await Response("Not found", 404, HEADERS)(scope, receive, send)
+        elif scope["method"] not in ("GET", "HEAD"):
+            await Response("Method not allowed", 405, {**HEADERS, "Allow": "GET, HEAD"})(scope, receive, send)
+        elif path == "":
             await self._add_slash(scope, send)
         elif path == "/":
             await self._send_page(scope, receive, send)

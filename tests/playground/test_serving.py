@@ -141,6 +141,25 @@ def test_gradio_keeps_nothing_and_calls_nobody() -> None:
     assert blocks.get_config_file()["connect_heartbeat"] is False, "an idle tab holds no request open"
 
 
-def test_a_stranger_cannot_upload(client: TestClient) -> None:
-    answer = client.post("/playground/gradio_api/upload", files={"files": ("a.bin", b"x" * 4096)})
-    assert answer.status_code >= 400
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "gradio_api/upload", 404),
+        ("POST", "gradio_api/queue/join", 404),
+        ("POST", "gradio_api/run/predict", 404),
+        ("GET", "gradio_api/heartbeat/x", 404),  # a connection without an end
+        ("GET", "gradio_api/file=/etc/hostname", 404),
+        ("GET", "files", 404),
+        ("POST", "", 405),
+        ("POST", "files/all.js", 405),
+        ("GET", "gradio_api/info", 200),
+        ("GET", "config", 200),
+    ],
+)
+def test_a_stranger_gets_nothing_of_gradios_but_what_the_page_uses(
+    client: TestClient, method: str, path: str, status: int
+) -> None:
+    """Bodies of any size, files and connections would fill the memory and disk of a node that decodes as well."""
+    answer = client.request(method, f"/playground/{path}", content=b"x" * 4096 if method == "POST" else None)
+    assert answer.status_code == status
+    assert answer.headers["content-security-policy"]
