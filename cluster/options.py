@@ -82,6 +82,8 @@ class ServeOptions(BaseModel):
     threads: CPU threads of each, 0 for an equal share of the node's CPUs.
     max_ongoing: answers that an ingress has under way for each replica, running or waiting; requests beyond that are
     answered 429. max_body_bytes: largest request body.
+    priorities: requests may go before others by their `priority`, which takes the places of those that run; for servers
+    all of whose callers may.
     ingresses: processes that take requests in. chunk_rate: chunks a second that each of them sends, all streams
     together: where there were more, steps of a stream share one, though none is held back for more than 0.25 s; 0 for a
     rate that suits the engines' device. A stream whose steps are traced gets them one by one.
@@ -127,6 +129,7 @@ class ServeOptions(BaseModel):
     generation_config: GenerationConfig = "auto"
     max_ongoing: Positive = 1024
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    priorities: bool = False
     ingresses: Positive = 1
     chunk_rate: Count = 0
     start_retries: Positive = 2

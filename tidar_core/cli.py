@@ -100,6 +100,9 @@ def up(
     max_ongoing: Annotated[
         int, typer.Option(min=1, help="Answers under way for each engine, running or not, before a 429.")
     ] = 1024,
+    priorities: Annotated[
+        bool, typer.Option(help="Requests may go before others by their `priority`, and take their places.")
+    ] = False,
     api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
     metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
     cors_origin: Annotated[
@@ -128,7 +131,7 @@ def up(
             "replicas": replicas, "min_replicas": min_replicas, "max_replicas": max_replicas, "threads": threads,
             "reasoning": reasoning, "exact": exact, "graphs": graphs, "max_model_len": max_model_len,
             "max_running": max_running, "cache_tokens": cache_tokens, "generation_config": generation_config,
-            "max_ongoing": max_ongoing,
+            "max_ongoing": max_ongoing, "priorities": priorities,
             "api_keys": api_keys, "metrics_keys": metrics_keys, "cors_origins": cors_origin or [], "traces": traces,
             "playground": playground,
         }  # fmt: skip

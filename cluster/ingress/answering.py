@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,20 +24,35 @@ from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 from cluster.wire.schemas import ChatBody
 
+NO_PRIORITIES = "priority would take the places of others here: leave it out, or start the server with --priorities"
+
 Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
 
 
-async def answered(request: Request, plan: Plan, models: Models, most_bytes: int, pace: Pace) -> Response:
-    """The answer to a request whose body is of at most so many bytes. Raises ApiError for whatever goes wrong before
-    the first token."""
-    raw = await read_raw(request, most_bytes)
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What a request may be: its body's bytes at most, and whether it may go before others."""
+
+    body_bytes: int
+    priorities: bool
+
+
+async def answered(request: Request, plan: Plan, models: Models, allowed: Allowed, pace: Pace) -> Response:
+    """The answer to a request. Raises ApiError for whatever goes wrong before the first token."""
+    raw = await read_raw(request, allowed.body_bytes)
+
+    def allowed_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
+        if value.get("priority") and not allowed.priorities:
+            raise bad_request(NO_PRIORITIES, "priority")
+        return plan(value, card, backend)
+
     try:
-        return await _answer(request, *await _planned(request, raw, plan, models), pace)
+        return await _answer(request, *await _planned(request, raw, allowed_plan, models), pace)
     except ApiError as error:
         if error.code != MODEL_CHANGED:
             raise
     # No token is out, and the model that took the other's place may answer as well.
-    return await _answer(request, *await _planned(request, raw, plan, models, anew=True), pace)
+    return await _answer(request, *await _planned(request, raw, allowed_plan, models, anew=True), pace)
 
 
 async def read_raw(request: Request, limit: int) -> bytes:

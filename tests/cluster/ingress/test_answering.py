@@ -89,3 +89,25 @@ def test_who_asks_for_the_old_model_by_its_name_is_not_answered_by_the_new_one(
     directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True, new_name="new")
     answer = asyncio.run(ask(build_api({"new": directory}, ServeOptions()), "completions", asked | {"prompt": "a"}))
     assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_requests_go_before_others_where_the_server_lets_them(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
+
+    async def noted(self: Carrier, request: Request, base: str) -> AsyncGenerator[Update, None]:
+        priorities.append(request.priority)
+        async for update in run(self, request, NEW):
+            yield update
+
+    monkeypatch.setattr(Carrier, "run", noted)
+    directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=False)
+    body = {"prompt": "a"} if route == "completions" else {}
+    body |= {"input": "a"} if route == "responses" else {"messages": [{"role": "user", "content": "a"}]}
+    for allowed, priority in ((False, -1), (False, 0), (False, None), (True, -1)):
+        api = build_api({"tiny": directory}, ServeOptions(priorities=allowed))
+        answer = asyncio.run(ask(api, route, body | {"priority": priority}))
+        assert answer.status_code == (400 if priority and not allowed else 200), answer.text
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] == "priority"
+    assert priorities == [0, 0, -1]

@@ -97,8 +97,8 @@ def test_words_on_the_command_line_are_options_and_their_defaults_are_the_same(m
     asked: list[UpOptions] = []
     monkeypatch.setattr(deploy, "up", asked.append)
     assert tidar("up").exit_code == 0
-    assert tidar("up", "--port", PORT, "--max-ongoing", "7").exit_code == 0
-    assert asked == [UpOptions(), UpOptions(serve=ServeOptions(max_ongoing=7), port=int(PORT))]
+    assert tidar("up", "--port", PORT, "--max-ongoing", "7", "--priorities").exit_code == 0
+    assert asked == [UpOptions(), UpOptions(serve=ServeOptions(max_ongoing=7, priorities=True), port=int(PORT))]
 
 
 def test_a_model_that_is_not_there() -> None:
