@@ -1,5 +1,6 @@
 """Answers as OpenAI's objects: whole, or as the chunks of an event stream."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
 from cluster.wire.answer import Answer, Choice, Piece
@@ -22,6 +24,7 @@ from tidar_core.text import token_bytes, token_text
 
 log = logging.getLogger("ray.serve")
 DONE = b"data: [DONE]\n\n"
+UNREAD_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +281,9 @@ async def chain(first: Piece, rest: AsyncGenerator[Piece, None]) -> AsyncGenerat
 
 
 class EventStreamResponse(StreamingResponse):
-    """Server-sent events. However the client leaves, the generator is closed at once, and with it the request."""
+    """Server-sent events. However the client leaves, the generator is closed at once, and with it the request. One that
+    reads nothing, until all buffers on the way have been full for `UNREAD_SECONDS`, is taken to have left: its places
+    are others'."""
 
     media_type = "text/event-stream"
 
@@ -293,5 +298,13 @@ class EventStreamResponse(StreamingResponse):
         await super().__call__({**scope, "asgi": {**scope["asgi"], "spec_version": "2.3"}}, receive, send)
 
     async def stream_response(self, send: Send) -> None:
+        async def soon(message: Message) -> None:
+            try:
+                async with asyncio.timeout(UNREAD_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                log.info("a stream ended: its client reads nothing")
+                raise ClientDisconnect from None
+
         async with aclosing(self._events):
-            await super().stream_response(send)
+            await super().stream_response(soon)

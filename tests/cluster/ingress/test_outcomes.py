@@ -2,16 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import count
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, full
 from cluster.ingress.outcomes import Outcomes, outcome_of
 from cluster.observe.ingress_metrics import IngressMetrics, render
+from cluster.wire import completions_told
 from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head
 from tests.cluster.ingress.test_api import ask
@@ -126,3 +128,34 @@ def test_the_usual_stands_at_0_before_it_happens(metrics: IngressMetrics) -> Non
     page = render([metrics.collect()]).decode()
     for model, code in (("tiny", "200"), ("tiny", "429"), ("tiny", "500"), ("tiny", "503"), ("", "401"), ("", "500")):
         assert f'tidar:http_responses_total{{code="{code}",ingress="here",model_name="{model}"}} 0.0' in page
+
+
+def test_a_client_that_reads_nothing_any_more_loses_its_answer(
+    metrics: IngressMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its places would be taken until it closes its connection."""
+    monkeypatch.setattr(completions_told, "UNREAD_SECONDS", 0.2)
+    closed: list[int] = []
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        try:
+            for number in count():
+                yield b"%d" % number
+        finally:
+            closed.append(number)
+
+    async def stream(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStreamResponse(endless())(scope, receive, send)
+
+    async def stay() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message.get("body") == b"3":
+            await asyncio.Event().wait()
+
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "asgi": {"version": "3.0"}}
+    asyncio.run(asyncio.wait_for(Outcomes(stream, metrics)(scope, stay, send), 60))
+    assert closed == [3]
+    assert counted(metrics) == {("", "200"): 1}
