@@ -149,7 +149,7 @@ def applications(options: UpOptions, joined: bool, say: Say, interrupts: Interru
         base = f"http://{reachable(options.host)}:{options.port}"
         wait_until_ready([target.name for target in targets], board, base, say, interrupts)
         board.take_down()  # of replicas that come and go from here on nobody reads a line
-        announce(base, options.serve, say)
+        announce(base, options, say)
         ready = True
         yield
     finally:
@@ -299,8 +299,9 @@ def unhealthy(url: str) -> str | None:
     return None if status == 200 else f"{url}, which answers {status}"
 
 
-def announce(base: str, options: ServeOptions, say: Say) -> None:
-    """Where things are, and what runs there."""
+def announce(base: str, up: UpOptions, say: Say) -> None:
+    """Where things are, what runs there, and who may use it where that is anybody."""
+    options = up.serve
     wait = max(30.0, options.wake_seconds) if options.sleeps else 30.0  # it may have gone to sleep meanwhile
     served = options.served
     for name, deployment in app.engine_names(options).items():
@@ -316,6 +317,8 @@ def announce(base: str, options: ServeOptions, say: Say) -> None:
     if options.playground:
         say(f"  playground  {base}/playground/")
     say(f"  OpenAI API  {base}/v1")
+    if options.api_keys is None and not is_of_this_machine(up.host):
+        say("  keys        none: whoever reaches this port may use it, unless --api-keys FILE asks for one")
     say("  stop        Ctrl-C")
 
 
@@ -344,6 +347,10 @@ def watch(say: Say, interrupts: Interrupts) -> Never:
             if known.get(name, ApplicationStatus.RUNNING.value) != state:
                 say(f"{name}: {state.lower()}")
             known[name] = state
+
+
+def is_of_this_machine(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def reachable(host: str) -> str:

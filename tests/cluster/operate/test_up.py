@@ -399,3 +399,16 @@ def test_a_terminal_that_closes_ends_nothing_that_nohup_started() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "told"),
+    [("127.0.0.1", None, False), ("0.0.0.0", None, True), ("::", None, True), ("0.0.0.0", "keys.txt", False)],
+)
+def test_who_serves_everybody_is_told_so(
+    host: str, keys: str | None, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deploy.app, "engine_names", lambda options: {})
+    said: list[str] = []
+    deploy.announce("http://127.0.0.1:8000", UpOptions(host=host, serve=ServeOptions(api_keys=keys)), said.append)
+    assert any("whoever reaches this port may use it" in line for line in said) is told
