@@ -23,7 +23,7 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 REPOSITORY = Path(__file__).parent.parent
 MARK = "TIDAR_TEST_MARK"  # inherited by every process that a server starts, so that orphans can be told
 START_SECONDS = 180
-STOP_SECONDS = 60
+STOP_SECONDS = 150
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # of Ray's dashboard
 ENDING_SECONDS = 60  # for these, which notice only after a while that it is gone, and end then
 

@@ -1,5 +1,6 @@
 """A server with two replicas of a slow model, two ingresses and HAProxy before them; no page."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -36,22 +37,36 @@ def front_server(directory: Path) -> Iterator[Server]:
 
 
 def both(server: Server) -> list[psutil.Process]:
-    """Its ingresses, once there are two that answer: each finds the engine by itself."""
-    deadline = time.monotonic() + 60
+    """Its ingresses, once there are two that HAProxy asks and that answer: each finds the engine by itself."""
+    deadline = time.monotonic() + 240
     in_a_row = 0
     while in_a_row < 20:
         assert time.monotonic() < deadline
-        there = len(ingresses(server)) == 2 and plain_http.get(f"{server.url}/health").status_code == 200
+        there = are_asked(server) and plain_http.get(f"{server.url}/health").status_code == 200
         in_a_row = in_a_row + 1 if there else 0
         time.sleep(0.05)
     return ingresses(server)
 
 
+def are_asked(server: Server) -> bool:
+    """Whether there are two ingresses, and HAProxy was told of a port of each. One has its name before it listens."""
+    found = ingresses(server)
+    with suppress(psutil.Error, OSError, ValueError):  # one went meanwhile, or its HAProxy
+        texts = [settings_of(process) for process in haproxies(server)]
+        told = {int(port) for text in texts for port in re.findall(r"127\.0\.0\.1:(\d+)", text)}
+        return len(found) == INGRESSES and all(told & ports_of(ingress) for ingress in found)
+    return False
+
+
+def ports_of(process: psutil.Process) -> set[int]:
+    """Where it listens."""
+    return {own.laddr.port for own in process.net_connections("tcp") if own.status == "LISTEN"}
+
+
 def wait_until_direct(server: Server) -> None:
     """For a moment after the server is ready it is Serve's own proxy that stands between HAProxy and the ingresses."""
-    listens = [own for ingress in both(server) for own in ingress.net_connections("tcp") if own.status == "LISTEN"]
-    ports = {own.laddr.port for own in listens}
-    deadline = time.monotonic() + 20
+    ports = {port for ingress in both(server) for port in ports_of(ingress)}
+    deadline = time.monotonic() + 240
     while True:
         assert time.monotonic() < deadline, "HAProxy does not find the ingresses"
         assert plain_http.get(f"{server.url}/health").status_code == 200
@@ -64,3 +79,9 @@ def wait_until_direct(server: Server) -> None:
 
 def haproxies(server: Server) -> list[psutil.Process]:
     return [process for process in server.processes() if any("haproxy" in word for word in words_of(process)[:1])]
+
+
+def settings_of(haproxy: psutil.Process) -> str:
+    """What stands in its file."""
+    words = words_of(haproxy)
+    return Path(words[words.index("-f") + 1]).read_text()

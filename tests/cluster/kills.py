@@ -195,7 +195,7 @@ def requests_by_replica(server: Serving) -> dict[str, float]:
     }
 
 
-def wait_for_replicas(server: Serving, count: int, seconds: float = 90) -> None:
+def wait_for_replicas(server: Serving, count: int, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while len(requests_by_replica(server)) < count:
         assert time.monotonic() < deadline, f"never {count} replicas"

@@ -29,7 +29,7 @@ from tests.servers import Server, running, start_with
 DECISION = re.compile(
     r"^INFO (\S+ \S+) controller .*(?:Up|Down)scaling Deployment\(name='Engine'.*?from (\d+) to (\d+)", re.MULTILINE
 )
-LONGEST_SECONDS = 120  # that a number of users may last
+LONGEST_SECONDS = 240  # that a number of users may last
 PROMPTS = ("The quick", "In the beginning", "She sells", "What is", "It costs")
 
 

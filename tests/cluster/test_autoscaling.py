@@ -16,7 +16,7 @@ from cluster.app import replica_count
 from cluster.autoscaling import FULL, LONG_WAIT_SECONDS, START_SECONDS, LoadPolicy, Reading, read, replicas_wanted
 from cluster.options import FurtherModel, ServeOptions
 from tests.cluster.scale_run import PROMPTS, follow, replicas_there, verdict
-from tests.servers import Server, running, start_with, tiny_model
+from tests.servers import STOP_SECONDS, Server, running, start_with, tiny_model
 from tests.tiny import tiny_checkpoint
 
 READINGS = st.lists(
@@ -135,7 +135,7 @@ def asleep(server: Server) -> bool:
 
 
 def wait_until_asleep(server: Server) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not asleep(server):
         assert time.monotonic() < deadline, "nobody asks, and it does not go to sleep"
         time.sleep(0.2)
@@ -197,5 +197,5 @@ def test_replicas_come_go_sleep_and_wake_without_cutting_a_stream(tmp_path: Path
         assert drafts == {"tiny": "auto", "beside": "off"}
 
         server.process.terminate()
-        server.process.wait(60)
+        server.process.wait(STOP_SECONDS)
         assert len(list(Path(ray_files).glob("ray/session_2*"))) == 1, "no second cluster for its last moments"

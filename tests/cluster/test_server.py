@@ -297,21 +297,24 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
 
 def test_bad_requests_are_told_so_and_disturb_nobody(client: openai.OpenAI, http: httpx.Client) -> None:
     expected = client.completions.create(model="tiny", prompt="Once", max_tokens=LONG, **GREEDY).choices[0].text
-    stream = LongStream(client, LONG)
-    stream.start()
-    assert stream.begun.wait(60)
-    for path, body, status, code in BAD:
-        response = http.post(path, content=body, headers={"Content-Type": "application/json"})
-        assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert (error["type"], error["code"]) == ("invalid_request_error", code)
-        assert "\n" not in error["message"]
-        assert "Traceback" not in response.text
-    during = stream.is_alive()
-    stream.join(120)
-    assert stream.text == expected
-    assert during, "the stream ended before the bad requests did: they ran beside nothing"
+    for _ in range(3):  # a stream may end before the bad requests do
+        stream = LongStream(client, LONG)
+        stream.start()
+        assert stream.begun.wait(60)
+        for path, body, status, code in BAD:
+            response = http.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert response.status_code == status, response.text
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (error["type"], error["code"]) == ("invalid_request_error", code)
+            assert "\n" not in error["message"]
+            assert "Traceback" not in response.text
+        during = stream.is_alive()
+        stream.join(120)
+        assert stream.text == expected
+        if during:
+            return
+    raise AssertionError("each stream ended before the bad requests did: they ran beside nothing")
 
 
 def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
@@ -349,6 +352,7 @@ def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool,
 def test_who_goes_away_takes_no_other_stream_along(server: Server) -> None:
     """All streams come by one call, which whoever was first has made."""
     body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    handovers = server.metric("tidar:stream_handovers_total")
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     time.sleep(2 * IDLE_SECONDS)  # the call of the tests before is over
     with (
@@ -361,11 +365,11 @@ def test_who_goes_away_takes_no_other_stream_along(server: Server) -> None:
             lines = second.iter_lines()
             assert next(lines).startswith("data: ")
             first.close()
-            until(lambda: server.metric("vllm:num_requests_running") == 1)
+            until(lambda: server.metric("vllm:num_requests_running") <= 1)  # the second may be over by then
             rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-2]
-    assert server.metric("tidar:stream_handovers_total") == 0
+    assert server.metric("tidar:stream_handovers_total") == handovers
 
 
 def until(holds: Any, seconds: float = 30) -> None:

@@ -19,6 +19,7 @@ import httpx
 import psutil
 import yaml
 
+from cluster.operate.haproxy import free_ports
 from cluster.operate.ray_cluster import OWN_PROCESSES
 from tests import plain_http
 from tests.manifests.hosts import Host
@@ -132,7 +133,7 @@ def ray_cluster(
     """A cluster that is a head node with a token so far, on this machine or a host, `more` in its environment; however
     the test ends, none of its processes is left."""
     directory = Path(tempfile.mkdtemp(prefix="tidar-", dir="/tmp"))  # Ray's sockets need a short path
-    dashboard, mark = free_port(), uuid.uuid4().hex
+    mark = uuid.uuid4().hex
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -148,19 +149,15 @@ def ray_cluster(
     }
     words = ["start", "--head", "--block", f"--num-cpus={cpus}", "--num-gpus=0"]
     words += [f"--object-store-memory={128 * 1024**2}"]
-    ports = {
-        "port": free_port(),
-        "dashboard-port": dashboard,
-        "dashboard-agent-listen-port": free_port(),
-        "ray-client-server-port": free_port(),
-    }
+    names = ("port", "dashboard-port", "dashboard-agent-listen-port", "ray-client-server-port")
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     words += [f"--{name}={port}" for name, port in ports.items()] + ["--include-dashboard=true"]
     at = "127.0.0.1"
     if host is not None:
         at = host.address
         words += ["--dashboard-host=0.0.0.0"]
     cluster = RayCluster(
-        f"http://{at}:{dashboard}", f"{at}:{ports['port']}", environment, directory, tuple(words), host
+        f"http://{at}:{ports['dashboard-port']}", f"{at}:{ports['port']}", environment, directory, tuple(words), host
     )
     try:
         cluster.start_head()

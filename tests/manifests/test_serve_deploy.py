@@ -153,12 +153,11 @@ def test_it_answers_and_is_changed_without_cutting_a_stream(
                 await until_engines(client, 2, two)
                 await asyncio.to_thread(cluster.wait_for, "api", "RUNNING")
                 async with asyncio.timeout(WAIT_SECONDS):
-                    while await drafter(client) != ("other-adapter", 6):
+                    while await drafter(client) != ("other-adapter", 6) or len(load.texts) < 3 * STREAMS:
                         await asyncio.sleep(0.5)
             print(f"both replaced after {time.monotonic() - began:.1f} s")
             assert load.errors == []
             assert set(load.texts) == {text}
-            assert len(load.texts) >= 3 * STREAMS
             print(f"{len(load.texts)} streams of {TOKENS} tokens while replicas were added and replaced, 0 errors")
 
     asyncio.run(change())
@@ -207,7 +206,7 @@ def test_a_node_is_drained_without_cutting_a_stream(cluster: RayCluster, config:
                 while len(load.texts) < STREAMS:
                     await asyncio.sleep(0.2)
                 assert front.open[port] >= STREAMS // 2, "clients keep connections to the proxy that will go"
-                draining = asyncio.create_task(asyncio.to_thread(cluster.drain, node, 120))
+                draining = asyncio.create_task(asyncio.to_thread(cluster.drain, node, 300))
                 while replicas_there():
                     await asyncio.sleep(0.5)
                 emptied = len(load.texts)

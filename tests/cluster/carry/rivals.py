@@ -24,19 +24,26 @@ STEP_SECONDS = 0.002
 Said = Event | Exception
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(STEP_SECONDS)
+
+
 @dataclass
 class Engine:
     """A replica that says a token every few milliseconds to each request while it is awake, and else heartbeats.
 
-    prefill: seconds before the first token. answer: what it says to a request instead, or raises. deaf: it accepts
-    none.
+    prefill: seconds before the first token; may_begin: whether that may come then. answer: what it says to a request
+    instead, or raises. deaf: it accepts none. heard: how often somebody took what it had to say.
     """
 
     name: str
     kind: EngineKind = KIND
     prefill: float = 0.0
+    may_begin: Callable[[], bool] = lambda: True
     answer: Said | None = None
     deaf: bool = False
+    heard: int = 0
     awake: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[Request] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
@@ -49,6 +56,13 @@ class Engine:
         self.awake.clear()
         await asyncio.sleep(seconds)
         self.awake.set()
+
+    async def hang_until(self, over: Callable[[], bool], further: float = 0.0) -> None:
+        """However long that takes, and so many seconds: who listens counts ticks, which take longer on a busy
+        machine."""
+        self.awake.clear()
+        await until(over)
+        await self.hang(further)
 
     def box(self, mailbox: str) -> asyncio.Queue[Event]:
         return self.boxes.setdefault(mailbox, asyncio.Queue())
@@ -93,6 +107,7 @@ class Asked:
 
     async def _say_all(self, engine: Engine) -> None:
         await asyncio.sleep(engine.prefill)
+        await until(engine.may_begin)
         known = [*self.request.prompt, *self.request.emitted]
         whole = len(self.request.prompt) + LENGTH
         step = bool(self.request.emitted)
@@ -124,6 +139,7 @@ class Fetched:
                     events.append(await box.get())
             await self.engine.awake.wait()
             yield EventBatch(self.engine.name, tuple(events))
+            self.engine.heard += 1
 
 
 @dataclass
@@ -199,8 +215,7 @@ class Reader:
             self.outputs.append(event)
 
     async def has(self, tokens: int) -> None:
-        while len(self.outputs) < tokens:
-            await asyncio.sleep(STEP_SECONDS)
+        await until(lambda: len(self.outputs) >= tokens)
 
     @property
     def gap(self) -> float:
@@ -220,7 +235,7 @@ class Reader:
 
 def play(scene: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await scene()
 
     asyncio.run(run())

@@ -54,7 +54,7 @@ def play(
     lines = Lines()
 
     async def run() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await scene(Channels(lines, doubt or silence, silence, GIVE_UP, there), lines)
 
     asyncio.run(run())

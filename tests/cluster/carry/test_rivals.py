@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,21 +10,28 @@ from opentelemetry.trace import StatusCode
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from cluster.carry.channels import TICK_SECONDS
 from cluster.carry.handover import Patience
 from cluster.errors import ApiError
 from cluster.line import Refusal
 from cluster.observe.ingress_metrics import render
-from tests.cluster.carry.rivals import PATIENCE, Engine, Reader, Stage, asking, play
+from tests.cluster.carry.rivals import PATIENCE, Engine, Reader, Stage, asking, play, until
 from tests.cluster.scripted import OTHER
 from tidar_core.request import Finish, FinishReason, StepOutput
 
 
-async def read_while_the_first_hangs(stage: Stage, seconds: float, tokens: int = 3) -> Reader:
-    """One stream whose replica hangs once it has brought some tokens."""
+def never() -> bool:
+    return False
+
+
+async def read_while_the_first_hangs(
+    stage: Stage, over: Callable[[], bool] = never, further: float = 0.0, tokens: int = 3
+) -> Reader:
+    """One stream whose replica hangs, as by `Engine.hang_until`, once it has brought some tokens."""
     reader = Reader()
     reading = asyncio.create_task(reader.read(stage.carrier()))
     await reader.has(tokens)
-    hanging = asyncio.create_task(stage.engines[0].hang(seconds))
+    hanging = asyncio.create_task(stage.engines[0].hang_until(over, further))
     await reading
     reader.check()
     hanging.cancel()
@@ -34,8 +42,8 @@ def test_a_rival_takes_over_long_before_the_quiet_replica_counts_as_dead() -> No
     async def scene() -> None:
         first, second = Engine("r0"), Engine("r1")
         stage = Stage([first, second])
-        reader = await read_while_the_first_hangs(stage, 60)
-        assert PATIENCE.doubt < reader.gap < PATIENCE.silence - 0.3
+        reader = await read_while_the_first_hangs(stage)
+        assert PATIENCE.doubt < reader.gap
         assert reader.replicas == ["r0", "r1"]
         assert stage.counted() == (1, {"quiet": 1})
         assert stage.silent == {"r0"}
@@ -54,9 +62,9 @@ def test_a_rival_takes_over_long_before_the_quiet_replica_counts_as_dead() -> No
 
 def test_a_replica_that_speaks_again_first_keeps_its_stream() -> None:
     async def scene() -> None:
-        first, second = Engine("r0"), Engine("r1", prefill=1.0)
+        first, second = Engine("r0"), Engine("r1", may_begin=never)
         stage = Stage([first, second])
-        reader = await read_while_the_first_hangs(stage, PATIENCE.doubt + 0.3)
+        reader = await read_while_the_first_hangs(stage, lambda: bool(second.asked), 0.3)
         assert reader.replicas == ["r0"]
         assert len(second.asked) == 1
         assert not second.running
@@ -73,12 +81,12 @@ def test_a_sign_of_life_is_enough_to_keep_a_stream() -> None:
     """The first token may be long in coming where the replica is there: its heartbeats say so."""
 
     async def scene() -> None:
-        first, second = Engine("r0", prefill=2.0), Engine("r1", prefill=1.0)
+        first, second = Engine("r0", prefill=2.0), Engine("r1", may_begin=never)
         stage = Stage([first, second])
         reader = Reader()
         reading = asyncio.create_task(reader.read(stage.carrier()))
-        await asyncio.sleep(0.2)
-        await first.hang(PATIENCE.doubt + 0.3)
+        await until(lambda: first.heard > 0)
+        await first.hang_until(lambda: bool(second.asked), 0.3)
         await reading
         reader.check()
         assert reader.replicas == ["r0"]
@@ -89,12 +97,12 @@ def test_a_sign_of_life_is_enough_to_keep_a_stream() -> None:
 
 def test_a_rival_may_bring_the_first_token() -> None:
     async def scene() -> None:
-        first, second = Engine("r0", prefill=1.0), Engine("r1", kind=OTHER)
+        first, second = Engine("r0", may_begin=never), Engine("r1", kind=OTHER)
         stage = Stage([first, second])
         reader = Reader()
         reading = asyncio.create_task(reader.read(stage.carrier()))
-        await asyncio.sleep(0.2)
-        hanging = asyncio.create_task(first.hang(60))
+        await until(lambda: first.heard > 0)
+        hanging = asyncio.create_task(first.hang_until(never))
         await reading
         reader.check()
         assert reader.replicas == ["r1"]
@@ -106,14 +114,13 @@ def test_a_rival_may_bring_the_first_token() -> None:
 
 def test_a_rival_that_is_not_ready_when_the_replica_counts_as_dead_goes_on_as_the_next_attempt() -> None:
     async def scene() -> None:
-        first, second = Engine("r0"), Engine("r1", prefill=PATIENCE.silence)
+        first, second = Engine("r0"), Engine("r1", may_begin=lambda: "r0" in stage.silent)
         stage = Stage([first, second])
-        reader = await read_while_the_first_hangs(stage, 60)
+        reader = await read_while_the_first_hangs(stage)
         assert reader.replicas == ["r0", "r1"]
-        assert len(second.asked) == 1
+        assert len(second.asked) == 1, "its prefill went on"
         assert stage.counted() == (1, {"silent": 1})
         assert stage.silent == {"r0"}
-        assert reader.gap < PATIENCE.doubt + PATIENCE.silence + 0.4, "its prefill went on"
 
     play(scene)
 
@@ -132,30 +139,29 @@ USELESS: dict[str, dict[str, Any]] = {
 def test_a_rival_that_cannot_help_does_no_harm() -> None:
     """All at once, since each is but waiting."""
 
-    async def scene(case: str, seconds: float) -> None:
+    async def scene(case: str, wakes: bool) -> None:
         useless, other = Engine("r1", **USELESS[case]), Engine("r2")
         stage = Stage([Engine("r0"), useless, other])
         busy = {f"another-{number}" for number in range(9)}
         other.running |= busy
 
         async def change_places() -> None:
-            while not useless.asked:
-                await asyncio.sleep(0.01)
+            await until(lambda: bool(useless.asked))
             other.running -= busy
             useless.running |= busy
 
         changing = asyncio.create_task(change_places())
-        reader = await read_while_the_first_hangs(stage, seconds)
+        reader = await read_while_the_first_hangs(stage, lambda: wakes and bool(useless.asked), 0.4)
         await changing
         begun, causes = stage.counted()
         assert (begun, len(useless.asked)) == (1, 1), f"{case}: no second rival for the same quiet"
-        if seconds < PATIENCE.silence:
+        if wakes:
             assert (reader.replicas, causes) == (["r0"], {}), case
         else:
             assert (reader.replicas, causes) == (["r0", "r2"], {"silent": 1}), case
 
     async def all_of_them() -> None:
-        await asyncio.gather(*(scene(case, seconds) for case in USELESS for seconds in (0.9, 60)))
+        await asyncio.gather(*(scene(case, wakes) for case in USELESS for wakes in (True, False)))
 
     play(all_of_them)
 
@@ -166,9 +172,9 @@ def test_who_refused_a_rival_is_not_asked_for_the_next() -> None:
         reader = Reader()
         reading = asyncio.create_task(reader.read(Stage([first, another_kind, fits]).carrier()))
         await reader.has(3)
-        await first.hang(PATIENCE.doubt + 0.3)
+        await first.hang_until(lambda: bool(another_kind.asked), 0.3)
         await reader.has(len(reader.outputs) + 3)
-        hanging = asyncio.create_task(first.hang(60))
+        hanging = asyncio.create_task(first.hang_until(never))
         await reading
         reader.check()
         hanging.cancel()
@@ -180,14 +186,14 @@ def test_who_refused_a_rival_is_not_asked_for_the_next() -> None:
 def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
     async def alone() -> None:
         stage = Stage([Engine("r0")])
-        reader = await read_while_the_first_hangs(stage, 0.9)
+        reader = await read_while_the_first_hangs(stage, lambda: True, 0.9)
         assert stage.counted() == (0, {})
         assert len(stage.engines[0].asked) == 1
         assert reader.gap > 0.8
 
     async def beside_a_silent_one() -> None:
         stage = Stage([Engine("r0"), Engine("r1")], silent=frozenset({"r1"}))
-        await read_while_the_first_hangs(stage, 0.9)
+        await read_while_the_first_hangs(stage, lambda: True, 0.9)
         assert stage.counted() == (0, {})
         assert not stage.engines[1].asked
 
@@ -199,10 +205,13 @@ def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
         for reader in readers:
             reading.append(asyncio.create_task(reader.read(carrier)))
             await reader.has(3)
-        # The second falls quiet first: it is the first's stream that has nowhere to go.
-        later = asyncio.create_task(stage.engines[1].hang(0.9))
-        await asyncio.sleep(0.2)
-        await asyncio.gather(stage.engines[0].hang(0.7), later, *reading)
+        # The second falls quiet first, by as many ticks: it is the first's stream that has nowhere to go.
+        first, second = stage.engines
+        second.awake.clear()
+        for _ in range(2):
+            await asyncio.sleep(TICK_SECONDS)
+        await first.hang(0.7)
+        await asyncio.gather(second.hang(0.1), *reading)
         for reader in readers:
             reader.check()
         assert len(stage.engines[1].asked) == 1
@@ -215,14 +224,13 @@ def test_where_no_other_replica_is_heard_nothing_is_begun() -> None:
 
 def test_a_reader_who_leaves_ends_both_attempts() -> None:
     async def scene() -> None:
-        first, second = Engine("r0"), Engine("r1", prefill=5.0)
+        first, second = Engine("r0"), Engine("r1", may_begin=never)
         stage = Stage([first, second])
         reader = Reader()
         reading = asyncio.create_task(reader.read(stage.carrier()))
         await reader.has(3)
         hanging = asyncio.create_task(first.hang(60))
-        while not second.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: bool(second.running))
         reading.cancel()
         await asyncio.wait({reading})
         await asyncio.sleep(0.05)
@@ -270,7 +278,7 @@ def test_a_rival_does_not_count_as_a_loss() -> None:
 
 def test_the_end_of_patience_ends_the_rival() -> None:
     async def scene() -> None:
-        first, second = Engine("r0"), Engine("r1", prefill=5.0)
+        first, second = Engine("r0"), Engine("r1", may_begin=never)
         stage = Stage([first, second])
         reader = Reader()
         reading = asyncio.create_task(reader.read(stage.carrier(Patience(1.5, 5, losses=1))))

@@ -117,7 +117,7 @@ def test_a_head_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
             client.connect_ex(full.getsockname())
         host, port = full.getsockname()
         assert "(timed out)" in refusal(f"{host}:{port}")
-    assert time.monotonic() - since < 5
+    assert time.monotonic() - since < 60, "the system alone would try for minutes"
 
 
 def test_what_serve_says_of_a_start_that_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,9 +29,9 @@ from cluster.operate.haproxy import (
 )
 from cluster.options import ServeOptions, UpOptions
 from tests import plain_http
-from tests.cluster.fronts import both, haproxies
+from tests.cluster.fronts import both, haproxies, settings_of
 from tests.cluster.kills import ingresses
-from tests.servers import REPOSITORY, Server, free_port, words_of
+from tests.servers import REPOSITORY, Server, free_port
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
 
@@ -76,7 +76,7 @@ async def end(said):
     writer.write(said)
     told = b""
     try:
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(4 if said.endswith(b"\\r\\n\\r\\n") else 60):
             async for line in reader:
                 told += line
     except TimeoutError:
@@ -94,7 +94,7 @@ with ours.haproxy_settings("127.0.0.1", port, 0, print) as settings:
     from ray.serve.config import HTTPOptions
     asyncio.run(run(HAProxyApi(HAProxyConfig(http_options=HTTPOptions(port=port)))))
 """
-NOTICED_SECONDS = 5.0
+NOTICED_SECONDS = 8.0  # fewer than the ten ticks after which an ingress is gone that only says nothing
 LONGEST_SOCKET, NODE_ID_CHARACTERS = 97, 56  # HAProxy's; Ray's
 
 
@@ -315,17 +315,17 @@ def test_it_listens_where_the_server_does_and_nowhere_else(front: Server) -> Non
 
 def test_one_that_has_a_successor_keeps_its_streams(front: Server) -> None:
     """Serve's two minutes would cut off those that last longer, whenever a replica of any application comes or goes."""
-    (words,) = {tuple(words_of(process)) for process in haproxies(front)}
-    settings = Path(words[words.index("-f") + 1]).read_text()
+    (settings,) = {settings_of(process) for process in haproxies(front)}
     assert "hard-stop-after 3600s" in settings
 
 
 def test_the_engine_ends_what_a_dead_ingress_asked_for_and_nothing_else(front: Server) -> None:
+    victim = both(front)[0]  # before the streams, which may not last as long as it takes to be sure of two
     clients = [Client(front, number) for number in range(STREAMS)]
     for client in clients:
         client.start()
-    wait_for_running(front, STREAMS, 20)
-    both(front)[0].kill()
+    wait_for_running(front, STREAMS, 60)
+    victim.kill()
     left, deadline = clients, time.monotonic() + 1.0 + NOTICED_SECONDS  # for the clients to see it, and the engine
     while not 0 < len(left) < STREAMS or front.metric("vllm:num_requests_running") != len(left):
         assert time.monotonic() < deadline, f"{len(left)} clients wait, and not as many requests run"
@@ -351,7 +351,7 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
     clients = [threading.Thread(target=ask, args=(2000,)) for _ in range(16)]
     for client in clients:
         client.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while front.metric("vllm:num_requests_running") < len(clients):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -364,8 +364,9 @@ def test_requests_that_die_with_their_ingress_are_told_so_and_those_after_are_an
         assert lost.status_code == 503
         assert lost.headers["retry-after"] == "1"
         assert lost.json()["error"]["code"] == "lost"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while answers[-1].status_code != 200:
         assert time.monotonic() < deadline
+        time.sleep(0.1)
         ask(5)
     assert answers[-1].json()["usage"]["completion_tokens"] == 5

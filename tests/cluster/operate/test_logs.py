@@ -23,6 +23,7 @@ REQUESTS = 5
 # A worker that says more than its files may hold, and requests that Serve's own proxy answers.
 TALK = """
 import json, sys
+from contextlib import suppress
 from pathlib import Path
 import httpx, ray
 from cluster.operate.deploy import start_proxies
@@ -40,10 +41,13 @@ with Interrupts() as interrupts, ray_cluster(None, lambda line: None, interrupts
     ray.get(talk.remote())
     start_proxies("127.0.0.1", port)
     for _ in range(requests):
-        httpx.get(f"http://127.0.0.1:{port}/")
+        httpx.get(f"http://127.0.0.1:{port}/", timeout=60)
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
-    files = [file for file in logs.rglob("*") if file.is_file()]
-    print(json.dumps({str(file.relative_to(logs)): file.read_text(errors="replace") for file in files}))
+    texts = {}
+    for file in filter(Path.is_file, logs.rglob("*")):
+        with suppress(FileNotFoundError):  # a full one gets another name
+            texts[str(file.relative_to(logs))] = file.read_text(errors="replace")
+    print(json.dumps(texts))
 """
 
 

@@ -45,6 +45,7 @@ from cluster.operate.ray_cluster import ray_cluster
 with Interrupts() as interrupts, ray_cluster(None, print, interrupts):
     raylet = ray._private.worker._global_node.all_processes["raylet"][0].process
     raylet.terminate = raylet.kill  # as Ray does a second later
+    print("Ray runs", flush=True)
 """
 
 
@@ -52,6 +53,7 @@ def test_a_raylet_that_is_killed_at_the_end_leaves_none_of_its_parts(tmp_path: P
     """One of its agents, in most of the cases, would stay for a minute."""
     ended = launch(tmp_path, 0, [sys.executable, "-c", LATE_RAYLET])
     try:
+        wait_for_text(ended, "Ray runs")
         assert ended.process.wait(ENDED_SECONDS) == 0, ended.log.read_text()
         assert ended.processes() == []
     finally:
@@ -91,7 +93,7 @@ def test_a_part_of_ray_that_is_killed(started: Server, part: str, phase: str) ->
     *before, last = started.log.read_text().splitlines()
     assert last == f"tidar: the Ray cluster is gone: its {part} ended"
     rays = [line for line in before if line.startswith("Ray: ")]
-    assert len(rays) == len(set(rays)) <= 1, "what it says of its part, without that part's log"
+    assert len(set(rays)) <= 1, "what it says of its part, without that part's log"
     assert not any("[state-dump]" in line or "(raylet)" in line for line in before)
     assert left_of(started) == []
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import ray
 from ray._private import parameter
@@ -38,6 +39,7 @@ from tests import plain_http
 from tests.servers import (
     MARK,
     REPOSITORY,
+    START_SECONDS,
     Server,
     command,
     end_all,
@@ -51,8 +53,6 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.cli import app
 from tidar_core.config import ConfigError
 from tidar_core.model.sources import find_model
-
-PORT = str(free_port())
 
 
 @pytest.fixture(autouse=True)
@@ -77,17 +77,19 @@ def refused(*arguments: str) -> str:
 def refused_beside_ray(directory: Path, *arguments: str) -> str:
     """The one line with which a command refuses what takes as long to know as Ray to start; nothing is left running."""
     mark = uuid.uuid4().hex
-    done = subprocess.run(
-        command("up", "--port", PORT, *arguments),
-        cwd=directory,
-        env={**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    try:
+        done = subprocess.run(
+            command("up", "--port", str(free_port()), *arguments),
+            cwd=directory,
+            env={**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
+    finally:
+        left_behind = end_all(mark)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout == "starting Ray\n"
-    left_behind = end_all(mark)
     assert not left_behind
     (line,) = done.stderr.strip().splitlines()
     return line.removeprefix("tidar: ")
@@ -97,13 +99,14 @@ def test_words_on_the_command_line_are_options_and_their_defaults_are_the_same(m
     asked: list[UpOptions] = []
     monkeypatch.setattr(deploy, "up", asked.append)
     assert tidar("up").exit_code == 0
-    assert tidar("up", "--port", PORT, "--max-ongoing", "7", "--priorities").exit_code == 0
-    assert asked == [UpOptions(), UpOptions(serve=ServeOptions(max_ongoing=7, priorities=True), port=int(PORT))]
+    assert tidar("up", "--port", "8123", "--max-ongoing", "7", "--priorities").exit_code == 0
+    assert asked == [UpOptions(), UpOptions(serve=ServeOptions(max_ongoing=7, priorities=True), port=8123)]
 
 
 def test_a_model_that_is_not_there() -> None:
-    assert "/no/such/model" in refused("up", "--port", PORT, "--model", "/no/such/model")
-    assert "~nobody-at-all/model" in refused("up", "--port", PORT, "--model", "~nobody-at-all/model")
+    port = str(free_port())
+    assert "/no/such/model" in refused("up", "--port", port, "--model", "/no/such/model")
+    assert "~nobody-at-all/model" in refused("up", "--port", port, "--model", "~nobody-at-all/model")
 
 
 def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
@@ -113,7 +116,8 @@ def test_an_adapter_that_does_not_fit(tmp_path: Path) -> None:
     line = refused_beside_ray(tmp_path, "--model", str(model), "--adapter", str(adapter))
     assert "hidden_size 48" in line
     assert "96" in line
-    assert "no adapter" in refused("up", "--port", PORT, "--model", str(model), "--adapter", str(tmp_path / "none"))
+    none = str(tmp_path / "none")
+    assert "no adapter" in refused("up", "--port", str(free_port()), "--model", str(model), "--adapter", none)
 
 
 def test_a_port_in_use(server: Server) -> None:
@@ -126,12 +130,12 @@ def test_a_port_in_use(server: Server) -> None:
 def test_too_few_threads(user: int, threads: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (threads, threads))
-    line = refused("up", "--port", PORT, "--model", "/no/such/model")
+    line = refused("up", "--port", str(free_port()), "--model", "/no/such/model")
     assert line.startswith("no model" if fits else "only 120 threads may run at once: raise `ulimit -u`"), line
 
 
 def test_a_host_that_is_not_ours() -> None:
-    assert "203.0.113.1" in refused("up", "--port", PORT, "--host", "203.0.113.1")
+    assert "203.0.113.1" in refused("up", "--port", str(free_port()), "--host", "203.0.113.1")
 
 
 def test_paths_hold_for_processes_that_start_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +255,7 @@ def test_status_of_a_running_server(server: Server) -> None:
     assert "tiny-adapter, block length 4" in result.output
     assert "float32 on cpu" in result.output
     assert "tokens/s" in result.output
-    assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{PORT}")
+    assert "nothing answers" in refused("status", "--address", f"http://127.0.0.1:{free_port()}")
 
 
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(server: Server) -> None:
@@ -297,6 +301,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing(tmp_path: Path, moment: str) -> N
     try:
         wait_for_text(server, moment)
         assert server.interrupt() == 0
+        psutil.wait_procs(server.processes(), timeout=20)  # workers take a moment to notice
         assert server.processes() == []
         assert server.log.read_text().splitlines()[-1] == "stopped"
     finally:

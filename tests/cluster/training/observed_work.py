@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,7 +18,8 @@ from tidar_core.model.weights import named_tensors
 
 
 def observed_work(options: ConvertOptions, spent: float, queue: Queue) -> Progress:
-    """As `work`; `<work>/seen-<rank>.json` gets {step: hash of the drafter}, `<work>/pid-<rank>` the process."""
+    """As `work`; `<work>/seen-<rank>.json` gets {step: hash of the drafter}, `<work>/pid-<rank>` the process. The
+    second worker does not get past step 16 until `<work>/struck` is there, lest it end before somebody kills it."""
     trainer.CHECKPOINT_SECONDS = 0.0
     seen: dict[int, str] = {}
 
@@ -26,6 +28,8 @@ def observed_work(options: ConvertOptions, spent: float, queue: Queue) -> Progre
         (options.work / f"pid-{crew.rank}").write_text(str(os.getpid()))
 
         def measured(result: Any, adapter: Any, progress: Progress, best: bool) -> None:
+            while crew.rank == 1 and progress.step == 16 and not (options.work / "struck").exists():
+                time.sleep(0.05)
             bits = blake2b(b"".join(tensor.numpy().tobytes() for _, tensor in named_tensors(adapter)))
             seen[progress.step] = bits.hexdigest()
             (options.work / f"seen-{crew.rank}.json").write_text(json.dumps(seen))

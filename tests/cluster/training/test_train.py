@@ -67,6 +67,7 @@ class Shown:
         self.steps[report.progress.step] = replace(report, progress=replace(report.progress))
         if report.progress.step >= 8 and self._victim is not None:
             os.kill(int(self._victim.read_text()), signal.SIGKILL)
+            self._victim.with_name("struck").touch()
             self._victim = None
 
     def measured(self, result: Any, progress: Progress, best: bool) -> None:

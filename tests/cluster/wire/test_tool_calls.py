@@ -184,7 +184,7 @@ def test_a_name_that_never_ends_costs_no_more_than_other_text() -> None:
     began = time.process_time()
     text, calls, _, _ = parsed(['<tool_call>{"name": "', *["a" * 50] * 4000])
     assert (len(text), calls) == (200_021, [])
-    assert time.process_time() - began < 5  # four times that, from the beginning at each token
+    assert time.process_time() - began < 10  # twice that, from the beginning at each token
 
 
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', r'"{\"a\": \"\ud800\"}"'])

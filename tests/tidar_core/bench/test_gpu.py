@@ -28,14 +28,16 @@ from tidar_core.bench.steps import PrefillTime, StepTime
 from tidar_core.cli import app
 from tidar_core.kernels.triton_gemm import PREFETCH_BYTES
 
+LONGEST = 500  # seconds for a phase that is to end by itself
+
 
 def test_a_phase_that_fails_or_hangs_costs_no_other(tmp_path):
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     works = ("decode", "--model", model, "--batch", "1", "--rounds", "1", "--prompts", "1", "--max-tokens", "4")
     chosen = [
-        Phase("no GPU", ("kernels", "--shape", "SmolLM2-135M"), 120),
+        Phase("no GPU", ("kernels", "--shape", "SmolLM2-135M"), LONGEST),
         Phase("too slow", ("soak", "--model", model), 0.5),
-        Phase("works", (*works, "--device", "cpu", "--no-graphs"), 120),
+        Phase("works", (*works, "--device", "cpu", "--no-graphs"), LONGEST),
     ]
     kept = []
     record = run_gpu_bench(chosen, 10.0, lambda line: None, lambda found: kept.append(sorted(found["phases"])))
@@ -54,7 +56,7 @@ def test_the_phase_that_compares_with_transformers_tells_who_was_faster_and_wher
     monkeypatch.chdir(tmp_path)
     (phase,) = (phase for phase in phases("tiny") if "--peer" in phase.command)
     little = ("--rounds", "1", "--prompts", "1", "--max-tokens", "8", "no environments")
-    chosen = replace(phase, command=(*phase.command, *little))
+    chosen = replace(phase, seconds=LONGEST, command=(*phase.command, *little))
     record = run_gpu_bench([chosen], 10.0, lambda line: None, lambda found: None)["phases"][phase.name]
     assert "error" not in record, record
     assert [found["engine"] for found in record["peers"]] == ["tidar bfloat16, drafts off", "transformers"]
@@ -245,7 +247,7 @@ def test_float8_is_not_timed_where_the_kernels_have_none(monkeypatch):
 def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path, monkeypatch):
     model = str(tiny_checkpoint(tmp_path / "tiny"))
     works = ("decode", "--model", model, "--batch", "1", "--rounds", "1", "--prompts", "1", "--max-tokens", "4")
-    chosen = [Phase("works", (*works, "--device", "cpu", "--no-full"), 120)]
+    chosen = [Phase("works", (*works, "--device", "cpu", "--no-full"), LONGEST)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kernels, "require_gpu", lambda: None)
     monkeypatch.setattr(gpu, "phases", lambda model: chosen)
@@ -254,7 +256,7 @@ def test_the_command_keeps_what_it_found_and_says_whether_all_went_well(tmp_path
     assert re.search(r"works: batch 1 off \d+ tokens/s; batch 1 auto \d+ tokens/s", told.output)
     (record,) = tmp_path.glob("tidar-gpu-*.json")
     assert json.loads(record.read_text())["phases"]["works"]["decode"]
-    chosen.append(Phase("no GPU", ("decode", "--device", "nothing"), 120))
+    chosen.append(Phase("no GPU", ("decode", "--device", "nothing"), LONGEST))
     told = CliRunner().invoke(app, ["bench", "gpu", "--json", str(tmp_path / "named.json")])
     assert told.exit_code == 1
     assert "no GPU: exit status 2" in told.output

@@ -72,7 +72,7 @@ def test_parts_are_compiled_beside_each_other_and_each_once(
 ) -> None:
     """Each compiler waits until the other has begun."""
     both_began = '[ "$(ls "$0".* | wc -l)" = 2 ] && exec g++ "$@"'
-    wait = f'touch "$0.$$"; for _ in $(seq 100); do {both_began}; sleep 0.1; done; exit 1'
+    wait = f'touch "$0.$$"; for _ in $(seq 600); do {both_began}; sleep 0.1; done; exit 1'
     monkeypatch.setenv("CXX", compiler(tmp_path, f'case "$*" in *" -c "*) {wait};; esac', 'exec g++ "$@"'))
     cpu_build.compiled_libraries(["float", "bf16"])
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 1"))
@@ -86,7 +86,7 @@ def test_a_part_that_is_done_is_not_locked_until_the_others_are(
 ) -> None:
     """The one part waits until the other was taken over by somebody who wants no more than that."""
     begun, taken = tmp_path / "begun", tmp_path / "taken"
-    wait = f'touch {begun}; for _ in $(seq 100); do [ -e {taken} ] && exec g++ "$@"; sleep 0.1; done; exit 1'
+    wait = f'touch {begun}; for _ in $(seq 600); do [ -e {taken} ] && exec g++ "$@"; sleep 0.1; done; exit 1'
     count = 'case "$*" in *PART_float*) echo >>"$0.calls"; esac'
     slow = f'case "$*" in *PART_bf16*) {wait};; esac'
     monkeypatch.setenv("CXX", compiler(tmp_path, count, slow, 'exec g++ "$@"'))
