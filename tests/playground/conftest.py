@@ -7,9 +7,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Dialog, Page, Playwright, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Dialog, Page, Playwright, expect, sync_playwright
 
 from tests.playground.recorded import RecordedServer, serve_recorded
+
+# How long a machine with other work to do may take to show something: no test is about that.
+expect.set_options(timeout=30_000)
 
 # A browser that calls home by itself would blur the test that the page does not.
 CHROMIUM_FLAGS = [

