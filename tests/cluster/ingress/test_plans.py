@@ -13,6 +13,7 @@ from cluster.ingress import plans
 from cluster.ingress.api import build_api
 from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
 from cluster.options import ServeOptions
+from cluster.wire import sampling
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import decode
 from tests.cluster.ingress.test_api import NoReplica, ask
@@ -54,6 +55,33 @@ def test_bad_words_are_the_tokens_that_they_have_in_front_of_a_text_and_behind_a
     assert asked.params[0].bad_words == (tokens("the"), tokens(" the"))
     with pytest.raises(ApiError, match="a word must not be empty"):
         completion(prompt="a", bad_words=["the", ""])
+
+
+def test_bad_words_have_no_more_tokens_than_each_choice_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spelt(count: int) -> str:
+        """A word of so many tokens, in front of a text; behind a space it has one more."""
+        word = "\ue000"
+        each = len(BACKEND.encode(word, add_special_tokens=False).ids)
+        assert (each, count % each) == (3, 0)
+        return word * (count // each)
+
+    (first, second) = completion(prompt="a", bad_words=[spelt(30)]).params[0].bad_words
+    assert (len(first), len(second)) == (30, 31)
+    with pytest.raises(ApiError, match=r"bad_words: .* has 33 tokens, and a word may have 32 at most: shorten it"):
+        completion(prompt="a", bad_words=["the", spelt(33)])
+    monkeypatch.setattr(sampling, "BAD_WORDS_TOKENS", 61)
+    assert len(completion(prompt="a", bad_words=[spelt(30)] * 3).params[0].bad_words) == 2, "once each"
+    with pytest.raises(ApiError, match=r"may have 61 tokens at most, .*: send fewer or shorter ones") as caught:
+        completion(prompt="a", bad_words=[spelt(30), "\n"])
+    assert (caught.value.status, caught.value.param) == (400, "bad_words")
+
+
+def test_what_each_choice_carries_is_short() -> None:
+    for field, value in (("cache_salt", "s" * 257), ("bad_words", ["the", "s" * 257])):
+        with pytest.raises(ApiError, match=f"{field}.*at most 256 characters") as caught:
+            completion(prompt="a", **{field: value})
+        assert caught.value.status == 400
+    completion(prompt="a", cache_salt="s" * 256)
 
 
 @pytest.mark.parametrize(
