@@ -1,7 +1,7 @@
 """A request of the OpenAI API from its body to its answer: planned, carried, and told whole or as events."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -13,11 +13,12 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import MODEL_CHANGED, ApiError, bad_request
+from cluster.ingress import plans
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import outcome_of
-from cluster.ingress.plans import RequestPlan
+from cluster.ingress.plans import RequestPlan, logprobs_field, too_many_logprobs
 from cluster.ingress.streams import Pace, pieces_of
-from cluster.wire.answer import Answer, requests_for
+from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
@@ -99,8 +100,7 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
                 return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
             events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
             return EventStreamResponse(events)
-        async with aclosing(pieces):
-            gathered = [piece async for piece in pieces]
+        gathered = await all_of(pieces, plan)
     except ApiError as error:
         if repeated is None:
             raise
@@ -108,6 +108,20 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
     # In a thread: the log-probabilities of long prompts take a while to write down.
     tell = partial(whole, head) if repeated is None else partial(whole_response, head, repeated)
     return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
+
+
+async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list[Piece]:
+    """The pieces of an answer that is told whole. Raises ApiError (400) where their log-probabilities are more than can
+    be kept: it may have been as long as it liked."""
+    gathered: list[Piece] = []
+    logprobs = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
+            if logprobs > plans.MOST_LOGPROBS:
+                raise too_many_logprobs("and the answer has more already", logprobs_field(plan.body))
+            gathered.append(piece)
+    return gathered
 
 
 def _answer_to(plan: RequestPlan, card: ModelCard, answer_id: str) -> Answer:

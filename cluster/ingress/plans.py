@@ -14,7 +14,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
+from cluster.wire.sampling import COMPLETION_MAX_TOKENS, sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
@@ -25,6 +25,8 @@ log = logging.getLogger("ray.serve")
 Prompts = list[tuple[int, ...]]
 # They come at once, and nobody else hears of the replica meanwhile: with more it would be taken for one that hangs.
 MOST_LOGPROBS_OF_A_PROMPT = 1_000_000
+# Of a request, those of its prompts and those of answers that are told whole: each takes some 140 bytes until then.
+MOST_LOGPROBS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def params_of(
         sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, wishes, limit)
         for number, prompt in enumerate(prompts)
     ]
+    check_logprobs_together(body, sum(map(len, prompts)), len(prompts))
     return [replace(params, choice=choice) for params in each for choice in choices]
 
 
@@ -123,6 +126,32 @@ def check_logprobs_of(body: Body, longest: int) -> None:
         field = "prompt_logprobs" if body.prompt_logprobs == wanted else "logprobs"
         hint = f"of {longest} tokens there may be {most} at most" if most >= 0 else f"{longest} tokens are too many"
         raise bad_request(f"{field} {wanted} is too much for the log-probabilities of a prompt: {hint}", field)
+
+
+def check_logprobs_together(body: Body, prompt_tokens: int, prompts: int) -> None:
+    """Raises ApiError where all prompts, of so many tokens together, and their answers have too many log-probabilities
+    to be kept until they are told. Those of an answer whose length is nowhere stated are counted as they come."""
+    of_prompt, of_answer, choices = body.wanted_of_prompt, body.wanted_logprobs, body.n or 1
+    if body.stream or (isinstance(body, ChatBody) and body.limit is None):
+        of_answer = None
+    asked = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)
+    field = "prompt_logprobs" if body.prompt_logprobs is not None else logprobs_field(body)
+    if of_answer is not None and asked <= MOST_LOGPROBS:
+        limit = COMPLETION_MAX_TOKENS if body.limit is None else body.limit
+        asked += choices * prompts * limit * (of_answer + 1)
+        field = logprobs_field(body)
+    if asked > MOST_LOGPROBS:
+        raise too_many_logprobs(f"these would be {asked}", field)
+
+
+def logprobs_field(body: Body) -> str:
+    """What says how many of the likeliest tokens are told."""
+    return "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+
+
+def too_many_logprobs(what: str, field: str) -> ApiError:
+    hint = "ask for fewer of them, of choices or of tokens, or stream the answer"
+    return bad_request(f"a request may have {MOST_LOGPROBS} log-probabilities at most, {what}: {hint}", field)
 
 
 def for_each_choice(prompts: Prompts, body: Body) -> Prompts:

@@ -14,12 +14,13 @@ from cluster.card import ModelCard, tokenizer_backend
 from cluster.carry.directory import Directory
 from cluster.carry.handover import Carrier, Update
 from cluster.errors import MODEL_CHANGED, model_changed
+from cluster.ingress import plans
 from cluster.ingress.api import build_api
 from cluster.options import ServeOptions
 from tests.cluster.ingress.test_api import NoReplica
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import HERMES_TEMPLATE, tool_tokenizer
-from tidar_core.request import Finish, FinishReason, Request, StepOutput
+from tidar_core.request import Finish, FinishReason, Request, StepOutput, TokenLogprobs
 
 OLD, NEW = "old-base", "new-base"
 
@@ -89,3 +90,32 @@ def test_who_asks_for_the_old_model_by_its_name_is_not_answered_by_the_new_one(
     directory = Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True, new_name="new")
     answer = asyncio.run(ask(build_api({"new": directory}, ServeOptions()), "completions", asked | {"prompt": "a"}))
     assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(("stream", "status"), [(False, 400), (True, 200)])
+@pytest.mark.parametrize("route", ["chat/completions", "responses"])
+def test_an_answer_of_no_stated_length_has_no_more_log_probabilities_than_can_be_kept(
+    route: str, stream: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    async def long(self: Carrier, request: Request, base: str) -> AsyncGenerator[Update, None]:
+        entry = TokenLogprobs(65, -0.5, ((65, -0.5), (66, -1.0)))
+        try:
+            for place in range(30):
+                finish = Finish(FinishReason.LENGTH) if place == 29 else None
+                yield Update("r1", (StepOutput(request.request_id, (65,), finish=finish, logprobs=(entry,)),))
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(Carrier, "run", long)
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", 3 * 29)
+    api = build_api({"tiny": Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True)}, ServeOptions())
+    asked: dict[str, Any] = {"input": "a", "top_logprobs": 2}
+    if route != "responses":
+        asked = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2}
+    answer = asyncio.run(ask(api, route, asked | {"stream": stream}))
+    assert (answer.status_code, closed) == (status, [True])
+    if not stream:
+        assert "may have 87 log-probabilities at most" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "top_logprobs"

@@ -105,6 +105,47 @@ def test_a_prompt_has_no_more_log_probabilities_than_can_be_sent_at_once(
     assert (caught.value.status, caught.value.param) == (400, field)
 
 
+def chat(**fields: Any) -> RequestPlan:
+    return chat_plan({"messages": [{"role": "user", "content": "Who?"}], **fields}, CARD, BACKEND, reasoning=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "asked", "field"),
+    [
+        (
+            completion,
+            {"prompt": [[300] * 9, [301] * 20], "prompt_logprobs": 10, "n": 2},
+            2 * 29 * 11,
+            "prompt_logprobs",
+        ),
+        (completion, {"prompt": [[300] * 9] * 3, "echo": True, "logprobs": 4, "stream": True}, 3 * 9 * 5, "logprobs"),
+        (completion, {"prompt": [[300] * 9] * 3, "echo": True, "logprobs": 4, "max_tokens": 0}, 3 * 9 * 5, "logprobs"),
+        (completion, {"prompt": [[300] * 9] * 3, "logprobs": 4, "max_tokens": 7, "n": 2}, 6 * 7 * 5, "logprobs"),
+        (completion, {"prompt": "a", "logprobs": 4, "n": 2}, 2 * 16 * 5, "logprobs"),
+        (chat, {"logprobs": True, "max_tokens": 7, "n": 5}, 5 * 7, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 3, "max_completion_tokens": 7}, 7 * 4, "top_logprobs"),
+    ],
+)
+def test_a_request_has_no_more_log_probabilities_than_can_be_kept(
+    make: Any, fields: dict[str, Any], asked: int, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all its prompts, and of the answers that are told whole."""
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", asked)
+    make(**fields)
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", asked - 1)
+    with pytest.raises(ApiError, match=f"{asked - 1} log-probabilities at most, these would be {asked}: ") as caught:
+        make(**fields)
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def test_log_probabilities_that_are_not_kept_or_may_never_come_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", 10)
+    completion(prompt="a", logprobs=4, max_tokens=20, stream=True)
+    chat(logprobs=True, top_logprobs=5, n=4)
+    with pytest.raises(ApiError, match="maximum context length"):
+        chat(logprobs=True, max_tokens=10**9)
+
+
 def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It is"}]
 
