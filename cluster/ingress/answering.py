@@ -22,7 +22,6 @@ from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
-from cluster.wire.schemas import ChatBody
 
 Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
 
@@ -83,22 +82,22 @@ async def _planned(
 
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
-    body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
-    head = new_head(card.name, isinstance(body, ChatBody)) if repeated is None else new_response_head(card.name)
-    operation = "chat" if isinstance(body, ChatBody) else "text_completion"
+    manner, repeated, outcome = plan.manner, plan.repeated, outcome_of(request)
+    head = new_head(card.name, manner.chat) if repeated is None else new_response_head(card.name)
+    operation = "chat" if manner.chat else "text_completion"
     get_current_span().set_attributes(
         {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
     )
     made = _answer_to(plan, card, head.id)
     replicas = max(1, len(served.directory.replicas))
-    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if body.stream else None)
+    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if manner.stream else None)
     try:
-        if body.stream:
+        if manner.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             if repeated is not None:
                 return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
-            events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
+            events = event_stream(head, made, first, pieces, outcome.broke, manner.include_usage, manner.counts_on)
             return EventStreamResponse(events)
         gathered = await all_of(pieces, plan)
     except ApiError as error:
@@ -119,25 +118,24 @@ async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list
         async for piece in pieces:
             logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
             if logprobs > plans.MOST_LOGPROBS:
-                raise too_many_logprobs("and the answer has more already", logprobs_field(plan.body))
+                raise too_many_logprobs("and the answer has more already", logprobs_field(plan.manner.chat))
             gathered.append(piece)
     return gathered
 
 
 def _answer_to(plan: RequestPlan, card: ModelCard, answer_id: str) -> Answer:
-    body = plan.body
-    chat = isinstance(body, ChatBody)
+    manner = plan.manner
     return Answer(
         card,
-        requests_for(answer_id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
-        bool(body.tidar.trace),
+        requests_for(answer_id, plan.prompts, plan.params, manner.cache_salt, manner.priority),
+        manner.trace,
         plan.echoes,
-        of_prompt=body.prompt_logprobs,
-        tells_end=not chat,
-        tells_ids=bool(body.return_token_ids),
-        names_ids=bool(body.return_tokens_as_token_ids),
-        tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
-        tells_stop=bool(body.include_stop_str_in_output),
+        of_prompt=manner.of_prompt,
+        tells_end=not manner.chat,
+        tells_ids=manner.tells_ids,
+        names_ids=manner.names_ids,
+        tells_thoughts=manner.tells_thoughts,
+        tells_stop=manner.tells_stop,
         by_part=plan.repeated is not None,
         tools=plan.tools,
         follows=plan.follows,

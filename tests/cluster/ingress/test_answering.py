@@ -1,6 +1,7 @@
 """A request that was read for a model which is replaced before anybody takes the request on."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -119,3 +120,38 @@ def test_an_answer_of_no_stated_length_has_no_more_log_probabilities_than_can_be
     if not stream:
         assert "may have 87 log-probabilities at most" in answer.json()["error"]["message"]
         assert answer.json()["error"]["param"] == "top_logprobs"
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("completions", '"prompt": "a", "unknown": [{"kept by nobody": []}]'),
+        ("chat/completions", '"messages": [{"role": "user", "content": "a", "unknown": [{"kept by nobody": []}]}]'),
+        ("responses", '"input": "a", "unknown": [{"kept by nobody": []}]'),
+    ],
+)
+def test_while_an_answer_comes_its_body_is_not_kept(
+    route: str, asked: str, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's objects for it take some 24 times its size, and nobody reads them any more."""
+    kept: list[int] = []
+
+    async def noted(self: Carrier, request: Request, base: str) -> AsyncGenerator[Update, None]:
+        for _ in range(20):  # the thread that read it may be a moment behind
+            kept.append(sum(type(one) is dict and "kept by nobody" in one for one in gc.get_objects()))
+            if not kept[-1]:
+                break
+            await asyncio.sleep(0.02)
+        async for update in run(self, request, NEW):
+            yield update
+
+    async def sent(api: FastAPI) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://tidar") as client:
+            body = f'{{{asked}, "stream": {stream}}}'
+            return await client.post(f"/v1/{route}", content=body, headers={"Content-Type": "application/json"})
+
+    monkeypatch.setattr(Carrier, "run", noted)
+    api = build_api({"tiny": Replaced(card_for(tool_tokenizer(HERMES_TEMPLATE)), comes=True)}, ServeOptions())
+    assert asyncio.run(sent(api)).status_code == 200
+    assert kept[-1] == 0
