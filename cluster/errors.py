@@ -15,7 +15,8 @@ SHAPES = {  # JSON's words for what pydantic tells in Python's
     "model_attributes_type": "must be an object",
     "model_type": "must be an object",
 }
-MAX_NAME = 200  # characters of a model's name that are told again
+MAX_NAME = 200  # characters of a name that are told again
+MAX_MESSAGE = 500
 MODEL_CHANGED = "model_changed"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -93,14 +94,19 @@ def from_request_error(error: RequestError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
-    first = error.errors(include_url=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
     # The branch of a union that was tried is no part of the name that a client would know.
     parts = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or "(" in part))]
-    param = cause.param if isinstance(cause, FieldError) else ".".join(parts) or None
+    param = cause.param if isinstance(cause, FieldError) else cut(".".join(parts), MAX_NAME) or None
     message = SHAPES.get(first["type"], first["msg"].removeprefix("Value error, "))
     if first["type"] == "extra_forbidden":
         message = f"unknown field `{param}`"
     elif param and not message.startswith(param):
         message = f"{param}: {message}"
-    return bad_request(" ".join(message.splitlines()), param)
+    return bad_request(cut(" ".join(message.splitlines()), MAX_MESSAGE), param)
+
+
+def cut(text: str, most: int) -> str:
+    """What is told of a client's own words."""
+    return text if len(text) <= most else text[: most - 1] + "…"

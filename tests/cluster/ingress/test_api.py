@@ -114,6 +114,15 @@ def test_a_body_over_the_limit_is_413_stated_or_not(api: FastAPI) -> None:
     assert ask(api, "POST", "/v1/completions", content=b"{}".ljust(LIMIT), headers=JSON).status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("stated", "status"), [("9" * 4401, 413), (str(LIMIT + 1), 413), ("0" * 4400 + "2", 503), ("0", 503), ("-1", 400)]
+)
+def test_a_length_of_any_number_of_digits_is_read(api: FastAPI, stated: str, status: int) -> None:
+    response = ask(api, "POST", "/v1/completions", content=b"{}", headers={**JSON, "Content-Length": stated})
+    assert response.status_code == status
+    error_of(response)
+
+
 def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeypatch: pytest.MonkeyPatch) -> None:
     async def woken(_: Directory) -> Any:
         raise AssertionError("woken")
