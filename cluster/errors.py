@@ -37,8 +37,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole HTTP answer; 429 and 503 tell when to try again."""
+        """The whole HTTP answer; 429 and 503 tell when to try again, behind 408 nothing is read any more."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else None
+        if self.status == 408:
+            headers = {"Connection": "close"}
         return JSONResponse(self.body(), self.status, headers)
 
 

@@ -23,6 +23,8 @@ from cluster.wire.completions_told import EventStreamResponse, event_stream, new
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 
+SILENT_SECONDS = 30.0  # for which a body may stop coming: it holds a connection, and what came of it
+
 Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
 
 
@@ -41,7 +43,7 @@ async def answered(request: Request, plan: Plan, models: Models, most_bytes: int
 
 async def read_raw(request: Request, limit: int) -> bytes:
     """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
-    without asking first, or is compressed, 413 as soon as it is known to be over the limit."""
+    without asking first, or is compressed, 413 as soon as it is known to be over the limit, 408 where no more comes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
@@ -58,12 +60,20 @@ async def read_raw(request: Request, limit: int) -> bytes:
         raise refusal
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    coming = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENT_SECONDS):
+                part = await anext(coming, None)
+        except TimeoutError:
+            message = f"Nothing more came of the request's body for {SILENT_SECONDS:g} seconds. Send it again."
+            raise ApiError(408, message, code="body_timeout") from None
+        if part is None:
+            return b"".join(parts)
         size += len(part)
         if size > limit:
             raise refusal
         parts.append(part)
-    return b"".join(parts)
 
 
 async def _planned(
