@@ -15,7 +15,8 @@ SHAPES = {  # JSON's words for what pydantic tells in Python's
     "model_attributes_type": "must be an object",
     "model_type": "must be an object",
 }
-MAX_NAME = 200  # characters of a model's name that are told again
+MAX_NAME = 200  # characters of a name that are told again
+MAX_MESSAGE = 500
 MODEL_CHANGED = "model_changed"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -36,8 +37,10 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The whole HTTP answer; 429 and 503 tell when to try again."""
+        """The whole HTTP answer; 429 and 503 tell when to try again, behind 408 nothing is read any more."""
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else None
+        if self.status == 408:
+            headers = {"Connection": "close"}
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -93,14 +96,19 @@ def from_request_error(error: RequestError) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
-    first = error.errors(include_url=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     cause = first.get("ctx", {}).get("error")
     # The branch of a union that was tried is no part of the name that a client would know.
     parts = [str(part) for part in first["loc"] if not (isinstance(part, str) and ("[" in part or "(" in part))]
-    param = cause.param if isinstance(cause, FieldError) else ".".join(parts) or None
+    param = cause.param if isinstance(cause, FieldError) else cut(".".join(parts), MAX_NAME) or None
     message = SHAPES.get(first["type"], first["msg"].removeprefix("Value error, "))
     if first["type"] == "extra_forbidden":
         message = f"unknown field `{param}`"
     elif param and not message.startswith(param):
         message = f"{param}: {message}"
-    return bad_request(" ".join(message.splitlines()), param)
+    return bad_request(cut(" ".join(message.splitlines()), MAX_MESSAGE), param)
+
+
+def cut(text: str, most: int) -> str:
+    """What is told of a client's own words."""
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -3,6 +3,7 @@ with those before it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from tidar_core.request import RequestError, SamplingParams
 
@@ -13,18 +14,28 @@ class BadWords:
     def __init__(self, words: Sequence[tuple[int, ...]], prompt_length: int):
         self.always = tuple(sorted({word[0] for word in words if len(word) == 1}))
         self._prompt_length = prompt_length
-        self._ends: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        # A tree of what stands before the last tokens, read backwards: places by number, the root is 0.
+        self._before: dict[tuple[int, int], int] = {}
+        ends: defaultdict[int, set[int]] = defaultdict(set)
         for *front, end in words:
+            place = 0
+            for token in reversed(front):
+                place = self._before.setdefault((place, token), len(self._before) + 1)
             if front:
-                self._ends[tuple(front)].add(end)
-        self._lengths = sorted({len(front) for front in self._ends})
+                ends[place].add(end)
+        self._ends = {place: tuple(sorted(found)) for place, found in ends.items()}
 
     def refused(self, tokens: Sequence[int], ahead: Sequence[int] = ()) -> tuple[int, ...]:
         """The tokens that may not come behind these, all of prompt and answer, and drafts `ahead` of them."""
-        longest = max(self._lengths, default=0)
-        answer = (*tokens[max(self._prompt_length, len(tokens) - longest) :], *ahead)
-        ends = (self._ends.get(answer[-length:], ()) for length in self._lengths)
-        return (*self.always, *(end for found in ends for end in sorted(found)))
+        found = [*self.always]
+        place = 0
+        answer = (tokens[at] for at in range(len(tokens) - 1, self._prompt_length - 1, -1))
+        for token in chain(reversed(ahead), answer):
+            place = self._before.get((place, token), -1)
+            if place < 0:
+                break
+            found += self._ends.get(place, ())
+        return tuple(found)
 
 
 def check_bad_words(params: SamplingParams, vocab_size: int) -> None:

@@ -117,6 +117,7 @@ def _check_depth(value: Any) -> None:
 
 MAX_PATTERNS = 64  # of an object, each of which is held against the others
 MOST_COMPARED = 32  # characters of what names may begin with
+LONGEST_PART = 256  # of a pattern that stands for one character of them; it is kept
 RANGE = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 BEYOND_ASCII = "\u0100"
 # Else what is reached is none of the schemas that are checked.
@@ -319,6 +320,8 @@ def _beginning(pattern: str) -> list[str]:
     beginning: list[str] = []
     place = 1
     while pattern.startswith("^") and "|" not in pattern and (found := _BEGINNING.match(pattern, place)):
+        if len(found[1]) > LONGEST_PART:  # as if it might stand for anything
+            break
         beginning.append(found[1])
         if found[2] or len(beginning) == MOST_COMPARED:
             break

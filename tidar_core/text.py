@@ -8,10 +8,11 @@ what comes out does not depend on how the tokens were cut into runs.
 
 import codecs
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_letters
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
@@ -55,7 +56,8 @@ class TextStream:
         with_stop: bool = False,
         with_special: bool = False,
     ) -> None:
-        self._decoder = _decoder_for(tokenizer.backend_tokenizer, mid_text, with_special)
+        hidden = () if with_special else special_texts(tokenizer)
+        self._decoder = _decoder_for(tokenizer.backend_tokenizer, hidden, mid_text)
         self._matcher = _StopMatcher(stop, with_stop)
         self._deaf = min_tokens
         self.push(emitted)
@@ -167,8 +169,7 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
 
-def _decoder_for(backend: Tokenizer, mid_text: bool, with_special: bool) -> _Decoder:
-    hidden = frozenset() if with_special else special_ids(backend)
+def _decoder_for(backend: Tokenizer, hidden: Container[int], mid_text: bool) -> _Decoder:
     if isinstance(backend.decoder, decoders.ByteLevel):
         return _ByteDecoder(backend, hidden)
     return _PieceDecoder(backend, hidden, mid_text)
@@ -177,6 +178,18 @@ def _decoder_for(backend: Tokenizer, mid_text: bool, with_special: bool) -> _Dec
 def special_ids(backend: Tokenizer) -> frozenset[int]:
     """The tokens that are no text."""
     return frozenset(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+
+
+_special: WeakKeyDictionary[PreTrainedTokenizerFast, Mapping[int, str]] = WeakKeyDictionary()
+
+
+def special_texts(tokenizer: PreTrainedTokenizerFast) -> Mapping[int, str]:
+    """The same and how each is written, of a tokenizer that changes no more: read once, since a thousand added tokens
+    take milliseconds, and each choice of an answer asks."""
+    if tokenizer not in _special:
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        _special[tokenizer] = {token: entry.content for token, entry in added.items() if entry.special}
+    return _special[tokenizer]
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -200,7 +213,7 @@ class _ByteDecoder:
     for each token, and it shows nothing until a clean character comes.
     """
 
-    def __init__(self, backend: Tokenizer, hidden: frozenset[int]) -> None:
+    def __init__(self, backend: Tokenizer, hidden: Container[int]) -> None:
         self._backend = backend
         self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -228,7 +241,7 @@ class _PieceDecoder:
 
     _LONGEST_CHARACTER = 4  # in bytes, and so in tokens
 
-    def __init__(self, backend: Tokenizer, hidden: frozenset[int], mid_text: bool) -> None:
+    def __init__(self, backend: Tokenizer, hidden: Container[int], mid_text: bool) -> None:
         self._backend = backend
         self._hidden = hidden
         self._pending: list[int] = []

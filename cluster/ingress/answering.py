@@ -1,7 +1,7 @@
 """A request of the OpenAI API from its body to its answer: planned, carried, and told whole or as events."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -14,15 +14,17 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import MODEL_CHANGED, ApiError, bad_request
+from cluster.ingress import plans
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import outcome_of
-from cluster.ingress.plans import RequestPlan
+from cluster.ingress.plans import RequestPlan, logprobs_field, too_many_logprobs
 from cluster.ingress.streams import Pace, pieces_of
-from cluster.wire.answer import Answer, requests_for
+from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
-from cluster.wire.schemas import ChatBody
+
+SILENT_SECONDS = 30.0  # for which a body may stop coming: it holds a connection, and what came of it
 
 NO_PRIORITIES = "priority would take the places of others here: leave it out, or start the server with --priorities"
 
@@ -57,7 +59,7 @@ async def answered(request: Request, plan: Plan, models: Models, allowed: Allowe
 
 async def read_raw(request: Request, limit: int) -> bytes:
     """The whole body. Raises ApiError: 415 where it is not said to be JSON, which a page of another site cannot say
-    without asking first, or is compressed, 413 as soon as it is known to be over the limit."""
+    without asking first, or is compressed, 413 as soon as it is known to be over the limit, 408 where no more comes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
@@ -69,16 +71,25 @@ async def read_raw(request: Request, limit: int) -> bytes:
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal():
         raise bad_request("content-length is no number")
-    if int(stated) > limit:
+    digits = stated.lstrip("0")  # of which Python makes no number where they are thousands
+    if len(digits) > len(str(limit)) or int(digits or "0") > limit:
         raise refusal
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
+    coming = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(SILENT_SECONDS):
+                part = await anext(coming, None)
+        except TimeoutError:
+            message = f"Nothing more came of the request's body for {SILENT_SECONDS:g} seconds. Send it again."
+            raise ApiError(408, message, code="body_timeout") from None
+        if part is None:
+            return b"".join(parts)
         size += len(part)
         if size > limit:
             raise refusal
         parts.append(part)
-    return b"".join(parts)
 
 
 async def _planned(
@@ -98,25 +109,24 @@ async def _planned(
 
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
-    body, repeated, outcome = plan.body, plan.repeated, outcome_of(request)
-    head = new_head(card.name, isinstance(body, ChatBody)) if repeated is None else new_response_head(card.name)
-    operation = "chat" if isinstance(body, ChatBody) else "text_completion"
+    manner, repeated, outcome = plan.manner, plan.repeated, outcome_of(request)
+    head = new_head(card.name, manner.chat) if repeated is None else new_response_head(card.name)
+    operation = "chat" if manner.chat else "text_completion"
     get_current_span().set_attributes(
         {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
     )
     made = _answer_to(plan, card, head.id)
     replicas = max(1, len(served.directory.replicas))
-    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if body.stream else None)
+    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if manner.stream else None)
     try:
-        if body.stream:
+        if manner.stream:
             # The first piece before the status line: what goes wrong until then has a status of its own.
             first = await anext(pieces)
             if repeated is not None:
                 return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
-            events = event_stream(head, made, first, pieces, outcome.broke, body.include_usage, body.counts_on)
+            events = event_stream(head, made, first, pieces, outcome.broke, manner.include_usage, manner.counts_on)
             return EventStreamResponse(events)
-        async with aclosing(pieces):
-            gathered = [piece async for piece in pieces]
+        gathered = await all_of(pieces, plan)
     except ApiError as error:
         if repeated is None:
             raise
@@ -126,20 +136,33 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
     return Response(await asyncio.to_thread(tell, made, gathered), media_type="application/json")
 
 
+async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list[Piece]:
+    """The pieces of an answer that is told whole. Raises ApiError (400) where their log-probabilities are more than can
+    be kept: it may have been as long as it liked."""
+    gathered: list[Piece] = []
+    logprobs = 0
+    async with aclosing(pieces):
+        async for piece in pieces:
+            logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
+            if logprobs > plans.MOST_LOGPROBS:
+                raise too_many_logprobs("and the answer has more already", logprobs_field(plan.manner.chat))
+            gathered.append(piece)
+    return gathered
+
+
 def _answer_to(plan: RequestPlan, card: ModelCard, answer_id: str) -> Answer:
-    body = plan.body
-    chat = isinstance(body, ChatBody)
+    manner = plan.manner
     return Answer(
         card,
-        requests_for(answer_id, plan.prompts, plan.params, body.cache_salt or "", body.priority or 0),
-        bool(body.tidar.trace),
+        requests_for(answer_id, plan.prompts, plan.params, manner.cache_salt, manner.priority),
+        manner.trace,
         plan.echoes,
-        of_prompt=body.prompt_logprobs,
-        tells_end=not chat,
-        tells_ids=bool(body.return_token_ids),
-        names_ids=bool(body.return_tokens_as_token_ids),
-        tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
-        tells_stop=bool(body.include_stop_str_in_output),
+        of_prompt=manner.of_prompt,
+        tells_end=not manner.chat,
+        tells_ids=manner.tells_ids,
+        names_ids=manner.names_ids,
+        tells_thoughts=manner.tells_thoughts,
+        tells_stop=manner.tells_stop,
         by_part=plan.repeated is not None,
         tools=plan.tools,
         follows=plan.follows,

@@ -14,7 +14,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
+from cluster.wire.sampling import COMPLETION_MAX_TOKENS, sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
@@ -25,6 +25,46 @@ log = logging.getLogger("ray.serve")
 Prompts = list[tuple[int, ...]]
 # They come at once, and nobody else hears of the replica meanwhile: with more it would be taken for one that hangs.
 MOST_LOGPROBS_OF_A_PROMPT = 1_000_000
+# Of a request, those of its prompts and those of answers that are told whole: each takes some 140 bytes until then.
+MOST_LOGPROBS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What an answer has to know of the body that asked for it: whose it is and how it is told. The body itself, read
+    in, takes many times its size, unknown fields too, and an answer may take long."""
+
+    chat: bool
+    stream: bool
+    include_usage: bool
+    counts_on: bool
+    trace: bool
+    of_prompt: int | None
+    tells_ids: bool
+    names_ids: bool
+    tells_thoughts: bool
+    tells_stop: bool
+    cache_salt: str
+    priority: int
+    form: str  # the field that says what the answer has to follow, where no tools do
+
+
+def manner_of(body: Body) -> Manner:
+    return Manner(
+        chat=isinstance(body, ChatBody),
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+        counts_on=body.counts_on,
+        trace=bool(body.tidar.trace),
+        of_prompt=body.prompt_logprobs,
+        tells_ids=bool(body.return_token_ids),
+        names_ids=bool(body.return_tokens_as_token_ids),
+        tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+        tells_stop=bool(body.include_stop_str_in_output),
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        form=body.grammar_field,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +73,7 @@ class RequestPlan:
     and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
     thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two."""
 
-    body: Body
+    manner: Manner
     prompts: Prompts
     params: Sequence[SamplingParams]
     echoes: Sequence[Echo] = ()
@@ -44,7 +84,7 @@ class RequestPlan:
     @property
     def follows(self) -> str:
         """The field that says what the answer has to follow."""
-        return "tools" if self.tools is not None else self.body.grammar_field
+        return "tools" if self.tools is not None else self.manner.form
 
 
 def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
@@ -53,7 +93,7 @@ def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) 
     check(body)
     prompts = completion_prompts(body, card, backend)
     params = params_of(body, prompts, card, backend, body.grammar)
-    return RequestPlan(body, for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
+    return RequestPlan(manner_of(body), for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
 
 
 def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
@@ -89,7 +129,7 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
     params = params_of(body, [prompt], card, backend, grammar, limit)
-    return RequestPlan(body, for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
+    return RequestPlan(manner_of(body), for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
 
 
 def params_of(
@@ -112,6 +152,7 @@ def params_of(
         sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, wishes, limit)
         for number, prompt in enumerate(prompts)
     ]
+    check_logprobs_together(body, sum(map(len, prompts)), len(prompts))
     return [replace(params, choice=choice) for params in each for choice in choices]
 
 
@@ -123,6 +164,32 @@ def check_logprobs_of(body: Body, longest: int) -> None:
         field = "prompt_logprobs" if body.prompt_logprobs == wanted else "logprobs"
         hint = f"of {longest} tokens there may be {most} at most" if most >= 0 else f"{longest} tokens are too many"
         raise bad_request(f"{field} {wanted} is too much for the log-probabilities of a prompt: {hint}", field)
+
+
+def check_logprobs_together(body: Body, prompt_tokens: int, prompts: int) -> None:
+    """Raises ApiError where all prompts, of so many tokens together, and their answers have too many log-probabilities
+    to be kept until they are told. Those of an answer whose length is nowhere stated are counted as they come."""
+    of_prompt, of_answer, choices = body.wanted_of_prompt, body.wanted_logprobs, body.n or 1
+    if body.stream or (isinstance(body, ChatBody) and body.limit is None):
+        of_answer = None
+    asked = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)
+    field = "prompt_logprobs" if body.prompt_logprobs is not None else logprobs_field(isinstance(body, ChatBody))
+    if of_answer is not None and asked <= MOST_LOGPROBS:
+        limit = COMPLETION_MAX_TOKENS if body.limit is None else body.limit
+        asked += choices * prompts * limit * (of_answer + 1)
+        field = logprobs_field(isinstance(body, ChatBody))
+    if asked > MOST_LOGPROBS:
+        raise too_many_logprobs(f"these would be {asked}", field)
+
+
+def logprobs_field(chat: bool) -> str:
+    """What says how many of the likeliest tokens are told."""
+    return "top_logprobs" if chat else "logprobs"
+
+
+def too_many_logprobs(what: str, field: str) -> ApiError:
+    hint = "ask for fewer of them, of choices or of tokens, or stream the answer"
+    return bad_request(f"a request may have {MOST_LOGPROBS} log-probabilities at most, {what}: {hint}", field)
 
 
 def for_each_choice(prompts: Prompts, body: Body) -> Prompts:

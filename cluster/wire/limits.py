@@ -16,6 +16,21 @@ def few(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def shallow(most: int) -> BeforeValidator:
+    """At most so many levels of lists and objects: what is nested deeper would be an error at each of its places."""
+
+    def check(value: object) -> object:
+        layer = [value]
+        for _ in range(most):
+            inner = (one.values() if isinstance(one, dict) else one for one in layer if isinstance(one, dict | list))
+            layer = [item for items in inner for item in items if isinstance(item, dict | list)]
+            if not layer:
+                return value
+        raise ValueError(f"at most {most} levels of lists and objects are taken")
+
+    return BeforeValidator(check)
+
+
 # In brackets the name of a branch is no part of the name of a field: see `from_validation`.
 WORD, OBJECT = "(word)", "(object)"
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 from cluster.errors import FieldError
-from cluster.wire.limits import few
+from cluster.wire.limits import few, shallow
 from cluster.wire.tools import MAX_TOOLS, NamedTool, Tool, ToolChoice
 
 MAX_TEMPLATE_ARGUMENTS = 32
+MAX_ARGUMENT_DEPTH = 32
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -153,6 +154,7 @@ TemplateArguments = Annotated[
     dict[str, JsonValue],
     Field(description="What the model's chat template takes besides, as Qwen3's `enable_thinking`."),
     few(MAX_TEMPLATE_ARGUMENTS),
+    shallow(MAX_ARGUMENT_DEPTH),
 ]
 
 

@@ -32,12 +32,13 @@ ERRORS: Mapping[int, str] = {
     400: "The request cannot be honoured; `param` names the field at fault.",
     401: "A key is wanted.",
     404: "There is no such model.",
+    408: "The body stopped coming.",
     413: "The body is too large.",
     415: "The body is compressed, or not said to be JSON: the header Content-Type says `application/json`.",
     429: "The server is full; Retry-After says when to try again.",
     503: "No engine answers, or the one that did was lost; Retry-After says when to try again.",
 }
-OF_BODIES = (400, 413, 415)
+OF_BODIES = (400, 408, 413, 415)
 # Of each event: a chunk of the answer as JSON, or [DONE].
 EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 ERROR_SCHEMA = {

@@ -12,6 +12,10 @@ from tidar_core.grammar import Grammar
 from tidar_core.request import RequestError, Sampling, SamplingParams, ThoughtLimit
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+# Each choice's request carries them all.
+BAD_WORDS_TOKENS = 8192
+BAD_WORD_TOKENS = 32
+SPELT_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +39,27 @@ def token_wishes(body: Body, card: ModelCard, backend: Tokenizer) -> TokenWishes
 
 def bad_words(words: Sequence[str], backend: Tokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """Each as the tokens that it has where a text begins with it, and behind a space; one of white space as it is.
-    Raises ApiError (400) for one that is empty."""
+    Raises ApiError (400) for one that is empty, or where they have too many tokens."""
     if not all(words):
         raise bad_request("bad_words: a word must not be empty", "bad_words")
     bare = [word.lstrip() or word for word in words]
     texts = [text for word in bare for text in ((word,) if word.isspace() else (word, f" {word}"))]
-    encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-    found = dict.fromkeys(tuple(encoding.ids) for encoding in encodings)
-    return tuple(ids for ids in found if ids and max(ids) < vocab_size)
+    found: dict[tuple[int, ...], None] = {}
+    size = 0
+    for start in range(0, len(texts), SPELT_AT_ONCE):  # nothing is spelt behind what is refused
+        some = texts[start : start + SPELT_AT_ONCE]
+        for text, encoding in zip(some, backend.encode_batch_fast(some, add_special_tokens=False), strict=True):
+            ids = tuple(encoding.ids)
+            if len(ids) > BAD_WORD_TOKENS:
+                what = f"{text[:40]!r} has {len(ids)} tokens, and a word may have {BAD_WORD_TOKENS} at most"
+                raise bad_request(f"bad_words: {what}: shorten it", "bad_words")
+            if ids and ids not in found and max(ids) < vocab_size:
+                found[ids] = None
+                size += len(ids)
+        if size > BAD_WORDS_TOKENS:
+            what = f"all words together may have {BAD_WORDS_TOKENS} tokens at most, counted behind a space too"
+            raise bad_request(f"bad_words: {what}: send fewer or shorter ones", "bad_words")
+    return tuple(found)
 
 
 def logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -32,6 +32,8 @@ MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_ALLOWED = 4096
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD = 256  # characters
+MAX_SALT = 256
 MAX_KEYS = 16  # of an object whose keys are all known
 SEED_BITS = 53  # a drawn seed survives a client whose numbers are doubles
 
@@ -109,6 +111,7 @@ HARMLESS = frozenset(
 
 
 ShortText = Annotated[str, Field(max_length=1000)]
+BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD)]
 Stops = Annotated[list[ShortText], Field(max_length=MAX_STOP)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 # What `check_prompts` takes, for the document.
@@ -209,10 +212,10 @@ class Body(BaseModel):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     min_tokens: Annotated[int | None, stated(minimum=0)] = None
     ignore_eos: bool | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str | None, Field(max_length=MAX_SALT)] = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED)] | None = None
-    bad_words: Annotated[list[ShortText], Field(max_length=MAX_BAD_WORDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Length = None

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core.request import StepOutput, StepTrace
-from tidar_core.text import TextStream, token_text
+from tidar_core.text import TextStream, special_texts, token_text
 
 
 class Spelling:
@@ -15,9 +15,7 @@ class Spelling:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, mid_text: bool = False, with_special: bool = False):
         self._tokenizer = tokenizer
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        special = {token: entry.content for token, entry in added.items() if entry.special}
-        self._beside_text = {} if with_special else special
+        self._beside_text = {} if with_special else special_texts(tokenizer)
         self._emitted = TextStream(tokenizer, mid_text=mid_text, with_special=with_special)
         self._alone: dict[int, str] = {}
 

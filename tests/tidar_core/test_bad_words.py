@@ -1,7 +1,9 @@
 """Words that never come: what a definition, transformers and drafting have to say of it."""
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +47,50 @@ def test_the_last_token_of_a_word_is_refused_where_the_others_came(bad, prompt, 
     }
     assert set(refused) == expected
     assert set(BadWords(bad, 0).always) == {word[0] for word in bad if len(word) == 1}
+
+
+class Slices:
+    """How it was done before there was a tree: a slice of the answer for each length that words have."""
+
+    def __init__(self, words: list[tuple[int, ...]], prompt_length: int):
+        self.always = tuple(sorted({word[0] for word in words if len(word) == 1}))
+        self._prompt_length = prompt_length
+        self._ends: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        for *front, end in words:
+            if front:
+                self._ends[tuple(front)].add(end)
+        self._lengths = sorted({len(front) for front in self._ends})
+
+    def refused(self, tokens: list[int], ahead: list[int]) -> tuple[int, ...]:
+        longest = max(self._lengths, default=0)
+        answer = (*tokens[max(self._prompt_length, len(tokens) - longest) :], *ahead)
+        ends = (self._ends.get(answer[-length:], ()) for length in self._lengths)
+        return (*self.always, *(end for found in ends for end in sorted(found)))
+
+
+@given(words, few, few, few)
+def test_they_come_in_the_order_of_the_words_lengths(bad, prompt, answer, ahead):
+    ours, others = (kind(bad, len(prompt)).refused(prompt + answer, ahead) for kind in (BadWords, Slices))
+    assert ours == others
+
+
+class Noted(list[int]):
+    """Tokens that count how often one is looked at; to slice them is an error."""
+
+    looked = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        assert isinstance(at, int), "sliced"
+        self.looked += 1
+        return super().__getitem__(at)
+
+
+def test_no_more_of_an_answer_is_read_than_words_have_in_common_with_its_end() -> None:
+    """A step pays for them with every row."""
+    bad = BadWords([*((7,) * length for length in range(2, 1000)), (1, 2, 3, 4)], 10)
+    tokens = Noted([5] * 1000 + [1, 2, 3])
+    assert bad.refused(tokens) == (4,)
+    assert tokens.looked == 4
 
 
 def said_in(answer: list[int], word: tuple[int, ...]) -> bool:

@@ -69,6 +69,7 @@ REFUSED_SCHEMAS: list[tuple[Any, str]] = [
         "may match the property '1'",
     ),
     ({"patternProperties": {"^a": {}, "b$": {}}}, "match two of its patterns"),
+    ({"patternProperties": {"^a": {}, f"^[{'b' * 255}]": {}}}, "match two of its patterns"),
     ({"patternProperties": {f"^{chr(500 + count)}": {} for count in range(65)}}, "at most 64 patterns"),
     ({"properties": {"abc": {}}, "propertyNames": {"maxLength": 2}}, "`propertyNames` beside `properties`"),
     (
@@ -99,6 +100,7 @@ def test_schemas_that_could_not_be_kept_are_refused(schema: Any, said: str) -> N
         {"properties": {"abc": {}}, "patternProperties": {"^x-": {}, r"^\d+$": {}, "^S_": {}}},
         {"properties": {"default": {}}, "patternProperties": {r"^[0-9]{3}$": {}}, "additionalProperties": False},
         {"patternProperties": {"^[a-z]+$": {}, r"^[0-9]+$": {}, r"^\x41": {}}, "additionalProperties": False},
+        {"patternProperties": {"^a": {}, f"^[{'b' * 254}]": {}}},
         {"type": "array", "patternProperties": {"^a": {}}, "properties": {"a": {}}},
         {"properties": {"name": {}}, "patternProperties": {"^x-": {}}, "additionalProperties": True},
         {"properties": {"name": {}}, "propertyNames": {"type": "string"}, "additionalProperties": True},

@@ -1,9 +1,12 @@
 """Text as it grows equals text decoded at once, and stop strings cut it where they must."""
 
+import gc
 import importlib.util
 import random
 import time
+from copy import deepcopy
 from pathlib import Path
+from weakref import ref
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tidar_core.text import Pushed, TextStream, token_bytes, token_text
+from tests.tiny import tiny_tokenizer
+from tidar_core.text import Pushed, TextStream, special_ids, special_texts, token_bytes, token_text
 
 TEXTS = [
     "Hello, world!",
@@ -341,3 +345,12 @@ def test_single_tokens_are_told_as_they_stand_in_a_text(pieces: PreTrainedTokeni
     parts = [pieces.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "€".encode()]
     assert {token_text(pieces, token) for token in parts} == {"\N{REPLACEMENT CHARACTER}"}
     assert b"".join(token_bytes(pieces, token) for token in parts).decode() == "€"
+
+
+def test_a_tokenizer_whose_special_tokens_were_read_is_not_kept() -> None:
+    tokenizer = deepcopy(tiny_tokenizer())
+    assert set(special_texts(tokenizer)) == special_ids(tokenizer.backend_tokenizer)
+    left = ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert left() is None

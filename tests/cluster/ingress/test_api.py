@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from cluster.carry.directory import Directory, Wake
+from cluster.ingress import answering
 from cluster.ingress.api import build_api
 from cluster.ingress.models import Models
 from cluster.options import ServeOptions
@@ -112,6 +114,43 @@ def test_a_body_over_the_limit_is_413_stated_or_not(api: FastAPI) -> None:
         assert response.status_code == 413
         assert str(LIMIT) in error_of(response)["message"]
     assert ask(api, "POST", "/v1/completions", content=b"{}".ljust(LIMIT), headers=JSON).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("stated", "status"), [("9" * 4401, 413), (str(LIMIT + 1), 413), ("0" * 4400 + "2", 503), ("0", 503), ("-1", 400)]
+)
+def test_a_length_of_any_number_of_digits_is_read(api: FastAPI, stated: str, status: int) -> None:
+    response = ask(api, "POST", "/v1/completions", content=b"{}", headers={**JSON, "Content-Length": stated})
+    assert response.status_code == status
+    error_of(response)
+
+
+async def halting(pieces: int, seconds: float) -> AsyncIterator[bytes]:
+    for piece in (*[b" "] * pieces, b"{}"):
+        yield piece
+        await asyncio.sleep(seconds)
+
+
+def test_a_body_that_stops_coming_is_408(api: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "SILENT_SECONDS", 0.05)
+    response = ask(api, "POST", "/v1/completions", content=halting(3, 60.0), headers=JSON)
+    assert (response.status_code, response.headers["connection"]) == (408, "close")
+    assert error_of(response)["code"] == "body_timeout"
+    assert "0.05 seconds" in error_of(response)["message"]
+
+
+def test_a_slow_body_is_read_as_long_as_it_comes(api: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "SILENT_SECONDS", 5.0)
+    limits: list[float] = []
+
+    def noted(seconds: float) -> asyncio.Timeout:
+        limits.append(seconds)
+        return asyncio.timeout(seconds)
+
+    monkeypatch.setattr(answering, "asyncio", SimpleNamespace(**vars(asyncio) | {"timeout": noted}))
+    assert ask(api, "POST", "/v1/completions", content=halting(3, 0.0), headers=JSON).status_code == 503
+    assert len(limits) > 4, "anew for each piece, and for the end"
+    assert set(limits) == {5.0}
 
 
 def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from cluster.ingress import plans
 from cluster.ingress.api import build_api
 from cluster.ingress.plans import RequestPlan, chat_plan, completion_plan, responses_plan
 from cluster.options import ServeOptions
+from cluster.wire import sampling
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import decode
 from tests.cluster.ingress.test_api import NoReplica, ask
@@ -56,6 +57,33 @@ def test_bad_words_are_the_tokens_that_they_have_in_front_of_a_text_and_behind_a
         completion(prompt="a", bad_words=["the", ""])
 
 
+def test_bad_words_have_no_more_tokens_than_each_choice_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spelt(count: int) -> str:
+        """A word of so many tokens, in front of a text; behind a space it has one more."""
+        word = "\ue000"
+        each = len(BACKEND.encode(word, add_special_tokens=False).ids)
+        assert (each, count % each) == (3, 0)
+        return word * (count // each)
+
+    (first, second) = completion(prompt="a", bad_words=[spelt(30)]).params[0].bad_words
+    assert (len(first), len(second)) == (30, 31)
+    with pytest.raises(ApiError, match=r"bad_words: .* has 33 tokens, and a word may have 32 at most: shorten it"):
+        completion(prompt="a", bad_words=["the", spelt(33)])
+    monkeypatch.setattr(sampling, "BAD_WORDS_TOKENS", 61)
+    assert len(completion(prompt="a", bad_words=[spelt(30)] * 3).params[0].bad_words) == 2, "once each"
+    with pytest.raises(ApiError, match=r"may have 61 tokens at most, .*: send fewer or shorter ones") as caught:
+        completion(prompt="a", bad_words=[spelt(30), "\n"])
+    assert (caught.value.status, caught.value.param) == (400, "bad_words")
+
+
+def test_what_each_choice_carries_is_short() -> None:
+    for field, value in (("cache_salt", "s" * 257), ("bad_words", ["the", "s" * 257])):
+        with pytest.raises(ApiError, match=f"{field}.*at most 256 characters") as caught:
+            completion(prompt="a", **{field: value})
+        assert caught.value.status == 400
+    completion(prompt="a", cache_salt="s" * 256)
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -75,6 +103,47 @@ def test_a_prompt_has_no_more_log_probabilities_than_can_be_sent_at_once(
     with pytest.raises(ApiError, match=f"{field} 10 is too much .*: of 20 tokens there may be 9 at most") as caught:
         completion(prompt=prompts, max_tokens=1, **fields)
     assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def chat(**fields: Any) -> RequestPlan:
+    return chat_plan({"messages": [{"role": "user", "content": "Who?"}], **fields}, CARD, BACKEND, reasoning=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "asked", "field"),
+    [
+        (
+            completion,
+            {"prompt": [[300] * 9, [301] * 20], "prompt_logprobs": 10, "n": 2},
+            2 * 29 * 11,
+            "prompt_logprobs",
+        ),
+        (completion, {"prompt": [[300] * 9] * 3, "echo": True, "logprobs": 4, "stream": True}, 3 * 9 * 5, "logprobs"),
+        (completion, {"prompt": [[300] * 9] * 3, "echo": True, "logprobs": 4, "max_tokens": 0}, 3 * 9 * 5, "logprobs"),
+        (completion, {"prompt": [[300] * 9] * 3, "logprobs": 4, "max_tokens": 7, "n": 2}, 6 * 7 * 5, "logprobs"),
+        (completion, {"prompt": "a", "logprobs": 4, "n": 2}, 2 * 16 * 5, "logprobs"),
+        (chat, {"logprobs": True, "max_tokens": 7, "n": 5}, 5 * 7, "top_logprobs"),
+        (chat, {"logprobs": True, "top_logprobs": 3, "max_completion_tokens": 7}, 7 * 4, "top_logprobs"),
+    ],
+)
+def test_a_request_has_no_more_log_probabilities_than_can_be_kept(
+    make: Any, fields: dict[str, Any], asked: int, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all its prompts, and of the answers that are told whole."""
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", asked)
+    make(**fields)
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", asked - 1)
+    with pytest.raises(ApiError, match=f"{asked - 1} log-probabilities at most, these would be {asked}: ") as caught:
+        make(**fields)
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def test_log_probabilities_that_are_not_kept_or_may_never_come_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MOST_LOGPROBS", 10)
+    completion(prompt="a", logprobs=4, max_tokens=20, stream=True)
+    chat(logprobs=True, top_logprobs=5, n=4)
+    with pytest.raises(ApiError, match="maximum context length"):
+        chat(logprobs=True, max_tokens=10**9)
 
 
 def test_an_answer_that_goes_on_with_a_text_or_is_held_to_one_keeps_its_first_space() -> None:

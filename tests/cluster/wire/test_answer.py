@@ -1,11 +1,14 @@
 """Tokens that become text, thoughts, calls and traces."""
 
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from cluster.wire.answer import Answer, Choice, Piece, joined, requests_for, runs
 from cluster.wire.thoughts import Thinking
@@ -51,6 +54,26 @@ def test_the_id_that_ends_an_answer_is_counted_and_not_shown() -> None:
     piece = growing.add(output([*ids("dog"), 2], Finish(FinishReason.STOP, 2)), "r1")
     assert piece.text == "dog"
     assert growing.completion_tokens == len(ids("dog")) + 1
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_added_tokens_are_read_once_for_all_choices_and_answers(trace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand of them take milliseconds, and streams wait meanwhile."""
+    asked: list[str] = []
+
+    class Noted:
+        def __init__(self, backend: Tokenizer):
+            self._backend = backend
+
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(self._backend, name)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "backend_tokenizer", property(lambda self: Noted(self._tokenizer)))
+    card = card_for(deepcopy(TOKENIZER))
+    for answer in ("a", "b"):
+        Answer(card, requests_for(answer, [(1, 2)] * 5, [SamplingParams(max_tokens=5)] * 5), trace)
+    assert asked.count("get_added_tokens_decoder") == 1
 
 
 THINKS = Thinking("<think>", "</think>", None, begun=False)

@@ -175,6 +175,35 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
     assert json.loads(responses.repeated(card.sampling_defaults))["reasoning"]["effort"] == effort
 
 
+def nested(levels: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(levels - 1):
+        made = [made]
+    return made
+
+
+def test_arguments_of_a_template_may_be_nested() -> None:
+    arguments = {"a": nested(31), "b": {"c": [1, "two", None]}}
+    chat = read_body({"messages": [TURN], "chat_template_kwargs": arguments}, ChatBody)
+    assert chat.template_arguments == arguments
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"logit_bias": {"7" * 5000: "a"}},
+        {"tidar": {"d" * 5000: 1}},
+        {"tools": [{"type": "function", "function": {"name": "n" * 5000}}]},
+        {"messages": [{"role": "user", "content": [{"type": "t" * 5000}]}]},
+    ],
+)
+def test_of_what_is_wrong_no_more_is_told_again_than_a_reader_needs(fields: dict[str, Any]) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_body({"messages": [TURN], **fields}, ChatBody)
+    assert len(refused.value.param or "") <= 200
+    assert len(refused.value.message) <= 500
+
+
 @pytest.mark.parametrize(
     ("arguments", "param", "said"),
     [
@@ -189,6 +218,8 @@ def test_a_template_is_told_how_much_to_think(effort: str | None, arguments: dic
         ({"sorted": []}, "messages", "'list' object has no attribute 'items'"),
         (dict.fromkeys(map(str, range(40))), "chat_template_kwargs", "32"),
         ("enable_thinking", "chat_template_kwargs", "must be an object"),
+        ({"a": nested(32)}, "chat_template_kwargs", "at most 32 levels of lists and objects are taken"),
+        ({"a": [nested(250)] * 1000}, "chat_template_kwargs", "at most 32 levels of lists and objects are taken"),
     ],
 )
 def test_arguments_that_a_template_cannot_take(arguments: Any, param: str, said: str) -> None:
