@@ -32,7 +32,6 @@ from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
-from tidar_core.model.loading import check_tensors
 
 MASK_TOKEN = "<|mask|>"
 HELD_OUT_DOCUMENTS = 24
@@ -92,7 +91,6 @@ def begin(base: Base, corpus: Corpus, config: FullConfig, out: Path, work: Path,
     ]
     if not len(sampler) or not judged:
         raise ConfigError("the data are too few documents to learn from and be measured on: give more --text")
-    check_tensors(base.source, base.config)  # transformers would make up what is missing
     model = dense_model(base.source, torch.float32, attn_implementation="sdpa")
     mask = add_mask(model, base.tokenizer)
     run = FullRun(base, FullTraining(model.to(base.device), mask, config, sampler), judged, out, work, screen)

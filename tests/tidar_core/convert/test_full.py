@@ -222,6 +222,7 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
     status, output = run_command(*common)
     assert status == 1
     assert "model.layers.1.mlp.up_proj.weight" in output
+    assert not (tmp_path / "out.work").exists(), "it is told before anything is gathered"
     (model / "model.safetensors").unlink()
     torch.save(weights, model / "pytorch_model.bin")
     status, output = run_command(*common)
