@@ -17,8 +17,12 @@ from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafte
 def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
     """Raises ConfigError where `out` must not be replaced: where it is or holds one of `needed` or the current
     directory, and where it holds anything but full weights that were made here. The same goes for the two folders
-    beside it that are removed on the way. Changes nothing."""
+    beside it that are removed on the way. Nor can the root of a volume be replaced. Changes nothing."""
     folder = out.resolve()
+    if os.path.ismount(folder):
+        raise ConfigError(
+            f"{out} is the root of a volume, which cannot be replaced: give a folder in it, as --out {out / 'model'}"
+        )
     kept = [path.resolve() for path in (Path.cwd(), *needed)]
     beside = "move it away, or choose another --out"
     for each, advice in (

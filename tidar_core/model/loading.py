@@ -293,17 +293,18 @@ def _tensors_to_read(checkpoint: Checkpoint, config: ModelConfig, model: str) ->
     return wanted
 
 
-def check_tensors(source: ModelSource, config: ModelConfig) -> None:
-    """Raises ConfigError where a tensor that the decoder needs is not there or cannot be read; reads headers alone."""
+def shapes_to_load(source: ModelSource, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that `load_tensors` reads; of the files, headers alone are read.
+
+    Raises ConfigError where one that the decoder needs is not there or cannot be read.
+    """
     with open_checkpoint(source, config) as checkpoint:
-        _tensors_to_read(checkpoint, config, source.name)
+        return _tensors_to_read(checkpoint, config, source.name)
 
 
 def numbers_to_load(source: ModelSource, config: ModelConfig) -> tuple[int, int]:
-    """How many numbers `load_weights` reads in layers, and beside them; of the files, headers alone are read. Raises
-    ConfigError as `check_tensors`."""
-    with open_checkpoint(source, config) as checkpoint:
-        sizes = {name: prod(shape) for name, shape in _tensors_to_read(checkpoint, config, source.name).items()}
+    """How many numbers `load_weights` reads in layers, and beside them. Raises ConfigError as `shapes_to_load`."""
+    sizes = {name: prod(shape) for name, shape in shapes_to_load(source, config).items()}
     in_layers = sum(size for name, size in sizes.items() if name.startswith(_LAYERS))
     return in_layers, sum(sizes.values()) - in_layers
 

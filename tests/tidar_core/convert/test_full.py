@@ -222,6 +222,7 @@ def test_weights_that_are_not_there_are_not_made_up(tmp_path):
     status, output = run_command(*common)
     assert status == 1
     assert "model.layers.1.mlp.up_proj.weight" in output
+    assert not (tmp_path / "out.work").exists(), "it is told before anything is gathered"
     (model / "model.safetensors").unlink()
     torch.save(weights, model / "pytorch_model.bin")
     status, output = run_command(*common)
@@ -270,6 +271,30 @@ def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
     (tmp_path / "empty").mkdir()
     check_replaceable(tmp_path / "empty", [])
     check_replaceable(tmp_path / "new", [])
+
+
+@pytest.mark.parametrize("content", ["nothing", "lost+found"])
+def test_a_mounted_volume_is_refused_before_anything_is_gathered(tmp_path, monkeypatch, content):
+    model, out = tiny_checkpoint(tmp_path / "model"), tmp_path / "volume"
+    out.mkdir()
+    if content != "nothing":
+        (out / content).mkdir()
+    (tmp_path / "text").write_text(SENTENCE * 400)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    common = (model, "--mode", "full", "--text", tmp_path / "text", "--steps", 1)
+    status, output = run_command(*common, "--out", out)
+    assert status == 1
+    assert f"{out} is the root of a volume, which cannot be replaced: give a folder in it" in output
+    assert len(output.splitlines()) == 1
+    assert not (tmp_path / "volume.work").exists()
+    status, output = run_command(*common, "--out", out / "model")
+    assert status == 0, output
+
+
+def test_the_root_of_all_folders_is_refused_in_one_line(tmp_path):
+    status, output = run_command(tiny_checkpoint(tmp_path / "model"), "--mode", "full", "--out", "/")
+    assert (status, len(output.splitlines())) == (1, 1)
+    assert "/ is the root of a volume" in output
 
 
 @pytest.mark.parametrize("name", ["out.part", "out.replaced"])

@@ -25,7 +25,7 @@ from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.model.configuration import load_config
 from tidar_core.model.decoder import BASE_ALONE, mlp
 from tidar_core.model.fingerprint import fingerprint
-from tidar_core.model.loading import check_tensors
+from tidar_core.model.loading import shapes_to_load
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import pack_model, widened
 
@@ -224,7 +224,7 @@ def test_an_expert_that_is_not_there_is_named(tmp_path: Path) -> None:
     edit_json(path / "config.json", num_experts=9, num_local_experts=9)
     source = find_model(str(path))
     with pytest.raises(ConfigError, match=r"tensor model\.layers\.0\.mlp\.gate\.weight is \[8, 96\], but \[9, 96\]"):
-        check_tensors(source, load_config(source))
+        shapes_to_load(source, load_config(source))
 
 
 def test_layers_may_all_have_one_mlp(tmp_path: Path) -> None:

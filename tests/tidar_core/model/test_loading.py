@@ -22,7 +22,7 @@ from tidar_core.model import sources
 from tidar_core.model.adapter_config import read_adapter_config
 from tidar_core.model.configuration import load_config
 from tidar_core.model.fingerprint import fingerprint
-from tidar_core.model.loading import check_tensors, load_weights
+from tidar_core.model.loading import load_weights, shapes_to_load
 from tidar_core.model.sources import find_model, hub_id_of
 from tidar_core.model.tokenizer import load_tokenizer
 
@@ -269,7 +269,7 @@ def test_what_peft_trained_beside_a_model_is_no_model_and_no_drafter(copy: Path,
     shutil.copy(copy / "config.json", lora)  # as some trainers write it there
     source = find_model(str(lora))
     with pytest.raises(ConfigError, match="not a model: merge it"):
-        check_tensors(source, load_config(source))
+        shapes_to_load(source, load_config(source))
 
 
 @pytest.fixture
