@@ -356,8 +356,8 @@ def test_an_out_that_is_no_place_for_a_drafter_is_told_before_anything_is_gather
 
 KILLED = """
 import sys
-import tidar_core.convert.own_words as own_words, tidar_core.convert.trainer as trainer
-own_words.FLUSH_SECONDS = trainer.CHECKPOINT_SECONDS = 0.05
+import tidar_core.convert.own_words as own_words, tidar_core.convert.pace as pace
+own_words.FLUSH_SECONDS, pace.SavePace.due = 0.05, lambda *_: True
 import typer
 from tidar_core.convert.command import convert_command
 sys.argv[1:] = {arguments!r}
