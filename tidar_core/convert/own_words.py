@@ -19,6 +19,7 @@ from tidar_core.convert.conversations import (
     plan_job,
     prompt_job,
 )
+from tidar_core.convert.ending import end_put_off
 from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
@@ -35,13 +36,15 @@ DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # the end of the time, in which nothin
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit.
+    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit. elsewhere: of the seconds
+    that are stored, how many do not count, since other runs spent them.
 
     The user's prompts are answered even where the goal is reached. They have `seconds` in each run.
     """
 
     own_tokens: int = 0
     seconds: float = 0.0
+    elsewhere: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,14 @@ class GatherProgress:
 @dataclass(slots=True)
 class _Books:
     """What a run has counted, and what it has yet to write. hopeless: so many jobs that came to nothing, without a
-    single one that did not, and the model is given up."""
+    single one that did not, and the model is given up. spent: is told the seconds of each shard."""
 
     store: ShardStore
     documents: int
     own_tokens: int
     seconds_before: float
     hopeless: int
+    spent: Callable[[float], None]
     began: float = field(default_factory=time.monotonic)
     flushed: float = field(default_factory=time.monotonic)
     fresh: list[Document] = field(default_factory=list)
@@ -81,7 +85,7 @@ class _Books:
 
     @property
     def seconds(self) -> float:
-        """Spent on gathering, earlier runs included."""
+        """Spent on gathering, earlier runs included, as far as the goal counts them."""
         return self.seconds_before + time.monotonic() - self.began
 
     def finish(self, conversation: Conversation) -> None:
@@ -111,9 +115,11 @@ class _Books:
 
     def flush(self, growing: Sequence[Growing]) -> None:
         """Writes a shard of what is fresh, and what is still growing."""
-        self.store.append(self.fresh, self.fresh_done, time.monotonic() - self.flushed)
+        now = time.monotonic()
+        self.store.append(self.fresh, self.fresh_done, now - self.flushed)
+        self.spent(now - self.flushed)
         write_growing(self.store.directory, growing)
-        self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
+        self.fresh, self.fresh_done, self.flushed = [], [], now
 
 
 class _Run:
@@ -127,13 +133,15 @@ class _Run:
         store: ShardStore,
         goal: Goal,
         prompts: Sequence[str],
+        spent: Callable[[float], None],
     ):
         self.source, self.tokenizer, self.plan, self.goal = source, tokenizer, plan, goal
         stored = store.read()
         self.seen = set(stored.corpus.keys.tolist())
         hopeless = max(HOPELESS, 2 * source.capacity)
         documents, own_tokens = len(stored.corpus), stored.corpus.generated_tokens()
-        self.books = _Books(store, documents, own_tokens, stored.seconds, hopeless)
+        before = stored.seconds - goal.elsewhere
+        self.books = _Books(store, documents, own_tokens, before, hopeless, spent)
         self.asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
         done = stored.done  # not all that is stored: the documents need not stay in memory
         self.planned = (plan_job(plan, number) for number in count() if number not in done)
@@ -214,33 +222,39 @@ def gather_own_words(
     goal: Goal,
     prompts: Sequence[str] = (),
     progress: Callable[[GatherProgress], None] = lambda gathered: None,
+    spent: Callable[[float], None] = lambda seconds: None,
 ) -> GatherProgress:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
     Prompts come first; they are asked once, and also where the goal is reached already. What was generated is on disk
-    within a minute. When the time is over, what is on its way is cut and learnt from as it is, except answers to
-    prompts: a later run goes on with those, and with all that a kill interrupts, as far as there is time. Raises
-    ConfigError where the disk is full, and where nothing is stored and the model says nothing that can be used.
+    within a minute, and before a signal ends the run. When the time is over, what is on its way is cut and learnt from
+    as it is, except answers to prompts: a later run goes on with those, and with all that a kill interrupts, as far as
+    there is time. spent: is told, with each shard, the seconds that it took. Raises ConfigError where the disk is full,
+    and where nothing is stored and the model says nothing that can be used.
     """
-    run = _Run(source, tokenizer, plan, store, goal, prompts)
-    while True:
-        now = run.progress()
-        progress(now)
-        if not run.has_time(now.until):
-            run.cut_open()
-            break
-        run.fill(now.growing)
-        if not run.open:
-            break
-        run.advance()
-        if run.books.due:
-            run.flush()
-    run.cut_left()
+    run = _Run(source, tokenizer, plan, store, goal, prompts, spent)
     books = run.books
-    if books.in_vain and not books.documents:
-        raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
-    if books.fresh_done or run.open:
-        run.flush()
+    with end_put_off() as asked:
+        while not asked():
+            now = run.progress()
+            progress(now)
+            if not run.has_time(now.until):
+                run.cut_open()
+                break
+            run.fill(now.growing)
+            if not run.open:
+                break
+            run.advance()
+            if books.due:
+                run.flush()
+        if not asked():
+            run.cut_left()
+            if books.in_vain and not books.documents:
+                raise ConfigError(
+                    "the model's own words are of no use: it asks nothing and ends nothing; use --text FILE"
+                )
+        if books.fresh_done or run.open:
+            run.flush()
     return GatherProgress(
         books.documents, books.own_tokens, 0, books.seconds, refused=books.refused, useless=books.in_vain
     )

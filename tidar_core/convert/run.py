@@ -35,6 +35,7 @@ from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, ShardStore, digest_of, read_header
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
+from tidar_core.convert.spent import left_for_training
 from tidar_core.convert.start import begin, check_start
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
@@ -43,8 +44,6 @@ from tidar_core.model.dense import check_dense
 from tidar_core.model.sources import find_model
 from tidar_core.model.weights import AdapterWeights, widened
 from tidar_core.transfer import choose_device, enough_memory
-
-LEAST_TRAINING = 0.1  # of the time, however long gathering took
 
 
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
@@ -172,9 +171,8 @@ def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: floa
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:
-    """What is left for training after `spent` seconds of gathering; a share of the time in any case."""
-    seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
-    return Budget(options.steps, 0.0 if options.steps else seconds)
+    """What is left for training after `spent` seconds of gathering."""
+    return Budget(options.steps, 0.0 if options.steps else left_for_training(options, spent))
 
 
 def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: Crew) -> None:
