@@ -12,6 +12,7 @@ from tidar_core.convert.growing import waits_to_be_cut
 from tidar_core.convert.options import ConvertOptions, Screen
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
+    GatherProgress,
     Goal,
     add_text,
     gather_own_words,
@@ -32,6 +33,10 @@ from tidar_core.transfer import enough_memory
 TEXT_LONGEST = 512  # tokens of a document from a file
 GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
 CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
+SPEECHLESS = (
+    "nearly all of the model's conversations with itself come to nothing, as where its chat template does not suit: "
+    "it learns from code and prose that it goes on with; --prompts FILE gives it questions to answer"
+)
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
 
 
@@ -106,14 +111,23 @@ def _generate(
         check_start(options, shape_of(base.source.name, base.config, base.tokenizer, fingerprint))
     if note := store.words_come_from(header.model_copy(update={"fingerprint": fingerprint})):
         screen.line(note)
-    gathered = gather_own_words(
-        generator, base.tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal), spent.add
-    )
+    told = False
+
+    def show(now: GatherProgress) -> None:
+        nonlocal told
+        screen.gathered(now, goal)
+        if now.speechless and not told:
+            screen.line(SPEECHLESS)
+            told = True
+
+    gathered = gather_own_words(generator, base.tokenizer, plan, store, goal, prompts, show, spent.add)
     if gathered.refused:
         screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
     if gathered.useless:
         screen.line("the model's own words are of no use: it learns from what else there is")
-    elif gathered.own_tokens < goal.own_tokens:
+    elif gathered.speechless and not told:
+        screen.line(SPEECHLESS)
+    if not gathered.useless and gathered.own_tokens < goal.own_tokens:
         screen.line(
             f"{gathered.own_tokens:,} of {goal.own_tokens:,} tokens are there, and the time for gathering is over: "
             "with more --minutes the same command gathers the rest"

@@ -31,6 +31,9 @@ FLUSH_TOKENS = 1_000_000
 # Jobs without a single document, after which the model is given up; at least twice as many as are generated at once,
 # since those that come to nothing end first.
 HOPELESS = 500
+# Conversations that came to nothing, of those that the model began by itself, for the user to be told; once as many are
+# over as for HOPELESS, or these at the end.
+NEARLY_ALL, LEAST_BEGUN = 0.95, 20
 DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # the end of the time, in which nothing new begins and answers may end
 
 
@@ -52,7 +55,7 @@ class GatherProgress:
     """How far gathering is, earlier runs included. own_tokens: in finished documents; growing: in those on their way.
     asked: the user's prompts that are still to be answered. until: what `seconds` may reach at most, 0 for no limit.
     refused: prompts of this run whose answers teach nothing. useless: what the model says by itself is of no use, and
-    it is asked nothing more."""
+    it is asked nothing more. speechless: it asks itself next to nothing that comes to an answer."""
 
     documents: int
     own_tokens: int
@@ -62,6 +65,7 @@ class GatherProgress:
     until: float = 0.0
     refused: int = 0
     useless: bool = False
+    speechless: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +86,8 @@ class _Books:
     refused: int = 0
     useless: int = 0
     useful: int = 0
+    begun: int = 0  # conversations that are over
+    broken: int = 0  # those of them that came to nothing
 
     @property
     def seconds(self) -> float:
@@ -91,7 +97,9 @@ class _Books:
     def finish(self, conversation: Conversation) -> None:
         """Counts a conversation that is over, and keeps its document to be written."""
         document, number = conversation.document(), conversation.job.number
-        given = conversation.job.kind == "prompt"
+        given, chat = conversation.job.kind == "prompt", conversation.job.kind == "chat"
+        self.begun += chat
+        self.broken += chat and document is None
         if document is None:
             self.refused += given
             self.useless += not given
@@ -106,6 +114,10 @@ class _Books:
     def in_vain(self) -> bool:
         """Whether the model is given up: nothing came of anything it said by itself."""
         return self.useless >= self.hopeless and not self.useful
+
+    def speechless(self, least: int) -> bool:
+        """Whether nearly all conversations came to nothing, `least` of which are over."""
+        return self.begun >= least and self.broken >= NEARLY_ALL * self.begun
 
     @property
     def due(self) -> bool:
@@ -157,7 +169,10 @@ class _Run:
         growing = max(0, self.source.emitted - self.emitted_before - self.landed)
         asking = len(self.asked) + sum(conversation.job.kind == "prompt" for conversation in self.open.values())
         until = goal.seconds and goal.seconds + (books.seconds_before if asking else 0.0)
-        return GatherProgress(books.documents, books.own_tokens, growing, books.seconds, asking, until)
+        speechless = books.speechless(books.hopeless)
+        return GatherProgress(
+            books.documents, books.own_tokens, growing, books.seconds, asking, until, speechless=speechless
+        )
 
     def has_time(self, end: float) -> bool:
         """Whether fewer than `end` seconds were spent; always where the goal has no limit of time."""
@@ -256,8 +271,9 @@ def gather_own_words(
         if books.fresh_done or run.open:
             run.flush()
     return GatherProgress(
-        books.documents, books.own_tokens, 0, books.seconds, refused=books.refused, useless=books.in_vain
-    )
+        books.documents, books.own_tokens, 0, books.seconds,
+        refused=books.refused, useless=books.in_vain, speechless=books.speechless(LEAST_BEGUN),
+    )  # fmt: skip
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:
