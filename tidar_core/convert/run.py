@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.base import Base, load_base_weights, read_base
+from tidar_core.convert.base import Base, in_fp32, load_base_weights, read_base
 from tidar_core.convert.card import (
     check_folder,
     counts_of,
@@ -42,7 +42,7 @@ from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
 from tidar_core.model.dense import check_dense
 from tidar_core.model.sources import find_model
-from tidar_core.model.weights import AdapterWeights, widened
+from tidar_core.model.weights import AdapterWeights
 from tidar_core.transfer import choose_device, enough_memory
 
 
@@ -60,7 +60,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     identity, weights = load_base_weights(base, options.dtype, screen)
     if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
-        weights = widened(weights)
+        weights = in_fp32(base, weights)
     frozen = frozen_base(base.config, weights, screen.line)
     config = options.train
     start, begun_from = begin(options, identity, weights, screen)
