@@ -6,7 +6,8 @@ needed.
 
     run.py            the whole way, resumable: gather, train, write (`command.py`, `screen.py`: the terminal's side)
     gathering.py      its first part: which documents there are, which are still to be made
-    options.py        what a user chooses of it; lock.py: one run at a time in a folder
+    options.py        what a user chooses of it; lock.py: one run at a time in a folder; spent.py: what gathering
+                      leaves of the time; ending.py: a signal, put off until what was done is saved
     base.py           the base model: what it is, and its weights when they are needed
     start.py          what training begins from, checked before anything takes long
 
@@ -27,8 +28,8 @@ needed.
     vocabulary.py     the part of the vocabulary that a step's loss is computed over
     drafter.py        the trained tensors; sampler.py: what a step sees; checkpoint.py: kill it any time
     crew.py           several workers on one drafter: the few calls by which they stay together (`cluster.training`)
-    trainer.py        the loop; pace.py: when it is measured; held_out.py: tokens per step, as decoding would go;
-                      speed.py: rows against the peak
+    trainer.py        the loop; pace.py: when it is measured and saved; held_out.py: tokens per step, as decoding would
+                      go; speed.py: rows against the peak
     card.py           the folder that comes out
 
     full.py           the paper's own training instead: one set of weights for both roles (`--mode full`)

@@ -2,18 +2,20 @@
 
 from dataclasses import dataclass
 
+import psutil
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.config import DTypeName, ModelConfig
+from tidar_core.config import ConfigError, DTypeName, ModelConfig
 from tidar_core.convert.options import Screen
+from tidar_core.memory import free_memory
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import ModelSource
 from tidar_core.model.tokenizer import load_tokenizer, with_all_ends
-from tidar_core.model.weights import ModelWeights
+from tidar_core.model.weights import ModelWeights, all_tensors, widened
 from tidar_core.transfer import enough_memory
 
 
@@ -40,3 +42,16 @@ def load_base_weights(base: Base, dtype: DTypeName, screen: Screen) -> tuple[Bas
     with enough_memory(f"it does not hold the weights of {name} in {dtype}"):
         weights = load_weights(base.source, base.config, getattr(torch, dtype), base.device, screen.loading)
     return identify_base(name, base.config, weights, base.tokenizer), weights
+
+
+def in_fp32(base: Base, weights: ModelWeights) -> ModelWeights:
+    """The same weights in fp32; the given ones are consumed. Raises ConfigError where memory does not hold them: the
+    system would end this process, or another, without a word."""
+    more = sum(tensor.numel() * (torch.float32.itemsize - tensor.itemsize) for tensor in all_tensors(weights))
+    free = free_memory()
+    if base.device.type == "cpu" and more > free and not psutil.MACOS:  # which lends as much of its disk as is needed
+        raise ConfigError(
+            f"{base.source.name} in fp32 takes {more / 2**30:.1f} GiB of memory more, and {free / 2**30:.1f} GiB are "
+            "free: free some, take a smaller model, or train on a machine that is fast in bfloat16"
+        )
+    return widened(weights, consumed=True)

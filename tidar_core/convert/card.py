@@ -85,10 +85,11 @@ def counts_of(corpus: Corpus) -> tuple[DocumentCounts, DocumentCounts]:
 
 def check_folder(out: Path) -> None:
     """Raises ConfigError where a drafter cannot be written to `out`, or would be among other things there."""
-    if out.is_symlink() and not out.exists():
-        raise ConfigError(f"{out} is a link to what is not there: mend it, or choose a new folder for --out")
     try:
-        found = {path.name for path in out.iterdir() if path.suffix != ".part"} if out.exists() else set()
+        there = out.exists()
+        if out.is_symlink() and not there:
+            raise ConfigError(f"{out} is a link to what is not there: mend it, or choose a new folder for --out")
+        found = {path.name for path in out.iterdir() if path.suffix != ".part"} if there else set()
     except OSError as error:
         raise ConfigError(f"{out} cannot be used ({error.strerror}): choose a new folder for --out") from None
     if found and not found & {CONFIG_FILE, WEIGHTS_FILE}:

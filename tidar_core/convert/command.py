@@ -41,7 +41,10 @@ def convert_command(
         float, typer.Option(min=0.1, max=MOST_MINUTES, help="Time for everything, earlier runs included.")
     ] = 60.0,
     own_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of its own words to gather; 0: what fits into 45 % of the time.")
+        int,
+        typer.Option(
+            min=0, help="Tokens of its own words to gather, in 90 % of the time at most; 0: as many as 45 % hold."
+        ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,
     answer_tokens: Annotated[

@@ -10,7 +10,7 @@ import json
 import math
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from transformers import PreTrainedTokenizerFast
 from tidar_core.config import ConfigError
 from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
+from tidar_core.convert.ending import SAVING, end_put_off
 from tidar_core.convert.files import cannot_write, system_error
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
 from tidar_core.convert.options import Screen
-from tidar_core.convert.pace import Pace
+from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, digest_of
-from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
+from tidar_core.convert.trainer import Budget
 from tidar_core.memory import free_memory
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
@@ -47,7 +48,7 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class FullRun:
     """One run of a full training. judged: the held-out documents (tokens, own) that it is measured on. out: the folder
-    that has the best model so far; work: the one with the checkpoints."""
+    that has the best model so far; work: the one with the checkpoints, and saves when they are due."""
 
     base: Base
     training: FullTraining
@@ -55,6 +56,7 @@ class FullRun:
     out: Path
     work: Path
     screen: Screen
+    saves: SavePace = field(default_factory=lambda: SavePace(time.monotonic()))
 
 
 def train_full(
@@ -69,19 +71,21 @@ def train_full(
     training, progress = run.training, run.training.progress
     progress.goes_on(budget.used(progress))
     pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, measured_at=-math.inf)  # so that each run begins with a measurement
-    saved_at = time.monotonic()
-    while True:
-        used, kept_at = budget.used(progress), None
-        if used >= 1.0 or pace.due(progress):
-            kept_at = look(run, pace, used)
-            saved_at = saved_at if kept_at is None else kept_at
-        if used >= 1.0 or progress.stale >= config.patience:
-            if kept_at is None:
+    with end_put_off() as asked:
+        while not asked():
+            used, kept = budget.used(progress), False
+            if used >= 1.0 or pace.due(progress):
+                kept = look(run, pace, used)
+            if used >= 1.0 or progress.stale >= config.patience:
+                if not kept:
+                    save(run)
+                return progress
+            screen.trained(training.step(used), budget.used(progress), None)
+            if not asked() and run.saves.due(time.monotonic()):
                 save(run)
-            return progress
-        screen.trained(training.step(used), budget.used(progress), None)
-        if time.monotonic() - saved_at >= CHECKPOINT_SECONDS:
-            saved_at = save(run)
+        screen.line(SAVING)
+        save(run)
+    return progress
 
 
 def check_memory(base: Base, parameters: int) -> None:
@@ -122,21 +126,22 @@ def begin(base: Base, corpus: Corpus, config: FullConfig, out: Path, work: Path,
     return run
 
 
-def look(run: FullRun, pace: Pace, used: float) -> float | None:
+def look(run: FullRun, pace: Pace, used: float) -> bool:
     """Measures the model and keeps the best: first a checkpoint of it, then the model itself in `out`, since from a
     model in `out` that no checkpoint has nothing could go on. used: the share of the budget.
 
-    Gives the moment at which the checkpoint was written; None where there was no need for one.
+    Gives whether the checkpoint was written.
     """
     progress = run.training.progress
     began, before = time.monotonic(), progress.seconds
     drafts, best = measure(run, pace.counts(used))
-    kept_at = save(run) if best and progress.step > 0 else None
+    kept = best and progress.step > 0
+    if kept:
+        save(run)
     if best or not (run.out / CONTRACT_FILE).exists():
         write_model(run, drafts)
-    saving = progress.seconds - before  # which `save` has counted
-    pace.measured(progress, time.monotonic() - began - saving)
-    return kept_at
+    pace.measured(progress, time.monotonic() - began, counted=progress.seconds - before)
+    return kept
 
 
 def taught_by(tokens: np.ndarray, own: np.ndarray, longest: int) -> int:
@@ -241,11 +246,8 @@ def resume(run: FullRun) -> None:
         training.progress = found
 
 
-def save(run: FullRun) -> float:
-    """Writes a checkpoint of the whole model and its moments; gives the moment at which it was written. The seconds it
-    took count as training."""
+def save(run: FullRun) -> None:
+    """Writes a checkpoint of the whole model and its moments. The seconds it took count as training."""
     began, training = time.monotonic(), run.training
     save_training(run.work, training.settings, training.progress, training.names, training.tensors, training.optimizer)
-    done = time.monotonic()
-    training.progress.seconds += done - began
-    return done
+    training.progress.seconds += run.saves.saved(began, time.monotonic())

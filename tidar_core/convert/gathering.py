@@ -12,6 +12,7 @@ from tidar_core.convert.growing import waits_to_be_cut
 from tidar_core.convert.options import ConvertOptions, Screen
 from tidar_core.convert.own_words import (
     DRAIN_SHARE,
+    GatherProgress,
     Goal,
     add_text,
     gather_own_words,
@@ -21,6 +22,7 @@ from tidar_core.convert.own_words import (
 from tidar_core.convert.shards import Corpus, DataHeader, ShardStore, open_store
 from tidar_core.convert.sources import EngineSource, TextSource, TransformersSource
 from tidar_core.convert.speed import fast_dtype
+from tidar_core.convert.spent import Spent, left_for_training, most_gathering
 from tidar_core.convert.start import check_start
 from tidar_core.convert.template import can_chat
 from tidar_core.engine import load_engine
@@ -31,16 +33,19 @@ from tidar_core.transfer import enough_memory
 TEXT_LONGEST = 512  # tokens of a document from a file
 GATHER_SHARE = 0.45  # of the time, where no number of tokens is asked for
 CAPACITY = {"cpu": 64, "cuda": 768}  # answers generated at once
+SPEECHLESS = (
+    "nearly all of the model's conversations with itself come to nothing, as where its chat template does not suit: "
+    "it learns from code and prose that it goes on with; --prompts FILE gives it questions to answer"
+)
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
 
 
 def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus, float]:
-    """The documents, and the seconds spent on generating them. What is stored already is not made again, and no model
-    is loaded where nothing has to be generated.
+    """The documents, and the seconds that this conversion spent on generating them. What is stored already is not made
+    again, and no model is loaded where nothing has to be generated.
 
     Raises ConfigError, in one line, for what the user can mend.
     """
-    goal = Goal(options.own_tokens, 0.0 if options.own_tokens else GATHER_SHARE * 60 * options.minutes)
     given = read_prompts(options.prompts) if options.prompts else []
     plan = DocumentPlan(options.train.seed, can_chat(base.tokenizer), answer_tokens=options.answer_tokens)
     plan = plan.within(base.config.max_positions)
@@ -50,17 +55,27 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
     store = open_store(options.shards, header)
     for note in store.notes:
         screen.line(note)
+    in_store = store.read().seconds
+    spent = Spent(options, in_store)
+    goal = Goal(seconds=GATHER_SHARE * 60 * options.minutes)  # what others have gathered need not be gathered again
+    if options.own_tokens:
+        goal = Goal(options.own_tokens, most_gathering(options), max(0.0, in_store - spent.seconds))
     text_alone = bool(options.mode == "full" and options.text and not options.own_tokens and not given)
     prompts = _to_be_asked(options, base, plan, store, given, screen) if given else []
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != base.source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
         _add_text(options, base, store, screen)
-        stored = store.read()
-        return stored.corpus, 0.0 if text_alone else stored.seconds
-    store.check_seed(options.train.seed)
-    _add_text(options, base, store, screen)
-    return _generate(options, base, plan, store, header, goal, prompts, screen)
+    else:
+        store.check_seed(options.train.seed)
+        _add_text(options, base, store, screen)
+        _generate(options, base, plan, store, header, goal, prompts, spent, screen)
+    if spent.seconds and not options.steps:
+        screen.line(
+            f"gathering took {spent.seconds / 60:.1f} min: {left_for_training(options, spent.seconds) / 60:.1f} min of "
+            "--minutes are for training"
+        )
+    return store.read().corpus, spent.seconds
 
 
 def _to_be_asked(
@@ -87,22 +102,36 @@ def _generate(
     header: DataHeader,
     goal: Goal,
     prompts: list[str],
+    spent: Spent,
     screen: Screen,
-) -> tuple[Corpus, float]:
-    """Loads the generator, has it answer the prompts and write its own words; gives what `gather` gives."""
+) -> None:
+    """Loads the generator, has it answer the prompts and write its own words."""
     generator, fingerprint = _generator(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(base.source.name, base.config, base.tokenizer, fingerprint))
     if note := store.words_come_from(header.model_copy(update={"fingerprint": fingerprint})):
         screen.line(note)
-    gathered = gather_own_words(
-        generator, base.tokenizer, plan, store, goal, prompts, lambda now: screen.gathered(now, goal)
-    )
+    told = False
+
+    def show(now: GatherProgress) -> None:
+        nonlocal told
+        screen.gathered(now, goal)
+        if now.speechless and not told:
+            screen.line(SPEECHLESS)
+            told = True
+
+    gathered = gather_own_words(generator, base.tokenizer, plan, store, goal, prompts, show, spent.add)
     if gathered.refused:
         screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
     if gathered.useless:
         screen.line("the model's own words are of no use: it learns from what else there is")
-    return store.read().corpus, gathered.seconds
+    elif gathered.speechless and not told:
+        screen.line(SPEECHLESS)
+    if not gathered.useless and gathered.own_tokens < goal.own_tokens:
+        screen.line(
+            f"{gathered.own_tokens:,} of {goal.own_tokens:,} tokens are there, and the time for gathering is over: "
+            "with more --minutes the same command gathers the rest"
+        )
 
 
 def _add_text(options: ConvertOptions, base: Base, store: ShardStore, screen: Screen) -> None:
@@ -123,7 +152,7 @@ def _has_all(goal: Goal, store: ShardStore) -> bool:
     """Whether the goal is reached, and nothing waits to be taken up."""
     stored = store.read()
     enough = bool(goal.own_tokens) and stored.corpus.generated_tokens() >= goal.own_tokens
-    over = bool(goal.seconds) and stored.seconds >= (1 - DRAIN_SHARE) * goal.seconds
+    over = bool(goal.seconds) and stored.seconds - goal.elsewhere >= (1 - DRAIN_SHARE) * goal.seconds
     return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 

@@ -19,6 +19,7 @@ from tidar_core.convert.conversations import (
     plan_job,
     prompt_job,
 )
+from tidar_core.convert.ending import end_put_off
 from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
@@ -30,18 +31,23 @@ FLUSH_TOKENS = 1_000_000
 # Jobs without a single document, after which the model is given up; at least twice as many as are generated at once,
 # since those that come to nothing end first.
 HOPELESS = 500
+# Conversations that came to nothing, of those that the model began by itself, for the user to be told; once as many are
+# over as for HOPELESS, or these at the end.
+NEARLY_ALL, LEAST_BEGUN = 0.95, 20
 DRAIN_SHARE, DRAIN_SECONDS = 0.15, 120.0  # the end of the time, in which nothing new begins and answers may end
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit.
+    """When to stop: once there are `own_tokens`, or once `seconds` were spent; 0 is no limit. elsewhere: of the seconds
+    that are stored, how many do not count, since other runs spent them.
 
     The user's prompts are answered even where the goal is reached. They have `seconds` in each run.
     """
 
     own_tokens: int = 0
     seconds: float = 0.0
+    elsewhere: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class GatherProgress:
     """How far gathering is, earlier runs included. own_tokens: in finished documents; growing: in those on their way.
     asked: the user's prompts that are still to be answered. until: what `seconds` may reach at most, 0 for no limit.
     refused: prompts of this run whose answers teach nothing. useless: what the model says by itself is of no use, and
-    it is asked nothing more."""
+    it is asked nothing more. speechless: it asks itself next to nothing that comes to an answer."""
 
     documents: int
     own_tokens: int
@@ -59,18 +65,20 @@ class GatherProgress:
     until: float = 0.0
     refused: int = 0
     useless: bool = False
+    speechless: bool = False
 
 
 @dataclass(slots=True)
 class _Books:
     """What a run has counted, and what it has yet to write. hopeless: so many jobs that came to nothing, without a
-    single one that did not, and the model is given up."""
+    single one that did not, and the model is given up. spent: is told the seconds of each shard."""
 
     store: ShardStore
     documents: int
     own_tokens: int
     seconds_before: float
     hopeless: int
+    spent: Callable[[float], None]
     began: float = field(default_factory=time.monotonic)
     flushed: float = field(default_factory=time.monotonic)
     fresh: list[Document] = field(default_factory=list)
@@ -78,16 +86,20 @@ class _Books:
     refused: int = 0
     useless: int = 0
     useful: int = 0
+    begun: int = 0  # conversations that are over
+    broken: int = 0  # those of them that came to nothing
 
     @property
     def seconds(self) -> float:
-        """Spent on gathering, earlier runs included."""
+        """Spent on gathering, earlier runs included, as far as the goal counts them."""
         return self.seconds_before + time.monotonic() - self.began
 
     def finish(self, conversation: Conversation) -> None:
         """Counts a conversation that is over, and keeps its document to be written."""
         document, number = conversation.document(), conversation.job.number
-        given = conversation.job.kind == "prompt"
+        given, chat = conversation.job.kind == "prompt", conversation.job.kind == "chat"
+        self.begun += chat
+        self.broken += chat and document is None
         if document is None:
             self.refused += given
             self.useless += not given
@@ -103,6 +115,10 @@ class _Books:
         """Whether the model is given up: nothing came of anything it said by itself."""
         return self.useless >= self.hopeless and not self.useful
 
+    def speechless(self, least: int) -> bool:
+        """Whether nearly all conversations came to nothing, `least` of which are over."""
+        return self.begun >= least and self.broken >= NEARLY_ALL * self.begun
+
     @property
     def due(self) -> bool:
         """Whether it is time to write."""
@@ -111,9 +127,11 @@ class _Books:
 
     def flush(self, growing: Sequence[Growing]) -> None:
         """Writes a shard of what is fresh, and what is still growing."""
-        self.store.append(self.fresh, self.fresh_done, time.monotonic() - self.flushed)
+        now = time.monotonic()
+        self.store.append(self.fresh, self.fresh_done, now - self.flushed)
+        self.spent(now - self.flushed)
         write_growing(self.store.directory, growing)
-        self.fresh, self.fresh_done, self.flushed = [], [], time.monotonic()
+        self.fresh, self.fresh_done, self.flushed = [], [], now
 
 
 class _Run:
@@ -127,13 +145,15 @@ class _Run:
         store: ShardStore,
         goal: Goal,
         prompts: Sequence[str],
+        spent: Callable[[float], None],
     ):
         self.source, self.tokenizer, self.plan, self.goal = source, tokenizer, plan, goal
         stored = store.read()
         self.seen = set(stored.corpus.keys.tolist())
         hopeless = max(HOPELESS, 2 * source.capacity)
         documents, own_tokens = len(stored.corpus), stored.corpus.generated_tokens()
-        self.books = _Books(store, documents, own_tokens, stored.seconds, hopeless)
+        before = stored.seconds - goal.elsewhere
+        self.books = _Books(store, documents, own_tokens, before, hopeless, spent)
         self.asked = deque(prompt_job(plan, prompt) for prompt in unanswered(tokenizer, prompts, stored))
         done = stored.done  # not all that is stored: the documents need not stay in memory
         self.planned = (plan_job(plan, number) for number in count() if number not in done)
@@ -149,7 +169,10 @@ class _Run:
         growing = max(0, self.source.emitted - self.emitted_before - self.landed)
         asking = len(self.asked) + sum(conversation.job.kind == "prompt" for conversation in self.open.values())
         until = goal.seconds and goal.seconds + (books.seconds_before if asking else 0.0)
-        return GatherProgress(books.documents, books.own_tokens, growing, books.seconds, asking, until)
+        speechless = books.speechless(books.hopeless)
+        return GatherProgress(
+            books.documents, books.own_tokens, growing, books.seconds, asking, until, speechless=speechless
+        )
 
     def has_time(self, end: float) -> bool:
         """Whether fewer than `end` seconds were spent; always where the goal has no limit of time."""
@@ -214,36 +237,43 @@ def gather_own_words(
     goal: Goal,
     prompts: Sequence[str] = (),
     progress: Callable[[GatherProgress], None] = lambda gathered: None,
+    spent: Callable[[float], None] = lambda seconds: None,
 ) -> GatherProgress:
     """Generates documents into `store` until the goal is reached, behind those that are there.
 
     Prompts come first; they are asked once, and also where the goal is reached already. What was generated is on disk
-    within a minute. When the time is over, what is on its way is cut and learnt from as it is, except answers to
-    prompts: a later run goes on with those, and with all that a kill interrupts, as far as there is time. Raises
-    ConfigError where the disk is full, and where nothing is stored and the model says nothing that can be used.
+    within a minute, and before a signal ends the run. When the time is over, what is on its way is cut and learnt from
+    as it is, except answers to prompts: a later run goes on with those, and with all that a kill interrupts, as far as
+    there is time. spent: is told, with each shard, the seconds that it took. Raises ConfigError where the disk is full,
+    and where nothing is stored and the model says nothing that can be used.
     """
-    run = _Run(source, tokenizer, plan, store, goal, prompts)
-    while True:
-        now = run.progress()
-        progress(now)
-        if not run.has_time(now.until):
-            run.cut_open()
-            break
-        run.fill(now.growing)
-        if not run.open:
-            break
-        run.advance()
-        if run.books.due:
-            run.flush()
-    run.cut_left()
+    run = _Run(source, tokenizer, plan, store, goal, prompts, spent)
     books = run.books
-    if books.in_vain and not books.documents:
-        raise ConfigError("the model's own words are of no use: it asks nothing and ends nothing; use --text FILE")
-    if books.fresh_done or run.open:
-        run.flush()
+    with end_put_off() as asked:
+        while not asked():
+            now = run.progress()
+            progress(now)
+            if not run.has_time(now.until):
+                run.cut_open()
+                break
+            run.fill(now.growing)
+            if not run.open:
+                break
+            run.advance()
+            if books.due:
+                run.flush()
+        if not asked():
+            run.cut_left()
+            if books.in_vain and not books.documents:
+                raise ConfigError(
+                    "the model's own words are of no use: it asks nothing and ends nothing; use --text FILE"
+                )
+        if books.fresh_done or run.open:
+            run.flush()
     return GatherProgress(
-        books.documents, books.own_tokens, 0, books.seconds, refused=books.refused, useless=books.in_vain
-    )
+        books.documents, books.own_tokens, 0, books.seconds,
+        refused=books.refused, useless=books.in_vain, speechless=books.speechless(LEAST_BEGUN),
+    )  # fmt: skip
 
 
 def _left_growing(directory: Path, tokenizer: PreTrainedTokenizerFast, stored: Stored) -> dict[int | str, Growing]:

@@ -1,8 +1,10 @@
-"""When a training is measured on held-out documents: often, and yet for a small share of its time."""
+"""When a training is measured on held-out documents, and when saved: often, and yet for a small share of its time."""
 
 from dataclasses import dataclass
 
 from tidar_core.convert.checkpoint import SETTLED, Progress
+
+CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 45.0, 0.05  # see `SavePace`
 
 
 @dataclass(slots=True)
@@ -37,7 +39,29 @@ class Pace:
         """
         return self.looked and used >= SETTLED
 
-    def measured(self, progress: Progress, seconds: float, typical: bool = True) -> None:
-        """Adds a measurement's seconds to the training's. typical: whether the next one will take as long."""
-        progress.seconds += seconds
+    def measured(self, progress: Progress, seconds: float, typical: bool = True, counted: float = 0.0) -> None:
+        """Adds a measurement's seconds to the training's. typical: whether the next one will take as long. counted: how
+        many of them the training has already, since the best model was saved in them."""
+        progress.seconds += seconds - counted
         self.measured_at, self.expected, self.looked = progress.seconds, seconds if typical else 0.0, True
+
+
+@dataclass(slots=True)
+class SavePace:
+    """Tells when a run's next checkpoint is due: `CHECKPOINT_SECONDS` behind the last, and rarely enough that saving
+    takes `CHECKPOINT_SHARE` of the time at most: a whole model takes minutes. Moments are of one clock, in seconds.
+
+    saved_at: when the last one was written; before the first, when the run began. took: the seconds of the last.
+    """
+
+    saved_at: float
+    took: float = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether to save now."""
+        return now - self.saved_at >= max(CHECKPOINT_SECONDS, self.took / CHECKPOINT_SHARE)
+
+    def saved(self, began: float, ended: float) -> float:
+        """Takes note of a checkpoint; gives the seconds it took."""
+        self.saved_at, self.took = ended, ended - began
+        return self.took

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.base import Base, load_base_weights, read_base
+from tidar_core.convert.base import Base, in_fp32, load_base_weights, read_base
 from tidar_core.convert.card import (
     check_folder,
     counts_of,
@@ -35,16 +35,15 @@ from tidar_core.convert.options import ConvertOptions, Screen, Train
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, ShardStore, digest_of, read_header
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
+from tidar_core.convert.spent import left_for_training
 from tidar_core.convert.start import begin, check_start
 from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
 from tidar_core.model.dense import check_dense
 from tidar_core.model.sources import find_model
-from tidar_core.model.weights import AdapterWeights, widened
+from tidar_core.model.weights import AdapterWeights
 from tidar_core.transfer import choose_device, enough_memory
-
-LEAST_TRAINING = 0.1  # of the time, however long gathering took
 
 
 def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: Crew = ALONE) -> Progress:
@@ -61,7 +60,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     identity, weights = load_base_weights(base, options.dtype, screen)
     if crew.agree(fast_dtype(base.device, weights.embedding.dtype).itemsize) > weights.embedding.dtype.itemsize:
         screen.line(f"training in fp32: this processor is slow in {options.dtype}")
-        weights = widened(weights)
+        weights = in_fp32(base, weights)
     frozen = frozen_base(base.config, weights, screen.line)
     config = options.train
     start, begun_from = begin(options, identity, weights, screen)
@@ -173,9 +172,8 @@ def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: floa
 
 
 def _budget(options: ConvertOptions, spent: float) -> Budget:
-    """What is left for training after `spent` seconds of gathering; a share of the time in any case."""
-    seconds = max(60 * options.minutes - spent, LEAST_TRAINING * 60 * options.minutes)
-    return Budget(options.steps, 0.0 if options.steps else seconds)
+    """What is left for training after `spent` seconds of gathering."""
+    return Budget(options.steps, 0.0 if options.steps else left_for_training(options, spent))
 
 
 def _check_alike(options: ConvertOptions, corpus: Corpus, known_by: str, crew: Crew) -> None:

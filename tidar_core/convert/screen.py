@@ -81,6 +81,8 @@ class TerminalScreen:
             share = tokens / goal.own_tokens
             if share < 1 or not gathered.asked:  # what answers to prompts bring beyond the goal nobody knows
                 left = self._rate.seconds_for(goal.own_tokens - tokens)
+            if left is not None and gathered.until:
+                left = min(left, max(0.0, gathered.until - gathered.seconds))
         else:
             share, left = gathered.seconds / gathered.until, max(0.0, gathered.until - gathered.seconds)
         say = f"{gathered.documents:,} documents, {tokens:,} tokens, {self._rate.a_second():,.0f} a second, "

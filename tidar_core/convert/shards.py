@@ -15,6 +15,7 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -142,8 +143,12 @@ class ShardStore:
         self._next = 1 + max((_number(path) for path in _shard_paths(directory)), default=-1)
 
     def read(self) -> Stored:
-        """All that is stored. Raises ConfigError for a shard that cannot be read."""
-        shards = [_read_shard(path) for path in _shard_paths(self.directory)]
+        """All that is stored; without a last shard that was not written to its end, which may lie where nothing can be
+        removed. Raises ConfigError for any other shard that cannot be read."""
+        paths = _shard_paths(self.directory)
+        shards = [_read_shard(path) for path in paths[:-1]]
+        with suppress(_TornShard):
+            shards += [_read_shard(path) for path in paths[-1:]]
         joined = {name: _join(shards, name, kind) for name, kind in _COLUMNS.items()}
         lengths = np.cumsum([0, *(len(shard["tokens"]) for shard in shards)])
         if shards:
@@ -190,8 +195,8 @@ class ShardStore:
 def open_store(directory: Path, header: DataHeader) -> ShardStore:
     """The data directory, created with this header or continued. `notes` of the result has lines for the user.
 
-    A last shard that was not written to its end is removed: its jobs run again. Raises ConfigError where the tokens
-    there come from another tokenizer, and where the directory cannot be made or read.
+    A last shard that was not written to its end is removed, or left out where it cannot be: its jobs run again. Raises
+    ConfigError where the tokens there come from another tokenizer, and where the directory cannot be made or read.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -212,14 +217,19 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
     else:
         _write_header(path, header)
     for left in _shard_paths(directory, ".part"):
-        left.unlink()
+        with suppress(OSError):  # it may lie where nothing can be removed, and it harms nobody
+            left.unlink()
     shards = _shard_paths(directory)
     if shards:
         try:
             _read_shard(shards[-1])
         except _TornShard:
-            shards[-1].unlink()
-            notes.append(f"dropped {shards[-1].name}, which was not written to its end: its jobs run again")
+            what = f"{shards[-1].name}, which was not written to its end"
+            try:
+                shards[-1].unlink()
+                notes.append(f"dropped {what}: its jobs run again")
+            except OSError as error:
+                notes.append(f"left out {what} and cannot be removed ({error.strerror}): its jobs count as not done")
     return ShardStore(directory, header, notes)
 
 

@@ -5,6 +5,7 @@ A chat model that is given its template up to the start of the user's words cont
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -29,25 +30,25 @@ def open_user_turn(
 ) -> OpenTurn | None:
     """The conversation `turns` with another user turn begun by `opening`; None where the model has no usable template.
 
-    The boundary is found by rendering a turn that holds a sentinel and cutting there.
+    The boundary is found by rendering a turn that holds a sentinel and cutting there. The rendering asks for an answer:
+    in some templates nothing but what begins one tells that a user's words are over.
     """
     if tokenizer.chat_template is None:
         return None
     try:
-        text = _render(tokenizer, [*turns, {"role": "user", "content": _SENTINEL}], False, thinks)
+        text = _render(tokenizer, [*turns, {"role": "user", "content": _SENTINEL}], thinks)
     except Exception:  # a template may raise anything to refuse; then it is of no use here
         return None
     before, found, after = text.rpartition(_SENTINEL)
     if not found:
         return None
     stop_ids, stop = _end_ids(tokenizer), tuple[str, ...]()
-    ending = encode(tokenizer, after)
-    if has_special(tokenizer, ending[:1]):
-        stop_ids.add(ending[0])
-    elif after.strip():
-        stop = (after.strip(),)
-    elif after:
-        stop = (after,)
+    ending = after.strip()
+    first = encode(tokenizer, ending)[:1]
+    if has_special(tokenizer, first) or _added(tokenizer).intersection(first):
+        stop_ids.update(first)
+    elif ending:
+        stop = (ending.splitlines()[0].strip(),)
     return OpenTurn(encode(tokenizer, before + opening), frozenset(stop_ids), stop)
 
 
@@ -55,7 +56,7 @@ def answer_prompt(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks:
     """The conversation `turns`, which ends with a user's, up to where the model's answer begins; None where the
     template refuses it. thinks: whether a model that does so may think before it."""
     try:
-        return encode(tokenizer, _render(tokenizer, turns, True, thinks))
+        return encode(tokenizer, _render(tokenizer, turns, thinks))
     except Exception:  # as above
         return None
 
@@ -99,10 +100,18 @@ def has_special(tokenizer: PreTrainedTokenizerFast, tokens: tuple[int, ...]) -> 
     return decode(tokenizer, tokens) != decode(tokenizer, tokens, skip_special=True)
 
 
-def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], answer: bool, thinks: bool) -> str:
+@lru_cache(maxsize=4)
+def _added(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Its added tokens, which no other text becomes; those of roles need not be special ones. A list of them takes too
+    long to be made for each turn."""
+    return frozenset(tokenizer.added_tokens_decoder)
+
+
+def _render(tokenizer: PreTrainedTokenizerFast, turns: list[Turn], thinks: bool) -> str:
+    """The conversation up to where the model's answer begins."""
     # Templates of models that do not think ignore this variable.
     variables: dict[str, Any] = {} if thinks else {"enable_thinking": False}
-    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answer, **variables)
+    rendered: Any = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables)
     return str(rendered)
 
 

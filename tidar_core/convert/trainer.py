@@ -23,17 +23,17 @@ from tidar_core.convert.blocks import (
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import rank_of, trainable
+from tidar_core.convert.ending import SAVING, end_put_off
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
-from tidar_core.convert.pace import Pace
+from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.vocabulary import Columns, Vocabulary
 from tidar_core.layout import WithinBlock
 from tidar_core.model.weights import AdapterWeights, map_tensors, named_tensors
 from tidar_core.transfer import enough_memory
 
-CHECKPOINT_SECONDS = 45.0
 MEASURE_SECONDS, MEASURE_SHARE = 60.0, 0.05  # see `Pace`
 SLOT_HEAD_FASTER = 2.5  # its learning rate, as a multiple of the adapter's
 ALONE_SHARE = 0.125  # of the blocks train without the slot head, which chooses among candidates found without it
@@ -153,7 +153,7 @@ def train_drafter(
     """Trains from `start`, or from the last checkpoint in `directory` where there is one, of the same origin.
 
     All workers of a crew call it with the same arguments, except `watch`, which is called for this worker alone. They
-    take the same steps and end at the same one.
+    take the same steps and end at the same one. A worker that is alone saves between two steps before a signal ends it.
 
     Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
     where the disk is full, where the checkpoint was made with other settings, and where a worker sees another one.
@@ -175,23 +175,22 @@ def train_drafter(
     with enough_memory("it does not hold what proves the kernels, free some of it"):
         base.attends.prepare(base.config, base.weights, sizes, config.within_block)
     pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, config.measure_every)
-    last_saved = time.monotonic()
-    while True:
-        over = budget.used(progress) >= 1.0
-        if over or pace.due(progress):
-            began = time.monotonic()
-            training.measure(held_out, pace.counts(budget.used(progress)))
-            seconds = crew.agree(time.monotonic() - began)
-            pace.measured(progress, seconds, typical=pace.looked)  # on a GPU the first compiles what the others find
-        if over or progress.stale >= config.patience:
-            break
-        training.step(sampler, vocabulary, budget.used(progress))
-        if time.monotonic() - last_saved >= CHECKPOINT_SECONDS:
-            began = time.monotonic()
-            training.save()
-            last_saved = time.monotonic()
-            training.saving += last_saved - began
-    training.save()
+    with end_put_off(crew.size == 1) as asked:  # others would wait for a worker that leaves between two steps
+        while not asked():
+            over = budget.used(progress) >= 1.0
+            if over or pace.due(progress):
+                began = time.monotonic()
+                training.measure(held_out, pace.counts(budget.used(progress)))
+                seconds = crew.agree(time.monotonic() - began)
+                pace.measured(progress, seconds, typical=pace.looked)  # a GPU's first compiles what the others find
+            if over or progress.stale >= config.patience:
+                break
+            training.step(sampler, vocabulary, budget.used(progress))
+            if not asked() and training.saves.due(time.monotonic()):
+                training.saving += training.save()
+        if asked():
+            watch.line(SAVING)
+        training.save()
     return progress
 
 
@@ -210,6 +209,7 @@ class _Training:
     ):
         self.base, self.config, self.directory, self.watch, self.crew = base, config, directory, watch, crew
         self.adapter = trainable(start)
+        self.saves = SavePace(time.monotonic())
         self.saving = 0.0  # seconds that this worker took over checkpoints, for the next step to count
         named = list(named_tensors(self.adapter))
         names, tensors = zip(*named, strict=True)
@@ -230,10 +230,12 @@ class _Training:
         if crew.agree(self.progress.step) != self.progress.step:
             raise ConfigError(f"{directory} is not the same for all workers: put it where every node sees it")
 
-    def save(self) -> None:
-        """Writes a checkpoint, where this worker is the one that writes."""
+    def save(self) -> float:
+        """Writes a checkpoint, where this worker is the one that writes; gives the seconds it took."""
+        began = time.monotonic()
         if self.crew.leads:
             save_training(self.directory, self.settings, self.progress, self.names, self.tensors, self.optimizer)
+        return self.saves.saved(began, time.monotonic())
 
     def measure(self, held_out: HeldOut, counts: bool) -> None:
         """Measures tokens per step on held-out documents, and hands the drafter to the caller. counts: see `Pace`."""

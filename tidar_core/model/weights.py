@@ -65,6 +65,15 @@ class ModelWeights:
     head: Tensor
 
 
+def all_tensors(weights: ModelWeights) -> Iterator[Tensor]:
+    """All tensors of a model, each once."""
+    yield from (weights.embedding, weights.final_norm)
+    if weights.head is not weights.embedding:
+        yield weights.head
+    for index, layer in enumerate(weights.layers):
+        yield from (tensor for _, tensor in layer_tensors(index, layer))
+
+
 def numbers_a_row(config: ModelConfig, layer: LayerWeights) -> float:
     """How many weights of a layer one row is multiplied by; of the experts, those that it goes through alone."""
     whole = (layer.qkv, layer.o, layer.router, layer.shared_gate_up, layer.shared_down)
@@ -186,17 +195,21 @@ def has_experts(weights: ModelWeights, extras: Iterable[LayerAdapter]) -> bool:
     return any(layer.router is not None for layer in weights.layers) or any(extra.expert for extra in extras)
 
 
-def widened(weights: ModelWeights, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    """The same model in a dtype that holds each of its numbers."""
+def widened(weights: ModelWeights, dtype: torch.dtype = torch.float32, consumed: bool = False) -> ModelWeights:
+    """The same model in a dtype that holds each of its numbers. consumed: the given tensors are emptied one by one, so
+    that the weights are never in memory twice."""
 
-    def wide(layer: LayerWeights) -> LayerWeights:
+    def wide(tensor: Tensor) -> Tensor:
+        return _taken(tensor, lambda held: held.to(dtype)) if consumed else tensor.to(dtype)
+
+    def wide_layer(layer: LayerWeights) -> LayerWeights:
         held = {field.name: getattr(layer, field.name) for field in fields(layer)}
-        return replace(layer, **{name: tensor.to(dtype) for name, tensor in held.items() if tensor is not None})
+        return replace(layer, **{name: wide(tensor) for name, tensor in held.items() if tensor is not None})
 
-    layers = tuple(wide(layer) for layer in weights.layers)
-    embedding = weights.embedding.to(dtype)
-    head = embedding if weights.head is weights.embedding else weights.head.to(dtype)
-    return ModelWeights(embedding, layers, weights.final_norm.to(dtype), head)
+    layers = tuple(wide_layer(layer) for layer in weights.layers)
+    tied = weights.head is weights.embedding
+    embedding = wide(weights.embedding)
+    return ModelWeights(embedding, layers, wide(weights.final_norm), embedding if tied else wide(weights.head))
 
 
 def pack_model(

@@ -1,5 +1,6 @@
 """`tidar convert` as a user runs it: a folder that serves, the user's own text, mistakes in one line, a kill midway."""
 
+import errno
 import json
 import os
 import shlex
@@ -19,7 +20,7 @@ from tests.tidar_core.convert.trained import BRIEF, SMALL, random_documents, run
 from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
-from tidar_core.convert import gathering, run, speed
+from tidar_core.convert import base, gathering, run, speed
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.own_words import add_text
@@ -191,6 +192,15 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
     assert (status, "drafter adapts nothing of what --projections and --layers name" in output) == (1, True)
 
 
+def test_weights_that_memory_does_not_hold_in_fp32_are_told(tmp_path, gathered, monkeypatch):
+    monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else 1e9)
+    monkeypatch.setattr(base, "free_memory", lambda: 1000)
+    model, data = gathered
+    status, output = run_command(model, "--out", tmp_path / "drafter", "--data", data, "--steps", 2, *SMALL[:2])
+    assert status == 1
+    assert "in fp32 takes 0.0 GiB of memory more, and 0.0 GiB are free: free some, take a" in output.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("bf16", "wide"), [(1e9, True), (2e10, False)])
 def test_training_is_in_fp32_where_a_processor_is_slow_in_bf16(tmp_path, gathered, monkeypatch, bf16, wide):
     monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else bf16)
@@ -332,6 +342,23 @@ def test_where_no_folder_can_be_is_told_before_anything_is_gathered(tmp_path, mo
     assert not data.exists()
 
 
+@pytest.mark.parametrize("asks", ["exists", "is_symlink", "iterdir"])
+def test_an_out_that_the_user_may_not_look_into_is_one_line(tmp_path, monkeypatch, asks):
+    model, out = tiny_checkpoint(tmp_path / "model", **BRIEF), tmp_path / "theirs" / "out"
+    ours = getattr(Path, asks)
+
+    def refused(path: Path, *given: object, **named: object) -> object:
+        if path == out:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return ours(path, *given, **named)
+
+    out.mkdir(parents=True)
+    monkeypatch.setattr(Path, asks, refused)
+    status, output = run_command(model, "--out", out, "--steps", 1, *SMALL)
+    assert status == 1
+    assert output == f"tidar: {out} cannot be used (Permission denied): choose a new folder for --out\n"
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     model = tiny_checkpoint(tmp_path / "model", **BRIEF)
     before = {path.name: path.read_bytes() for path in model.iterdir()}
@@ -356,8 +383,8 @@ def test_an_out_that_is_no_place_for_a_drafter_is_told_before_anything_is_gather
 
 KILLED = """
 import sys
-import tidar_core.convert.own_words as own_words, tidar_core.convert.trainer as trainer
-own_words.FLUSH_SECONDS = trainer.CHECKPOINT_SECONDS = 0.05
+import tidar_core.convert.own_words as own_words, tidar_core.convert.pace as pace
+own_words.FLUSH_SECONDS, pace.SavePace.due = 0.05, lambda *_: True
 import typer
 from tidar_core.convert.command import convert_command
 sys.argv[1:] = {arguments!r}

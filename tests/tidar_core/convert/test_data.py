@@ -74,8 +74,7 @@ def test_a_template_may_refuse_to_ask_for_an_answer(refuses):
     tokenizer.chat_template = (
         f"{{% if {refuses} %}}{{{{ raise_exception('no') }}}}{{% endif %}}{tokenizer.chat_template}"
     )
-    assert open_user_turn(tokenizer, []) is not None
-    assert can_chat(tokenizer) == ("word" in refuses)
+    assert can_chat(tokenizer) == ("word" in refuses) == (open_user_turn(tokenizer, []) is not None)
     conversation = Conversation(prompt_job(SHORT, "What is a word?"), SHORT, tokenizer, set())
     assert conversation.start() is None
     assert conversation.document() is None

@@ -30,6 +30,7 @@ from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import check_replaceable, full_steps, kept_tokens_per_step, part_of
 from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.pace import SavePace
 from tidar_core.convert.run import convert
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.screen import TerminalScreen
@@ -254,7 +255,7 @@ def test_the_time_that_checkpoints_take_counts(tiny, monkeypatch):
         assert steps < 9
 
     tiny.trained = trained
-    monkeypatch.setattr(full_run, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(SavePace, "due", lambda *_: True)
     monkeypatch.setattr(full_run, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(full_run, "save_training", saved)
     measured_as(monkeypatch, *[1.5] * 9)

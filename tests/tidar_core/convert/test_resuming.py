@@ -17,6 +17,7 @@ from tests.tidar_core.convert.trained import CONFIG, corpus_of, random_documents
 from tidar_core.config import ConfigError
 from tidar_core.convert import trainer
 from tidar_core.convert.checkpoint import Progress, load_checkpoint, save_checkpoint
+from tidar_core.convert.pace import SavePace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +52,7 @@ def test_a_resumed_training_has_the_same_losses(tiny, corpus, tmp_path, monkeypa
             raise Stopped
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
+        patched.setattr(SavePace, "due", lambda *_: True)
         with pytest.raises(Stopped):
             train(tiny, corpus, tmp_path / "parts", 24, measured=stop)
     lines: list[str] = []

@@ -54,6 +54,7 @@ def test_what_shrinks_has_no_rate_below_nothing(monkeypatch):
         ),
         (GatherProgress(9, 800, 0, 100.0, 0, 130.0), Goal(seconds=130.0), "a second, about 30 s left"),
         (GatherProgress(9, 800, 0, 130.0, 3, 190.0), Goal(seconds=130.0), "3 given prompts to answer, about 60 s left"),
+        (GatherProgress(9, 800, 0, 130.0, 0, 190.0), Goal(10**9, seconds=190.0), "a second, time left unknown"),
     ],
 )
 def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, expected):

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.tidar_core.convert.documents import HEADER, document
 from tidar_core.config import ConfigError
-from tidar_core.convert.shards import Corpus, open_store, prompt_number, read_header
+from tidar_core.convert.shards import Corpus, ShardStore, open_store, prompt_number, read_header
 
 
 def test_shards_give_back_what_was_put_in(tmp_path):
@@ -46,6 +47,28 @@ def test_a_torn_last_shard_is_dropped_with_one_line(tmp_path):
     again.append([document(1)], [1], 1.0)
     assert open_store(tmp_path, HEADER).read().done == {0, 1}
     assert sorted(tmp_path.glob("*.part")) == sorted(theirs)
+
+
+def test_what_a_kill_left_where_nothing_can_be_removed_is_left_out(tmp_path, monkeypatch):
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    store.append([document(1)], [1], 1.0)
+    torn, part = tmp_path / "shard-000001.safetensors", tmp_path / "shard-000002.safetensors.part"
+    torn.write_bytes(torn.read_bytes()[:-9])
+    part.write_bytes(b"half")
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    again = open_store(tmp_path, HEADER)
+    assert again.notes == (
+        "left out shard-000001.safetensors, which was not written to its end and cannot be removed (Permission "
+        "denied): its jobs count as not done",
+    )
+    assert again.read().done == ShardStore(tmp_path, HEADER).read().done == {0}
+    assert torn.exists()
+    assert part.exists()
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])

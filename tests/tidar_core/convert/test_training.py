@@ -19,6 +19,7 @@ from tidar_core.convert.blocks import BlockSizes, block_of_step, blocks_ahead
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import new_drafter
 from tidar_core.convert.losses import LossConfig
+from tidar_core.convert.pace import SavePace
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.trainer import Budget, TrainConfig, learning_rate
@@ -152,16 +153,17 @@ def test_parts_of_a_step_add_up(tiny, corpus, tmp_path):
 
 
 def test_time_is_counted_and_tells_when_to_measure_and_to_end(tiny, corpus, tmp_path, monkeypatch):
-    """By a clock that moves a second at each look, a step takes one, and so do a measurement and a checkpoint."""
+    """By a clock that moves a second at each look, a step takes one, so does a checkpoint, and a measurement that keeps
+    what is as good as the best takes three."""
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=iter(range(1000)).__next__))
     measured: list[int] = []
-    config = replace(CONFIG, rows_a_step=16, measure_every=0)
+    config = replace(CONFIG, rows_a_step=16, measure_every=0, learning_rate=0.0)
     _, progress = train(
         tiny, corpus, tmp_path, Budget(steps=1000, seconds=130), config,
         measured=lambda result, adapter, progress, best: measured.append(progress.step),
     )  # fmt: skip
-    assert measured == [0, 57, 113, 120]
-    assert (progress.step, progress.seconds) == (120, 120 + 4 + 7)
+    assert measured == [0, 57, 114, 115]
+    assert (progress.step, progress.seconds) == (115, 115 + 3 * 4 + 6)
 
 
 def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypatch):
@@ -173,7 +175,7 @@ def test_the_time_that_checkpoints_take_counts(tiny, corpus, tmp_path, monkeypat
         nonlocal now
         now += 30
 
-    monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(SavePace, "due", lambda *_: True)
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(trainer, "save_training", saved)
     still = replace(CONFIG, measure_every=1000, learning_rate=0.0)

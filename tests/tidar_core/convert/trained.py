@@ -1,5 +1,6 @@
 """What the conversion's tests train with: a tiny base as the trainer runs it, documents, a training of seconds."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -112,6 +113,7 @@ def train(
     steps: int | Budget,
     config: TrainConfig = CONFIG,
     slot_head: int = 0,
+    step: Callable[[StepReport], None] = lambda report: None,
     **watch,
 ) -> tuple[list[StepReport], Progress]:
     """Trains a new drafter of the tiny base, or goes on with one in `directory`; what each step reported, the end."""
@@ -123,10 +125,16 @@ def train(
     sampler = Sampler(corpus.document, anchors, longest, config.seed)
     windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
     seen: list[StepReport] = []
-    noting = Watch(step=lambda r: seen.append(replace(r, progress=replace(r.progress))), **watch)
+
+    def noted(report: StepReport) -> None:
+        seen.append(replace(report, progress=replace(report.progress)))
+        step(report)
+
     vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
     budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
-    return seen, train_drafter(tiny.base, start, sampler, vocabulary, windows, config, budget, directory, noting)
+    return seen, train_drafter(
+        tiny.base, start, sampler, vocabulary, windows, config, budget, directory, Watch(noted, **watch)
+    )
 
 
 def run_command(*arguments: object) -> tuple[int, str]:

@@ -22,7 +22,7 @@ from tidar_core.model.fingerprint import Prints, fingerprint, prints_of
 from tidar_core.model.loading import load_weights, numbers_to_load
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
-from tidar_core.model.weights import LayerWeights, ModelWeights, pack_layer, pack_model
+from tidar_core.model.weights import LayerWeights, ModelWeights, all_tensors, pack_layer, pack_model, widened
 
 MODELS = [("llama", {}), ("qwen3", {"tied": False}), ("qwen2_moe", {"tied": False}), ("gemma3_text", {})]
 
@@ -53,6 +53,31 @@ def test_one_layer_is_in_memory_as_it_was_read(tmp_path: Path) -> None:
     read(path, told=told, packed=int8_layer)
     assert len(alive) == 4 * 4
     assert max(alive) == 4
+
+
+@pytest.mark.parametrize(("architecture", "options"), MODELS)
+def test_weights_are_never_in_memory_twice_while_they_are_widened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: Architecture, options: dict[str, Any]
+) -> None:
+    path = tiny_checkpoint(tmp_path / "model", architecture, **options)
+    given, kept, alive = read(path), read(path), []
+    tensors = list(all_tensors(given))
+    total, ours = sum(tensor.numel() for tensor in tensors), Tensor.to
+
+    def widening(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        alive.append(sum(each.numel() for each in tensors))
+        return ours(tensor, dtype)
+
+    monkeypatch.setattr(Tensor, "to", widening)
+    wide = widened(given, consumed=True)
+    monkeypatch.undo()
+    assert sum(each.numel() for each in tensors if each.dtype is torch.bfloat16) == 0
+    assert alive[0] == total
+    assert alive == sorted(alive, reverse=True)
+    assert fingerprint(wide) == fingerprint(kept)
+    assert (wide.head is wide.embedding) == (kept.head is kept.embedding)
+    assert all(tensor.dtype is torch.float32 for tensor in all_tensors(wide))
+    assert [tensor.shape for tensor in all_tensors(wide)] == [tensor.shape for tensor in all_tensors(kept)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,91 @@
+"""How the time of a conversion is shared: each answers for its own gathering, and for no other's."""
+
+import pytest
+
+from tests.tidar_core.convert.documents import HEADER
+from tests.tidar_core.convert.trained import SMALL, run_command
+from tidar_core.convert import run
+from tidar_core.convert.checkpoint import Progress
+from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.shards import ShardStore
+from tidar_core.convert.spent import SPENT_FILE, Spent, left_for_training, most_gathering
+
+OPTIONS = SMALL[2:]  # with no number of own words
+
+
+@pytest.fixture
+def budgets(monkeypatch) -> list[float]:
+    """The seconds that trainings got, none of which takes place."""
+    found: list[float] = []
+
+    def trained(*given) -> Progress:
+        found.append(given[6].seconds)
+        return Progress(step=1, best=2.0)
+
+    monkeypatch.setattr(run, "train_drafter", trained)
+    return found
+
+
+def test_words_of_another_run_cost_no_time(tmp_path, gathered, budgets):
+    model, data = gathered
+    ShardStore(data, HEADER).append([], [], 3600.0)
+    for goal in ((), SMALL[:2]):
+        status, output = run_command(model, "--out", tmp_path / "out", "--data", data, "--minutes", 1, *OPTIONS, *goal)
+        assert status == 0, output
+        assert "gathering took" not in output
+    assert budgets == [60.0, 60.0]
+
+
+def test_words_of_its_own_cost_what_they_took(tmp_path, gathered, budgets):
+    model, data = gathered
+    (tmp_path / "out.work").mkdir()
+    data.rename(tmp_path / "out.work" / "data")
+    store = ShardStore(tmp_path / "out.work" / "data", HEADER)
+    for seconds, left in ((30.0 - store.read().seconds, 30.0), (3600.0, 6.0)):
+        store.append([], [], seconds)
+        status, output = run_command(model, "--out", tmp_path / "out", "--minutes", 1, *OPTIONS)
+        assert status == 0, output
+        assert f"{left / 60:.1f} min of --minutes are for training" in output
+        assert budgets.pop() == pytest.approx(left)
+
+
+def test_what_is_gathered_beside_the_words_of_another_run_costs_its_time_alone(tmp_path, gathered, budgets):
+    """Also that of earlier runs of the same conversion; a limit of time holds for them together."""
+    model, data = gathered
+    store = ShardStore(data, HEADER)
+    store.append([], [], 3600.0)
+    before, tokens = store.read().seconds, store.read().corpus.generated_tokens()
+    common = (model, "--out", tmp_path / "out", "--data", data, "--minutes", 2, *OPTIONS, "--own-tokens")
+    for more in (200, 400):
+        status, output = run_command(*common, tokens + more)
+        assert status == 0, output
+        assert budgets.pop() == pytest.approx(120 - (store.read().seconds - before))
+        assert store.read().corpus.generated_tokens() >= tokens + more
+
+    (tmp_path / "out.work" / SPENT_FILE).write_text('{"format": 1, "seconds": 108.0}')
+    shards = sorted(data.iterdir())
+    status, output = run_command(*common, 10**6)
+    assert status == 0, output
+    assert "gathering took 1.8 min: 0.2 min of --minutes are for training" in output
+    assert sorted(data.iterdir()) == shards
+
+
+def test_a_number_of_own_words_does_not_switch_the_time_off(tmp_path, gathered, budgets):
+    model, data = gathered
+    common = (model, "--out", tmp_path / "out", "--data", data, "--minutes", 0.1, *OPTIONS)
+    status, output = run_command(*common, "--own-tokens", 10**8)
+    assert status == 0, output
+    assert "of 100,000,000 tokens are there, and the time for gathering is over" in output
+    assert 0.1 * 6 <= budgets[0] < 0.3 * 6
+
+
+def test_what_cannot_be_read_counts_as_nothing(tmp_path):
+    options = ConvertOptions(model="", out=tmp_path / "out", data=tmp_path / "data", minutes=10.0)
+    options.work.mkdir()
+    Spent(options, 50.0).add(7.0)
+    assert Spent(options, 90.0).seconds == 7.0
+    (options.work / SPENT_FILE).write_text("{")
+    assert Spent(options, 90.0).seconds == 0.0
+    assert [most_gathering(options), left_for_training(options, 500.0), left_for_training(options, 599.0)] == [
+        540.0, 100.0, 60.0,
+    ]  # fmt: skip
