@@ -52,7 +52,7 @@ class FullConfig:
         return {"mode": "full", "alpha": ALPHA, **settings}
 
     def fixed(self) -> dict[str, Any]:
-        """What must not change when a training goes on: all but what an error may advise the user to lower, what
+        """What must not change when a training goes on: all but what a user may lower where it fails or is slow, what
         follows from the model, and how exact products are."""
         free = ("learning_rate", "tokens_a_step", "longest", "dtype")
         return {name: value for name, value in self.settings().items() if name not in free}

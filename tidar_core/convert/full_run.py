@@ -2,8 +2,8 @@
 
 The folder that comes out is a checkpoint in transformers' layout with `tidar.json` beside it (`model.contract`).
 The whole model with its optimizer has to fit the device: 16 bytes a parameter and the activations of one document. A
-checkpoint takes 12 bytes a parameter more of the host's memory while it is written, and as many again where the device
-is a GPU.
+checkpoint, for which the gradients are gone, takes 12 bytes a parameter more of the host's memory while it is written,
+and as many again where the device is a GPU.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
@@ -30,6 +31,7 @@ from tidar_core.convert.pace import Pace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import CHECKPOINT_SECONDS, Budget
+from tidar_core.memory import free_memory
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
 
@@ -37,6 +39,9 @@ MASK_TOKEN = "<|mask|>"
 HELD_OUT_DOCUMENTS = 24
 MEASURE_SECONDS, MEASURE_SHARE = 30.0, 0.1  # see `Pace`; to write the best model is part of measuring
 LEAST_TOKENS = 16
+# Of a parameter: it, its gradient and two moments in fp32; all but the gradient, copied for the checkpoint.
+BYTES_IN_TRAINING, BYTES_ON_THE_HOST = 16, 24
+GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,22 @@ def train_full(
         screen.trained(training.step(used), budget.used(progress), None)
         if time.monotonic() - saved_at >= CHECKPOINT_SECONDS:
             saved_at = save(run)
+
+
+def check_memory(base: Base, parameters: int) -> None:
+    """Raises ConfigError where so many parameters plainly cannot be trained: the system would end this process hours
+    later. Swap is not counted, nor are activations."""
+    places: list[tuple[str, int, int]] = []
+    if base.device.type == "cuda":
+        places.append(("the GPU's memory", BYTES_IN_TRAINING, torch.cuda.mem_get_info(base.device)[0]))
+    if not psutil.MACOS:  # which lends as much of its disk as is needed
+        places.append(("memory", BYTES_ON_THE_HOST, free_memory()))
+    for place, each, free in places:
+        if parameters * each > free:
+            raise ConfigError(
+                f"to train all {parameters:,} weights of {base.source.name} takes {parameters * each / GIB:.1f} GiB of "
+                f"{place}, and {free / GIB:.1f} GiB are free: free some, or take a smaller model"
+            )
 
 
 def begin(base: Base, corpus: Corpus, config: FullConfig, out: Path, work: Path, screen: Screen) -> FullRun:

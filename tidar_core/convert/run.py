@@ -26,7 +26,7 @@ from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.forward import frozen_base
 from tidar_core.convert.full import FullConfig
 from tidar_core.convert.full_folder import check_replaceable, full_steps, take_back
-from tidar_core.convert.full_run import train_full
+from tidar_core.convert.full_run import check_memory, train_full
 from tidar_core.convert.gathering import gather
 from tidar_core.convert.given import check_text
 from tidar_core.convert.held_out import HeldOutResult, choose_windows
@@ -115,7 +115,9 @@ def convert(options: ConvertOptions, screen: Screen, train: Train = train_gather
     _check_result(options)
     base = read_base(source, device)
     if options.mode == "full" or options.generator == "transformers":
-        check_dense(source)
+        parameters = check_dense(source)
+        if options.mode == "full":
+            check_memory(base, parameters)
     if options.mode == "adapter":
         check_start(options, shape_of(source.name, base.config, base.tokenizer))
     if options.text is not None:
@@ -165,9 +167,8 @@ def _train_full(options: ConvertOptions, base: Base, corpus: Corpus, spent: floa
         tokens_a_step=train.rows_a_step or FullConfig().tokens_a_step, longest=longest, seed=train.seed,
         dtype=options.dtype, patience=train.patience,
     )  # fmt: skip
-    with enough_memory(
-        f"training all weights of {base.source.name} wants more, or lower --rows (now {config.tokens_a_step})"
-    ):
+    # Documents go through the model one by one: how many make a step changes nothing.
+    with enough_memory(f"training all weights of {base.source.name} wants more: take a smaller model, or a larger GPU"):
         return train_full(base, corpus, config, _budget(options, spent), options.out, options.work / "training", screen)
 
 

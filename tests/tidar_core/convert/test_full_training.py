@@ -6,14 +6,17 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
 
@@ -21,16 +24,19 @@ from tests.tidar_core.convert.trained import Killed, corpus_of, random_documents
 from tests.tidar_core.model.loaded import load
 from tests.tiny import tiny_checkpoint
 from tidar_core.config import ConfigError
-from tidar_core.convert import full, full_run
+from tidar_core.convert import full, full_run, run
 from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, load_checkpoint
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, doubled, joint_loss, measure_full
 from tidar_core.convert.full_folder import check_replaceable, full_steps, kept_tokens_per_step, part_of
+from tidar_core.convert.options import ConvertOptions
+from tidar_core.convert.run import convert
 from tidar_core.convert.sampler import Sampler
+from tidar_core.convert.screen import TerminalScreen
 from tidar_core.convert.trainer import Budget
 from tidar_core.model.configuration import load_config
 from tidar_core.model.contract import read_own_drafter
-from tidar_core.model.dense import dense_model
+from tidar_core.model.dense import check_dense, dense_model
 from tidar_core.model.sources import ModelSource, find_model
 from tidar_core.model.tokenizer import load_tokenizer
 
@@ -317,6 +323,54 @@ def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
     monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", wrong)
     with pytest.raises(TypeError, match="a mistake"):
         tiny.train(1)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "card", "message"),
+    [
+        ("cpu", 23, 0, "takes 0.0 GiB of memory, and 0.0 GiB are free: free some, or take a smaller model"),
+        ("cpu", 24, 0, None),
+        ("cuda", 24, 15, "takes 0.0 GiB of the GPU's memory, and"),
+        ("cuda", 23, 16, "takes 0.0 GiB of memory, and"),
+        ("cuda", 24, 16, None),
+    ],
+)
+def test_what_plainly_does_not_fit_is_refused(tiny, monkeypatch, device, host, card, message):
+    parameters = check_dense(tiny.source)
+    base = Base(tiny.source, load_config(tiny.source), tiny.tokenizer, torch.device(device))
+    monkeypatch.setattr(full_run, "free_memory", lambda: host * parameters)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card * parameters, 0))
+    monkeypatch.setattr(psutil, "MACOS", False)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message) as raised:
+        full_run.check_memory(base, parameters)
+    if message is not None:
+        assert str(raised.value).startswith(f"to train all {parameters:,} weights of model ")
+
+
+def test_too_little_memory_is_told_before_anything_is_gathered(tiny, monkeypatch):
+    monkeypatch.setattr(full_run, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(psutil, "MACOS", False)
+    text = tiny.directory / "text"
+    text.write_text("A sentence of several words, for once. " * 400)
+    options = ConvertOptions(str(tiny.source.directory), tiny.out, mode="full", text=text, device="cpu")
+    with pytest.raises(ConfigError, match="to train all"):
+        convert(options, TerminalScreen(Console(quiet=True)))
+    assert not options.work.exists()
+
+
+def test_a_full_gpu_is_told_without_what_would_not_help(tiny, monkeypatch):
+    """`--rows` is what a step learns from, one document after another."""
+
+    def full(*_) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(run, "train_full", full)
+    text = tiny.directory / "text"
+    text.write_text("A sentence of several words, for once. " * 400)
+    options = ConvertOptions(str(tiny.source.directory), tiny.out, mode="full", text=text, device="cpu")
+    with pytest.raises(ConfigError, match=r"memory is full: .* take a smaller model, or a larger GPU$") as raised:
+        convert(options, TerminalScreen(Console(quiet=True)))
+    assert "--rows" not in str(raised.value)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
