@@ -3,14 +3,20 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tidar_core.bench.drive import EngineAnswer, answer_all
 from tidar_core.engine import Engine
+from tidar_core.model.configuration import load_config
 from tidar_core.model.dense import dense_model
-from tidar_core.model.sources import ModelSource, find_model
+from tidar_core.model.quantization import read_quantization
+from tidar_core.model.sources import ModelSource, find_model, read_json
+from tidar_core.model.text_part import KNOWN
 from tidar_core.request import DraftMode, SamplingParams
 
 NEAR_TIE = 1e-3  # two best logits closer than this may fall either way between two implementations
@@ -70,9 +76,38 @@ def compare_ways(ways: dict[str, list[list[int]]]) -> list[Comparison]:
 
 
 def load_reference(source: ModelSource, dtype: torch.dtype, device: str = "cpu") -> torch.nn.Module:
-    """transformers' own model of the same weights."""
-    model: torch.nn.Module = dense_model(source, dtype)
-    return model.to(device).eval()
+    """transformers' own model of the same checkpoint, which it also reads itself where it can: else what the engine
+    misreads would be in both."""
+    model = read_by_transformers(source, dtype)
+    return (dense_model(source, dtype) if model is None else model).to(device).eval()
+
+
+def read_by_transformers(source: ModelSource, dtype: torch.dtype) -> torch.nn.Module | None:
+    """None where transformers does not read the checkpoint, or as another model: quantized, a part of a larger model, a
+    type of its own, names that it does not know; of a GGUF file, what it leaves out of its header."""
+    choices: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}  # what is pickled is never touched
+    if source.gguf_file is not None:
+        shape = load_config(source)
+        if (
+            shape.rope_scaling is not None
+            or shape.experts is not None
+            or (shape.architecture == "llama" and shape.qkv_bias)
+        ):
+            return None
+        choices = {"gguf_file": source.gguf_file}
+        if hasattr(transformers, "GgufConfig"):  # where it would leave them packed if it could
+            choices["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    elif (
+        read_json(source.directory / "config.json").get("model_type") not in KNOWN
+        or read_quantization(source.directory) is not None
+    ):
+        return None
+    auto: Any = AutoModelForCausalLM
+    try:
+        model, told = auto.from_pretrained(source.directory, dtype=dtype, output_loading_info=True, **choices)
+    except (OSError, ValueError, RuntimeError, AssertionError):  # what the engine forgives, as files of other names
+        return None
+    return None if told["missing_keys"] or told["mismatched_keys"] else model
 
 
 def _ids(model: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
