@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from tidar_core.config import ConfigError
@@ -21,7 +22,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # one of an earlier run, where nothing can be removed
+            part.unlink(missing_ok=True)
         raise cannot_write(path, error) from None
 
 

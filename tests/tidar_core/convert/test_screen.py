@@ -64,6 +64,18 @@ def test_the_time_that_prompts_take_is_no_time_left_for_nothing(gathered, goal, 
     assert expected in out.getvalue()
 
 
+def test_a_number_of_own_words_takes_no_longer_than_there_is_time(monkeypatch):
+    """At about a token a second."""
+    clock = itertools.count(step=100)
+    monkeypatch.setattr(screen.time, "monotonic", lambda: float(next(clock)))
+    for until, expected in ((130.0, "about 30 s left"), (900.0, "min left"), (0.0, "min left")):
+        out = io.StringIO()
+        with TerminalScreen(Console(file=out, width=200)) as shown:
+            for tokens in (0, 200, 400):
+                shown.gathered(GatherProgress(9, tokens, 0, 100.0, 0, until), Goal(own_tokens=480))
+        assert expected in out.getvalue().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [(None, "unknown yet"), (20, "20 s left"), (600, "10 min left"), (9000, "2.5 h left")],

@@ -57,7 +57,7 @@ def test_what_a_kill_left_where_nothing_can_be_removed_is_left_out(tmp_path, mon
     torn.write_bytes(torn.read_bytes()[:-9])
     part.write_bytes(b"half")
 
-    def refused(path: Path, missing_ok: bool = False) -> None:
+    def refused(*given: object, **named: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "unlink", refused)
@@ -69,6 +69,9 @@ def test_what_a_kill_left_where_nothing_can_be_removed_is_left_out(tmp_path, mon
     assert again.read().done == ShardStore(tmp_path, HEADER).read().done == {0}
     assert torn.exists()
     assert part.exists()
+    monkeypatch.setattr(os, "fsync", refused)
+    with pytest.raises(ConfigError, match=r"shard-000002\S+ it cannot be written \(Permission denied\)"):
+        again.append([document(2)], [2], 1.0)
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])
