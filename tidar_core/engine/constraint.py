@@ -2,24 +2,29 @@
 
 import sys
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tidar_core.engine.aside import Aside, Crowded, Late
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 if TYPE_CHECKING:
-    from xgrammar import CompiledGrammar
+    from xgrammar import CompiledGrammar, GrammarMatcher
 
 TOO_SLOW = "the grammar has too many readings to be followed in time: make it simpler"
+CROWDED = "others' grammars take too long for one of this kind to be followed now: try again later"
 SLOWEST_SECONDS = 0.1  # of computing a token, where a grammar is so ambiguous that it holds all others up
 SLOW_TOKENS = 16  # over which that is averaged: one that takes long now and then is not slow
 GUESSING_SECONDS = 0.05  # of computing a step behind drafts, which save no more
+AHEAD_SECONDS = 0.25  # of computing a step behind drafts, from where on the rest of them are given up
+QUICK_SECONDS = 0.01  # of computing: what took longer once is not waited for without a limit again
 ANY_NUMBER = sys.maxsize
 
 
@@ -56,7 +61,8 @@ class Constraint(Protocol):
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
         """The masks of what may follow the emitted tokens and drafts 1 … i, for i = 0 … n; None where anything may, or
-        where an earlier draft ends the answer. Behind a draft that is refused nothing is looked up."""
+        where an earlier draft ends the answer. Behind a draft that is refused nothing is looked up. One that allows no
+        token where it cannot be told in time: behind drafts that is asked for again without them."""
 
     def guess(self, token: int) -> bool:
         """Moves on behind a draft, if it is allowed; `forget` goes back."""
@@ -77,33 +83,49 @@ class _Ahead:
     drafts: tuple[tuple[int, float], ...] = ()
 
 
+_Question = tuple[tuple[int, ...], int | None]
+
+
 class GrammarState:
     """The state of a grammar, by xgrammar: a `Constraint`.
 
     Where looking ahead takes too long once, nothing is guessed any more in the answer. It ends where its tokens take
     too long one by one, each counted as it would be without drafts: these must not end an answer that would be complete
     without.
+
+    aside: where the matcher is asked once it took long, from the start where `apart`. What is late there ends the
+    answer if the next token needs it. Behind drafts it may never be needed: the matcher is lost with the call, and
+    another takes its place behind what was emitted.
     """
 
-    def __init__(self, compiled: "CompiledGrammar", end_ids: list[int], vocab_size: int):
-        import xgrammar
-
+    def __init__(
+        self,
+        compiled: "CompiledGrammar",
+        end_ids: list[int],
+        vocab_size: int,
+        aside: Aside | None = None,
+        apart: bool = False,
+    ):
         # the matcher complains to the log of each special token that it is asked for
         self._never = frozenset(compiled.tokenizer_info.special_token_ids) - set(end_ids)
         self._error: str | None = None
-        self._guessed = 0  # tokens that the matcher stands behind
+        self._emitted: list[int] = []
+        self._guessed: list[int] = []  # tokens behind those, which the matcher stands behind
         self._guesses_too_slowly = False
         self._ahead = _Ahead()
+        self._late: _Question | None = None  # which need not be tried again
         self._each = 0.0  # seconds a token, averaged
         self._seconds, self._spent, self._guessing = 0.0, 0.0, 0.0
         self._words = -(-vocab_size // 32)
-        self._has_ends = bool(end_ids)
+        self._end_ids = end_ids
         self._no_ends = np.full(4 * self._words, 0xFF, dtype=np.uint8)
         for token in end_ids:
             self._no_ends[token // 8] &= 0xFF ^ (1 << token % 8)
-        self._matcher = xgrammar.GrammarMatcher(
-            compiled, override_stop_tokens=end_ids or None, terminate_without_stop_token=not end_ids
-        )
+        self._compiled = compiled
+        self._aside = aside
+        self._apart = apart
+        self._matcher: GrammarMatcher | None = None  # None where it was lost, and the answer with it
+        self._begin()
 
     @property
     def error(self) -> str | None:
@@ -111,7 +133,7 @@ class GrammarState:
 
     @property
     def ended(self) -> bool:
-        return bool(self._matcher.is_terminated())
+        return self._matcher is not None and bool(self._matcher.is_terminated())
 
     @property
     def free(self) -> int:
@@ -132,26 +154,31 @@ class GrammarState:
         return until
 
     def replay(self, token: int) -> None:
-        """As `advance`, for a token that was emitted elsewhere: what it takes here ends nothing."""
+        """As `advance`, for a token that was emitted elsewhere: what it takes here ends nothing, unless it is late."""
         self.advance((token,))
         self._each = 0.0
-        if self._error == TOO_SLOW:
+        if self._error == TOO_SLOW and self._matcher is not None:
             self._error = None
 
     def masks(self, drafts: Items[int]) -> list[np.ndarray | None]:
         mask, seconds = self._timed_mask()
         found, took, allowed = [mask], [seconds], []
+        rest: np.ndarray | None = None
         for draft in drafts:
+            if self._late is not None or self._guessing > AHEAD_SECONDS:
+                rest = self._nothing()
+                break
             holds, seconds = self._step_ahead(draft)
             if not holds:
+                rest = None if self._late is None else self._nothing()
                 break
             allowed.append((draft, seconds))
             mask, seconds = self._timed_mask()
             found.append(mask)
             took.append(seconds)
-        self.forget(self._guessed)
+        self.forget(len(self._guessed))
         self._ahead = _Ahead(tuple(took), tuple(allowed))
-        return found + [None] * (len(drafts) + 1 - len(found))
+        return found + [rest] * (len(drafts) + 1 - len(found))
 
     def guess(self, token: int) -> bool:
         possible = token >= 0 and token not in self._never and not self.ended and self.guesses
@@ -161,16 +188,18 @@ class GrammarState:
         return self._timed_mask()[0]
 
     def forget(self, guesses: int) -> None:
-        self._matcher.rollback(guesses)
-        self._guessed -= guesses
+        guesses = min(guesses, len(self._guessed))  # fewer where the matcher was lost
+        if guesses and self._matcher is not None:
+            self._matcher.rollback(guesses)
+            del self._guessed[-guesses:]
 
     def _follow(self, tokens: Items[int], ahead: _Ahead) -> int:
         for place, token in enumerate(tokens):
-            if self.ended:
+            if self.ended or self._matcher is None:
                 return place
-            allowed, seconds = self._accept(token)
+            allowed, seconds = self._accept(token, self._emitted)
             if not allowed:
-                self._error = "the answer does not follow its grammar"
+                self._error = self._error or "the answer does not follow its grammar"
                 return place + 1
             if place < len(ahead.drafts) and ahead.drafts[place][0] == token:
                 seconds = ahead.drafts[place][1]
@@ -183,37 +212,101 @@ class GrammarState:
 
     def _timed_mask(self) -> tuple[np.ndarray | None, float]:
         """The mask, and what it took."""
-        if self.ended:
+        matcher = self._matcher
+        if matcher is None:
+            return self._nothing(), 0.0
+        if matcher.is_terminated():
             return None, 0.0
-        began = time.thread_time()
         words = torch.empty((1, self._words), dtype=torch.int32)
-        bound = self._matcher.fill_next_token_bitmask(words)
-        mask = words.numpy().view(np.uint8)[0]
-        if self._has_ends and not self._matcher.is_completed():
+        bound, seconds = self._ask(matcher.fill_next_token_bitmask, words, None, bool(self._guessed))
+        if bound is None:
+            return self._nothing(), seconds
+        mask: np.ndarray = words.numpy().view(np.uint8)[0]
+        if self._end_ids and not matcher.is_completed():
             # From 0.2.9 on xgrammar takes an end that, as text, would complete the answer: but it is no part of that.
             mask &= self._no_ends
             bound = True
-        return mask if bound else None, self._since(began)
+        return mask if bound else None, seconds
+
+    def _nothing(self) -> np.ndarray:
+        return np.zeros(4 * self._words, np.uint8)
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
         """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
-        self._guessed += 1
-        allowed, seconds = self._accept(token)
-        self._guessed -= not allowed
-        return allowed, seconds
+        return self._accept(token, self._guessed)
 
-    def _accept(self, token: int) -> tuple[bool, float]:
-        began = time.thread_time()
-        allowed = bool(self._matcher.accept_token(token))
-        return allowed, self._since(began)
+    def _accept(self, token: int, into: list[int]) -> tuple[bool, float]:
+        if self._matcher is None:
+            return False, 0.0
+        allowed, seconds = self._ask(self._matcher.accept_token, token, token, into is self._guessed)
+        if allowed:
+            into.append(token)
+        return bool(allowed), seconds
 
-    def _since(self, began: float) -> float:
-        seconds = time.thread_time() - began
+    def _ask(
+        self, question: Callable[[Any], bool], about: Any, token: int | None, ahead: bool
+    ) -> tuple[bool | None, float]:
+        """What the matcher answers, None where it is late, and what that took. token: which the question is about, None
+        for the mask. ahead: it is not asked of what was emitted."""
+        try:
+            if self._late is not None and self._late == self._question(token):
+                raise Late
+            if self._aside is not None and self._apart:
+                answer, seconds = self._aside.call(lambda: _timed(question, about))
+            else:
+                answer, seconds = _timed(question, about)
+        except Late as late:
+            self._lose(self._question(token), ahead, late)
+            return None, 0.0
+        if seconds > QUICK_SECONDS:
+            self._apart = True
         self._spent += seconds
-        if self._guessed:
+        if ahead:
             self._guessing += seconds
             self._guesses_too_slowly |= self._guessing > GUESSING_SECONDS
-        return seconds
+        return answer, seconds
+
+    def _question(self, token: int | None) -> _Question:
+        return (*self._emitted, *self._guessed), token
+
+    def _lose(self, question: _Question, ahead: bool, late: Late) -> None:
+        """Gives up the matcher: the thread that is late may still be at work on it."""
+        self._late, self._matcher = question, None
+        if ahead:
+            self._guessed.clear()
+            self._guesses_too_slowly = True
+            self._begin()
+        else:
+            self._error = _why(late)
+
+    def _begin(self) -> None:
+        """A matcher behind what was emitted."""
+        import xgrammar
+
+        def begun() -> "GrammarMatcher":
+            matcher = xgrammar.GrammarMatcher(
+                self._compiled,
+                override_stop_tokens=self._end_ids or None,
+                terminate_without_stop_token=not self._end_ids,
+            )
+            for token in self._emitted:
+                matcher.accept_token(token)
+            return matcher
+
+        try:
+            self._matcher = begun() if self._aside is None or not self._apart else self._aside.call(begun)
+        except Late as late:
+            self._error = _why(late)
+
+
+def _timed(question: Callable[[Any], bool], about: Any) -> tuple[bool, float]:
+    began = time.thread_time()
+    answer = question(about)
+    return answer, time.thread_time() - began
+
+
+def _why(late: Late) -> str:
+    return CROWDED if isinstance(late, Crowded) else TOO_SLOW
 
 
 def constrained(rule: TokenRule, mask: np.ndarray | None) -> TokenRule:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core import grammar_guard
-from tidar_core.engine.constraint import GrammarState
+from tidar_core.engine.aside import Aside
+from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
 from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.grammar import Grammar
 from tidar_core.grammar_compiling import compile_grammar
@@ -32,6 +34,10 @@ KEPT = 256  # grammars, refused ones included
 KEPT_BYTES = 2**30  # with 150,000 tokens an object takes 7 MiB, strings of bounded length 16 to 31
 PAUSE_SECONDS = 0.005
 REPLAY_SECONDS = 0.02  # a step, for what was emitted elsewhere: all others wait meanwhile
+# Of a schema or an expression that is no longer and repeats no group, a call took 0.25 s where it was made to be slow.
+USUAL_BYTES = 16 * 1024
+_REPEATED_GROUP = re.compile(r"[)?*+}]\s*\{")
+_GRAMMAR_WITHIN = re.compile(r'"type":\s*"grammar"')
 
 
 class PassingError(RequestError):
@@ -150,6 +156,20 @@ class Grammars:
             self._guards.own = Guard(tokens, grammar_guard.compile_seconds(self._vocab_size))
         guard: Guard = self._guards.own
         return guard
+
+
+def may_take_long(grammar: Grammar) -> bool:
+    """Whether one call about a grammar may take very long after all before were quick. So where readings of many tokens
+    wait for one that completes all of them: rules that lead to themselves with what may be empty behind that, and
+    repeated groups that may. Says so of some harmless ones too."""
+    text = grammar.text
+    if grammar.kind in ("json_schema", "structural_tag"):
+        text = json.dumps(json.loads(text), ensure_ascii=False)  # else escapes could hide what is looked for
+    if grammar.kind == "ebnf" and (text.count("::=") > 1 or text.count("root") > 1):
+        return True
+    if grammar.kind == "structural_tag" and _GRAMMAR_WITHIN.search(text):
+        return True
+    return len(text) > USUAL_BYTES or _REPEATED_GROUP.search(text) is not None
 
 
 def _passing(future: "Future[CompiledGrammar]") -> bool:
@@ -283,6 +303,7 @@ class GrammarQueue:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._waiting: dict[str, _Waiting] = {}
+        self._aside = Aside()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -341,12 +362,19 @@ class GrammarQueue:
         params, emitted = waiting.sequence.request.params, waiting.sequence.request.emitted
         if waiting.state is None:
             ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
-            waiting.state = GrammarState(waiting.compiled.result(), sorted(ends), self._vocab_size)
-        while waiting.read < len(emitted):
+            grammar = params.grammar
+            apart = grammar is None or may_take_long(grammar)
+            if apart and self._aside.crowded:
+                raise PassingError(CROWDED, "grammar")
+            compiled = waiting.compiled.result()
+            waiting.state = GrammarState(compiled, sorted(ends), self._vocab_size, self._aside, apart)
+        while waiting.state.error is None and waiting.read < len(emitted):
             if time.thread_time() > until:
                 return None
             waiting.state.replay(emitted[waiting.read])
             waiting.read += 1
-            if waiting.state.error is not None:
-                raise RequestError("what was emitted already does not follow the grammar", "emitted")
+        if waiting.state.error in (TOO_SLOW, CROWDED):
+            raise RequestError(waiting.state.error, "grammar")
+        if waiting.state.error is not None:
+            raise RequestError("what was emitted already does not follow the grammar", "emitted")
         return waiting.state

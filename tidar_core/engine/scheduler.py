@@ -347,6 +347,8 @@ class Scheduler:
             self._publish(sequence)
             return None
         committed = count_committed(drafts, truths) if drafts else 1
+        if committed > 1 and truths[committed - 1] < 0:  # without drafts before it, it may be picked
+            committed -= 1
         first = len(sequence.tokens) == sequence.prompt_length
         sequence.decode_steps += not first
         kept, finish = settle(sequence, list(truths[:committed]), self.limits.max_positions)

@@ -11,8 +11,8 @@ from tests.tidar_core.engine.test_grammar import following, prompts
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
-from tidar_core.engine import Engine, constraint, grammars, turns
-from tidar_core.engine.constraint import GrammarState, only_token
+from tidar_core.engine import Engine, aside, constraint, grammars, turns
+from tidar_core.engine.constraint import TOO_SLOW, GrammarState, only_token
 from tidar_core.engine.scheduler import Scheduler
 from tidar_core.engine.turns import Turns
 from tidar_core.grammar import Grammar
@@ -97,6 +97,39 @@ def test_a_grammar_with_too_many_readings_fails_alone(engine: Engine, monkeypatc
     assert (slow.finish.reason, slow.finish.param) == (FinishReason.ERROR, "grammar")
     assert "too many readings" in slow.finish.error
     assert (other.tokens, other.finish) == (expected.tokens, expected.finish)
+
+
+def closing_at_once(alternatives: int) -> Grammar:
+    """Every "7" opens a level, and one "8" closes all of them, in each way in which they opened: that takes (levels
+    times alternatives) squared."""
+    levels = " | ".join(f'"7" s t{i}' for i in range(alternatives))
+    tails = "\n".join(f't{i} ::= "" | "{i % 7}" t{i}' for i in range(alternatives))
+    return Grammar("ebnf", f'root ::= s\ns ::= {levels} | "8"\n{tails}')
+
+
+def test_a_token_that_takes_seconds_fails_its_answer_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "LIMIT_SECONDS", 0.2)
+    (prompt,) = prompts(1, seed=16)
+    seven, eight = (engine.tokenizer.encode(text)[0] for text in "78")
+    plain = sampled_params(60, "full")
+    (expected,) = answer_all(engine, [prompt], [plain])
+    closing = following(closing_at_once(1000), logit_bias=((eight, 100.0),), max_tokens=80)
+    engine.submit(Request("slow", prompt, closing, emitted=(seven,) * 60))
+    engine.submit(Request("plain", prompt, plain))
+    said: dict[str, list[int]] = {"slow": [], "plain": []}
+    finish = None
+    while engine.has_work:
+        for output in engine.step():
+            said[output.request_id] += output.tokens
+            if output.request_id == "slow" and output.finish is not None:
+                finish = output.finish
+                assert engine._compiling._aside._still_late() == 1, "it was waited for"
+    assert finish is not None
+    assert (finish.reason, finish.error, finish.param) == (FinishReason.ERROR, TOO_SLOW, "grammar")
+    assert said == {"slow": [eight], "plain": list(expected.tokens)}
+    until = time.monotonic() + 60
+    while engine._compiling._aside._still_late() and time.monotonic() < until:  # else it may end amid Python's own end
+        time.sleep(0.05)
 
 
 def test_what_was_emitted_elsewhere_is_read_between_the_others_steps(

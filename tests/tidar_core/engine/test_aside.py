@@ -1,0 +1,185 @@
+"""Calls that take for ever: who waits for them, for how long, and what becomes of the answers that asked."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import xgrammar
+
+from tests.tidar_core.engine.test_grammar import GRAMMARS, following, prompts
+from tests.tidar_core.engine.test_slow_grammars import closing_at_once
+from tests.tidar_core.engines import tiny_engine
+from tidar_core.bench.drive import answer_all
+from tidar_core.engine import Engine, aside, constraint
+from tidar_core.engine.aside import Aside, Crowded, Late
+from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
+from tidar_core.engine.grammars import USUAL_BYTES, may_take_long
+from tidar_core.grammar import Grammar, choice_grammar
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return tiny_engine(tmp_path_factory.mktemp("tiny"), max_running=64, threads=1)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Opens what hangs; nothing waits long for that."""
+    monkeypatch.setattr(aside, "LIMIT_SECONDS", 0.05)
+    opened = threading.Event()
+    yield opened
+    opened.set()
+
+
+def hang_at(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, hangs: Callable[[str, Any], bool]) -> list[Any]:
+    """Lets the calls hang that `hangs` is true of, by name and argument; returns those arguments as they come."""
+    begun: list[Any] = []
+    for name in ("accept_token", "fill_next_token_bitmask"):
+        native = getattr(xgrammar.GrammarMatcher, name)
+
+        def call(matcher: Any, argument: Any, name: str = name, native: Any = native) -> Any:
+            if hangs(name, argument):
+                begun.append(argument)
+                gate.wait()
+            return native(matcher, argument)
+
+        monkeypatch.setattr(xgrammar.GrammarMatcher, name, call)
+    return begun
+
+
+def test_nobody_waits_for_what_is_late(gate: threading.Event) -> None:
+    calls = Aside()
+    assert calls.call(lambda: 1) == 1
+    with pytest.raises(ZeroDivisionError):
+        calls.call(lambda: 1 // 0)
+    for late in range(aside.MOST_LATE):
+        assert calls.crowded == (late >= aside.CROWDED_FROM)
+        with pytest.raises(Late):
+            calls.call(gate.wait)
+    with pytest.raises(Crowded):
+        calls.call(lambda: 1)
+    gate.set()
+    until = time.monotonic() + 10
+    while calls.crowded and time.monotonic() < until:
+        time.sleep(0.01)
+    assert calls.call(lambda: 2) == 2
+    assert not calls.crowded
+
+
+def test_a_thread_ends_with_whom_it_works_for() -> None:
+    calls = Aside()
+    thread = calls.call(threading.current_thread)
+    assert thread is calls.call(threading.current_thread)
+    del calls
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def states(engine: Engine, calls: Aside, expression: str = "[0-9]{2}x") -> tuple[GrammarState, list[int]]:
+    compiled = engine._compiling._grammars.compiled(Grammar("regex", expression)).result()
+    tokens = [engine.tokenizer.encode(text)[0] for text in "11x"]
+    return GrammarState(compiled, [2, 0], engine.info.vocab_size, calls, apart=True), tokens
+
+
+@pytest.mark.parametrize("kind", ["accept_token", "fill_next_token_bitmask"])
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_what_is_late_ends_an_answer_at_the_same_token_with_drafts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, kind: str, behind: int
+) -> None:
+    """kind: which call hangs, behind so many tokens."""
+    calls = Aside()
+    state, tokens = states(engine, calls)
+    asked_of = [state]
+    begun = hang_at(
+        monkeypatch,
+        gate,
+        lambda name, _: name == kind and len(asked_of[0]._emitted) + len(asked_of[0]._guessed) == behind,
+    )
+
+    def answered(state: GrammarState, drafts: bool) -> tuple[int, str | None]:
+        asked_of[0] = state
+        emitted = 0
+        while state.error is None and emitted < len(tokens):
+            ahead = tokens[emitted:-1] if drafts else []
+            masks = state.masks(ahead)
+            asked = next((row for row, mask in enumerate(masks) if mask is not None and not mask.any()), len(masks))
+            emitted += state.advance(tokens[emitted : emitted + asked])
+        return emitted, state.error
+
+    one_by_one = answered(state, drafts=False)
+    assert one_by_one == (behind + (kind == "accept_token"), TOO_SLOW)
+    assert answered(states(engine, calls)[0], drafts=True) == one_by_one
+    assert len(begun) == 2, "what was late behind drafts is not tried again"
+
+
+def test_a_late_draft_costs_its_guesses_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    calls = Aside()
+    state, (one, _, x) = states(engine, calls, "[0-9]{1,2}x")
+    expected = states(engine, calls, "[0-9]{1,2}x")[0]
+    hang_at(monkeypatch, gate, lambda name, token: name == "accept_token" and token == x)
+    assert state.advance([one]) == expected.advance([one]) == 1
+    assert state.guess(one)
+    assert not state.guess(x)
+    assert not state.guess(one), "nothing is guessed any more"
+    state.forget(1)
+    (mask,), (same,) = state.masks(()), expected.masks(())
+    assert mask is not None
+    assert (mask == same).all()
+    assert (state.advance([one]), state.error) == (1, None)
+
+
+def test_what_takes_long_once_is_not_waited_for_without_a_limit_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    state, (one, _, _) = states(engine, Aside())
+    state._apart = False
+    monkeypatch.setattr(constraint, "QUICK_SECONDS", 0.0)
+    state.masks(())
+    hang_at(monkeypatch, gate, lambda name, _: name == "accept_token")
+    assert (state.advance([one]), state.error) == (1, TOO_SLOW)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_drafts_that_are_given_up_change_no_token(engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    chosen = prompts(3, seed=17)
+    plain = following(GRAMMARS[kind], max_tokens=40, drafts="off")
+    expected = [(answer.tokens, answer.finish) for answer in answer_all(engine, chosen, [plain] * 3)]
+    monkeypatch.setattr(constraint, "AHEAD_SECONDS", 0.0)
+    drafted = following(GRAMMARS[kind], max_tokens=40)
+    assert [(answer.tokens, answer.finish) for answer in answer_all(engine, chosen, [drafted] * 3)] == expected
+
+
+def test_while_calls_are_late_nothing_begins_that_may_be(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [following(closing_at_once(3), max_tokens=20), following(GRAMMARS["schema"], max_tokens=20)]
+    expected = answer_all(engine, prompts(2), chosen)
+    monkeypatch.setattr(aside, "CROWDED_FROM", 0)
+    refused, other = answer_all(engine, prompts(2), chosen)
+    assert refused.finish is not None
+    assert (refused.tokens, refused.finish.error, refused.finish.param) == ([], CROWDED, "grammar")
+    assert (other.tokens, other.finish) == (expected[1].tokens, expected[1].finish)
+    monkeypatch.undo()
+    assert answer_all(engine, prompts(2), chosen)[0].tokens == expected[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("grammar", "slow"),
+    [
+        (closing_at_once(3), True),
+        (Grammar("ebnf", 'root ::= "7" root "0"? | "8"'), True),
+        (Grammar("regex", "(7(0?){0,900}){2}"), True),
+        (Grammar("regex", r"[0-9]{4}-[0-9]{2}(\.[a-z]+)*"), False),
+        (Grammar("regex", "a" * (USUAL_BYTES + 1)), True),
+        (Grammar("json_schema", r'{"type": "string", "pattern": "^(0?)\u007b0,900}$"}'), True),
+        (Grammar("structural_tag", '{"format": {"type": "gramm\\u0061r", "grammar": "root ::= \\"a\\""}}'), True),
+        (GRAMMARS["schema"], False),
+        (GRAMMARS["object"], False),
+        (choice_grammar(["yes", "no"]), False),
+    ],
+    ids=range(10),
+)
+def test_which_grammars_may_take_long(grammar: Grammar, slow: bool) -> None:
+    assert may_take_long(grammar) == slow
