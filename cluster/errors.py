@@ -63,7 +63,7 @@ def unknown_model(name: str, served: Iterable[str]) -> ApiError:
     return ApiError(404, message, "model", "model_not_found")
 
 
-def too_long(prompt_tokens: int, max_tokens: int | None, limit: int, param: str) -> ApiError:
+def too_long(prompt_tokens: int | str, max_tokens: int | None, limit: int, param: str) -> ApiError:
     """The prompt, alone or with the tokens asked for, does not fit `limit` positions."""
     asked = f" and {max_tokens} for the answer" if max_tokens is not None else ""
     message = (

@@ -92,8 +92,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, token: int) -> bytes:
     if piece is None:
         return b""
     if isinstance(backend.decoder, decoders.ByteLevel):
-        if all(char in _BYTE_OF_CHAR for char in piece):
-            return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        if all(char in BYTE_OF_CHAR for char in piece):
+            return bytes(BYTE_OF_CHAR[char] for char in piece)
     elif byte := _BYTE_PIECE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     return token_text(tokenizer, token).encode()
@@ -202,7 +202,7 @@ def _byte_of_char() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
 
 
-_BYTE_OF_CHAR = _byte_of_char()
+BYTE_OF_CHAR = _byte_of_char()
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")  # as SentencePiece names a byte
 
 
@@ -223,7 +223,7 @@ class _ByteDecoder:
         if piece is None:  # a token that is not shown, or a padding row of the embedding that has none
             return ""
         try:
-            data = bytes([_BYTE_OF_CHAR[char] for char in piece])
+            data = bytes([BYTE_OF_CHAR[char] for char in piece])
         except KeyError:  # an added token is plain text
             data = piece.encode()
         return self._utf8.decode(data)

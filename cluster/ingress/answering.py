@@ -105,7 +105,7 @@ async def _planned(
         served = models.named(name)
         card, backend = served.directory.model
     # In a thread: a long prompt takes a while to tokenize, and streams must go on meanwhile.
-    return served, card, await asyncio.to_thread(plan, value, card, backend)
+    return served, card, await models.work(len(raw), plan, value, card, backend)
 
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:

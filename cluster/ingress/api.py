@@ -27,6 +27,7 @@ from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.tracing import flush, trace_requests, tracer_provider
 from cluster.options import ServeOptions
 from cluster.wire.prompts import check_ids, decode, encode_end, most_tokens, read_body, render_chat
+from cluster.wire.reach import check_reach
 from cluster.wire.schemas import DetokenizeBody, TokenizeBody
 
 PAGE_PATH = "playground/"  # relative to the API's root, of which a proxy may have taken a prefix
@@ -102,7 +103,10 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
             body = read_body(value, TokenizeBody)
             text = render_chat(card, body) if body.prompt is None else body.prompt
             special = body.prompt is not None if body.add_special_tokens is None else body.add_special_tokens
-            ids = encode_end(backend, text, special, most_tokens(body.truncate_prompt_tokens, card))
+            most = most_tokens(body.truncate_prompt_tokens, card)
+            if most is None:
+                check_reach(text, card, "messages" if body.prompt is None else "prompt")
+            ids = encode_end(backend, text, special, most)
             found: dict[str, Any] = {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids}
             found["token_strs"] = [backend.id_to_token(token) for token in ids] if body.return_token_strs else None
             return found
@@ -124,7 +128,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
         raw = await read_raw(request, options.max_body_bytes)
         served, _, value = await models.wanted(raw)
         outcome_of(request).model = served.name
-        return JSONResponse(await asyncio.to_thread(work, value, *await served.directory.known()))
+        return JSONResponse(await models.work(len(raw), work, value, *await served.directory.known()))
 
 
 def add_service_routes(app: FastAPI, models: Models, counts: IngressMetrics, page: bool) -> None:

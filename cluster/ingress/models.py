@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from opentelemetry.trace import Tracer
 
@@ -19,7 +21,11 @@ from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.wire.prompts import parse_json
 
+SHORT_BODY = 64 * 1024
+LONG_AT_ONCE = 2
 SETTLE_SECONDS = 60.0  # for one name's engines to come up beside another's
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,7 @@ class Models:
     ):
         self._began, self._count = time.monotonic(), metrics.told
         self._met: set[str] = set()
+        self._long = ThreadPoolExecutor(LONG_AT_ONCE, "long-bodies")
         wake = options.wake_seconds if options.sleeps else 0.0
         patience = Patience(options.stall_seconds, options.carry_seconds, wake)
         self._served = {
@@ -64,6 +71,7 @@ class Models:
 
     async def stop(self) -> None:
         """End it; an ingress that is shut down waits for this."""
+        self._long.shutdown(wait=False, cancel_futures=True)
         await asyncio.gather(*(served.directory.stop() for served in self._served.values()))
 
     def serves(self) -> bool:
@@ -105,9 +113,17 @@ class Models:
 
         What else is wrong with the body its schema finds.
         """
-        value = await asyncio.to_thread(parse_json, raw)
+        value = parse_json(raw) if len(raw) <= SHORT_BODY else await self.work(len(raw), parse_json, raw)
         name = value.get("model") if isinstance(value.get("model"), str) else None
         return self.named(name), name, value
+
+    async def work(self, size: int, call: Callable[..., T], *args: object) -> T:
+        """What a call returns that takes as long as a body is, here of so many bytes: in a thread, so that streams go
+        on. Long bodies wait for one another alone, and no short one behind them."""
+        if size <= SHORT_BODY:
+            return await asyncio.to_thread(call, *args)
+        within = partial(copy_context().run, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._long, within)
 
     async def metrics(self) -> list[ReplicaCounts]:
         """What each replica tells. Raises ApiError (503) where a model should run and no replica of any answers."""

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.errors import ApiError, bad_request, from_validation
 from cluster.wire.messages import Templated
+from cluster.wire.reach import check_reach
 from cluster.wire.schemas import ChatBody, CompletionBody
 from cluster.wire.tools import TEMPLATE_ERRORS, tool_format
 
@@ -130,9 +131,13 @@ def most_tokens(wanted: int | None, card: ModelCard, limit: int | None = None) -
 
 
 def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer) -> list[tuple[int, ...]]:
-    """Token ids of each prompt. Raises ApiError (400) for an empty prompt or an id that the model does not know."""
+    """Token ids of each prompt. Raises ApiError (400) for an empty prompt, a text that is certainly too long, or an id
+    that the model does not know."""
     special = body.add_special_tokens is not False
     most = most_tokens(body.truncate_prompt_tokens, card, body.limit)
+    for text in body.prompt:
+        if isinstance(text, str) and most is None:
+            check_reach(text, card, "prompt")
     prompts = [
         encode_end(backend, prompt, special, most) if isinstance(prompt, str) else end_of(prompt, most)
         for prompt in body.prompt
@@ -145,9 +150,12 @@ def completion_prompts(body: CompletionBody, card: ModelCard, backend: Tokenizer
 
 
 def chat_prompt(body: ChatBody, card: ModelCard, backend: Tokenizer) -> tuple[tuple[int, ...], str]:
-    """Token ids of a chat, and its text, of which they may be the end. Raises ApiError (400) as `render_chat` does."""
+    """Token ids of a chat, and its text, of which they may be the end. Raises ApiError (400) as `render_chat` does,
+    or where that is certainly too long."""
     text = render_chat(card, body)
     most = most_tokens(body.truncate_prompt_tokens, card, body.limit)
+    if most is None:
+        check_reach(text, card, "messages")
     prompt = encode_end(backend, text, bool(body.add_special_tokens), most)
     if not prompt:
         raise bad_request("the chat template made an empty prompt of the messages", "messages")

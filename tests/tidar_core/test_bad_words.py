@@ -70,8 +70,10 @@ class Slices:
 
 @given(words, few, few, few)
 def test_they_come_in_the_order_of_the_words_lengths(bad, prompt, answer, ahead):
+    """Once each, where slices of an answer that is shorter than they told some again."""
     ours, others = (kind(bad, len(prompt)).refused(prompt + answer, ahead) for kind in (BadWords, Slices))
-    assert ours == others
+    assert [*dict.fromkeys(ours)] == [*dict.fromkeys(others)]
+    assert len(ours) <= len(others)
 
 
 class Noted(list[int]):

@@ -9,11 +9,14 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from cluster.card import tokenizer_backend
 from cluster.carry.directory import Directory, Wake
 from cluster.ingress import answering
 from cluster.ingress.api import build_api
 from cluster.ingress.models import Models
 from cluster.options import ServeOptions
+from tests.cluster.wire.test_schemas import card_for
+from tests.tiny import tiny_tokenizer
 
 LIMIT = 2000
 JSON = {"Content-Type": "application/json"}
@@ -151,6 +154,26 @@ def test_a_slow_body_is_read_as_long_as_it_comes(api: FastAPI, monkeypatch: pyte
     assert ask(api, "POST", "/v1/completions", content=halting(3, 0.0), headers=JSON).status_code == 503
     assert len(limits) > 4, "anew for each piece, and for the end"
     assert set(limits) == {5.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": "1" * 5000}, "prompt"), ({"messages": [{"role": "user", "content": "1" * 5000}]}, "messages")],
+)
+def test_tokens_of_what_no_model_could_read_are_not_counted(
+    fields: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = card_for(tiny_tokenizer())
+
+    async def known(_: Directory) -> Any:
+        return card, tokenizer_backend(card)
+
+    monkeypatch.setattr(Directory, "known", known)
+    api = build_api({"tiny": Directory(NoReplica())}, ServeOptions())  # type: ignore[arg-type]
+    refused = ask(api, "POST", "/tokenize", json=fields)
+    assert refused.status_code == 400
+    assert (error_of(refused)["param"], error_of(refused)["code"]) == (param, "context_length_exceeded")
+    assert ask(api, "POST", "/tokenize", json=fields | {"truncate_prompt_tokens": 5}).json()["count"] == 5
 
 
 def test_what_asks_for_no_model_that_is_served_wakes_none_and_is_not_its(monkeypatch: pytest.MonkeyPatch) -> None:

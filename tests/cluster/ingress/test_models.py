@@ -3,6 +3,7 @@ for."""
 
 import asyncio
 import json
+import threading
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from opentelemetry.trace import NoOpTracer
 from cluster.app import engine_names, replica_count
 from cluster.carry.directory import Directory, Wake
 from cluster.errors import ApiError
-from cluster.ingress.models import SETTLE_SECONDS, Models
+from cluster.ingress.models import SETTLE_SECONDS, SHORT_BODY, Models
 from cluster.observe.ingress_metrics import IngressMetrics
 from cluster.options import ServeOptions
 from cluster.preflight import absolute, check_models, check_options, check_visible
@@ -238,6 +239,22 @@ def test_names_that_have_been_changed_round_find_whoever_is_there() -> None:
 def test_a_model_that_sleeps_under_an_old_name_is_woken_by_its_new_one() -> None:
     made = two(_model=(SimpleNamespace(name="before"), object()), _wake=Wake(seconds=1, most=1))
     assert made.named("one").name == "one"
+
+
+def test_a_short_body_waits_behind_no_long_ones() -> None:
+    async def run() -> None:
+        made, may_end = two(), threading.Event()
+        long = [asyncio.create_task(made.work(SHORT_BODY + 1, may_end.wait, 60)) for _ in range(64)]
+        try:
+            assert await asyncio.wait_for(made.work(SHORT_BODY, str, 5), 30) == "5"
+            with pytest.raises(ApiError, match="does not exist"):
+                await asyncio.wait_for(made.wanted(b'{"model": "none"}'), 30)
+        finally:
+            may_end.set()
+        assert all(await asyncio.gather(*long))
+        await made.stop()
+
+    asyncio.run(run())
 
 
 def test_every_name_has_its_number_of_engines_though_it_be_none() -> None:
