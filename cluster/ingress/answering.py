@@ -145,7 +145,8 @@ async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list
         async for piece in pieces:
             logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
             if logprobs > plans.MOST_LOGPROBS:
-                raise too_many_logprobs("and the answer has more already", logprobs_field(plan.manner.chat))
+                what = "and this answer has more already: ask for fewer of them, of choices or of tokens, or stream it"
+                raise too_many_logprobs(what, logprobs_field(plan.manner.chat))
             gathered.append(piece)
     return gathered
 

@@ -1,6 +1,7 @@
 """What an ingress serves, by the names that requests ask for: bases and their adapters, each on engines of its own."""
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from cluster.options import ServeOptions
 from cluster.wire.prompts import parse_json
 
 SHORT_BODY = 64 * 1024
-LONG_AT_ONCE = 2
+LONG_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 SETTLE_SECONDS = 60.0  # for one name's engines to come up beside another's
 
 T = TypeVar("T")

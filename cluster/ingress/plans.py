@@ -14,7 +14,7 @@ from cluster.errors import ApiError, bad_request
 from cluster.wire.answer import Echo
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
-from cluster.wire.sampling import COMPLETION_MAX_TOKENS, sampling_of, sampling_params, token_wishes
+from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
@@ -152,7 +152,7 @@ def params_of(
         sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, wishes, limit)
         for number, prompt in enumerate(prompts)
     ]
-    check_logprobs_together(body, sum(map(len, prompts)), len(prompts))
+    check_logprobs_together(body, sum(map(len, prompts)))
     return [replace(params, choice=choice) for params in each for choice in choices]
 
 
@@ -166,20 +166,14 @@ def check_logprobs_of(body: Body, longest: int) -> None:
         raise bad_request(f"{field} {wanted} is too much for the log-probabilities of a prompt: {hint}", field)
 
 
-def check_logprobs_together(body: Body, prompt_tokens: int, prompts: int) -> None:
-    """Raises ApiError where all prompts, of so many tokens together, and their answers have too many log-probabilities
-    to be kept until they are told. Those of an answer whose length is nowhere stated are counted as they come."""
-    of_prompt, of_answer, choices = body.wanted_of_prompt, body.wanted_logprobs, body.n or 1
-    if body.stream or (isinstance(body, ChatBody) and body.limit is None):
-        of_answer = None
-    asked = 0 if of_prompt is None else choices * prompt_tokens * (of_prompt + 1)
-    field = "prompt_logprobs" if body.prompt_logprobs is not None else logprobs_field(isinstance(body, ChatBody))
-    if of_answer is not None and asked <= MOST_LOGPROBS:
-        limit = COMPLETION_MAX_TOKENS if body.limit is None else body.limit
-        asked += choices * prompts * limit * (of_answer + 1)
-        field = logprobs_field(isinstance(body, ChatBody))
+def check_logprobs_together(body: Body, prompt_tokens: int) -> None:
+    """Raises ApiError where all prompts, of so many tokens together, have too many log-probabilities to be kept until
+    they are told. Those of an answer are counted as they come: it is mostly shorter than it may be."""
+    wanted = body.wanted_of_prompt
+    asked = 0 if wanted is None else (body.n or 1) * prompt_tokens * (wanted + 1)
     if asked > MOST_LOGPROBS:
-        raise too_many_logprobs(f"these would be {asked}", field)
+        field = logprobs_field(isinstance(body, ChatBody)) if body.prompt_logprobs is None else "prompt_logprobs"
+        raise too_many_logprobs(f"these would be {asked}: ask for fewer of them, of choices or of prompts", field)
 
 
 def logprobs_field(chat: bool) -> str:
@@ -188,8 +182,7 @@ def logprobs_field(chat: bool) -> str:
 
 
 def too_many_logprobs(what: str, field: str) -> ApiError:
-    hint = "ask for fewer of them, of choices or of tokens, or stream the answer"
-    return bad_request(f"a request may have {MOST_LOGPROBS} log-probabilities at most, {what}: {hint}", field)
+    return bad_request(f"a request may have {MOST_LOGPROBS} log-probabilities at most, {what}", field)
 
 
 def for_each_choice(prompts: Prompts, body: Body) -> Prompts:

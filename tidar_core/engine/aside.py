@@ -5,6 +5,7 @@ Such a call cannot be ended. A thread whose call is late is left to it, and ends
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -16,15 +17,27 @@ T = TypeVar("T")
 LIMIT_SECONDS = 1.0  # of a call's own computing
 WAITS = 4  # times as long, where the machine is so busy that the call does not get to compute
 CROWDED_FROM = 2  # late calls at once, from where on nothing new should begin: each takes a processor
-MOST_LATE = 8  # at once
+MOST_LATE = 4  # at once
 
 
 class Late(Exception):
-    """A call did not return in time, and may still be going on: what it works on is lost."""
+    """A call did not return in time, and may still be going on: what it works on is lost. computing: it would be late
+    on an idle machine too."""
+
+    def __init__(self, computing: bool = True):
+        super().__init__()
+        self.computing = computing
 
 
 class Crowded(Late):
     """So many calls are late that this one was not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LateCall:
+    worker: "_Worker"
+    about: object
+    needed: bool
 
 
 class Aside:
@@ -32,32 +45,41 @@ class Aside:
 
     def __init__(self) -> None:
         self._worker: _Worker | None = None
-        self._late: list[_Worker] = []
+        self._late: list[_LateCall] = []
 
     @property
     def crowded(self) -> bool:
         return self._still_late() >= CROWDED_FROM
 
-    def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises. Raises Late."""
+    def call(self, function: Callable[[], T], about: object = None, needed: bool = True) -> T:
+        """What the function returns or raises. Raises Late.
+
+        about: what it is about; while a call about that is late no other is begun, else each choice of one request
+        would be late, one after another. needed: what it returns will be used; of what may not be, none holds up those
+        that are.
+        """
+        late = self._still_late()
+        if about is not None and any(call.about is about and (call.needed or not needed) for call in self._late):
+            raise Late(computing=needed)
         if self._worker is None:
-            if self._still_late() >= MOST_LATE:
-                raise Crowded
+            if late >= MOST_LATE:
+                raise Crowded(computing=False)
             self._worker = _Worker()
-            finalize(self, self._worker.end)
+            self._worker.ends_with(self)
         worker = self._worker
         try:
             returned, error = worker.answer(function)
-        except Empty:
+        except Late as reason:
             self._worker = None
-            self._late.append(worker)
-            raise Late from None
+            self._late.append(_LateCall(worker, about if reason.computing else None, needed))
+            raise
         if error is not None:
             raise error
         return returned  # type: ignore[no-any-return]
 
     def _still_late(self) -> int:
-        self._late = [worker for worker in self._late if worker.is_alive()]
+        if self._late:
+            self._late = [call for call in self._late if call.worker.is_alive()]
         return len(self._late)
 
 
@@ -67,7 +89,12 @@ class _Worker(Thread):
         self._asked: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._began = 0.0
+        self._ending: finalize[Any, Any] | None = None
+        self._given_up = False
         self.start()
+
+    def ends_with(self, owner: object) -> None:
+        self._ending = finalize(owner, self.end)
 
     def run(self) -> None:
         while True:
@@ -75,14 +102,18 @@ class _Worker(Thread):
             if function is None:
                 return
             self._began = _own_seconds()
+            answer: tuple[Any, BaseException | None]
             try:
-                self._answers.put((function(), None))
+                answer = function(), None
             except BaseException as error:
-                self._answers.put((None, error))
+                answer = None, error
             del function  # what it works on may be large
+            if not self._given_up:
+                self._answers.put(answer)
+            del answer
 
     def answer(self, function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """Raises Empty where it is late: the thread ends behind it then."""
+        """Raises Late: the thread ends behind the call then, and what that returns is nobody's."""
         began = time.monotonic()
         self._asked.put(function)
         wait = LIMIT_SECONDS
@@ -91,12 +122,16 @@ class _Worker(Thread):
                 return self._answers.get(timeout=wait)
             except Empty:
                 waited = time.monotonic() - began
-                if min(waited, self._computed()) >= LIMIT_SECONDS or waited >= WAITS * LIMIT_SECONDS:
+                computing = min(waited, self._computed()) >= LIMIT_SECONDS
+                if computing or waited >= WAITS * LIMIT_SECONDS:
                     self.end()
-                    raise
+                    raise Late(computing) from None
                 wait = LIMIT_SECONDS / 10
 
     def end(self) -> None:
+        self._given_up = True
+        if self._ending is not None:
+            self._ending.detach()
         self._asked.put(None)
 
     def _computed(self) -> float:

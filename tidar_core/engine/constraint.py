@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.aside import Aside, Crowded, Late
+from tidar_core.engine.aside import LIMIT_SECONDS, Aside, Crowded, Late
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class GrammarState:
     without.
 
     aside: where the matcher is asked once it took long, from the start where `apart`. What is late there ends the
-    answer if the next token needs it. Behind drafts it may never be needed: the matcher is lost with the call, and
-    another takes its place behind what was emitted.
+    answer if the next token needs it. Behind drafts it may never be needed: the matcher is lost with the call, and the
+    copy that was kept of it takes its place.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class GrammarState:
         self._guessed: list[int] = []  # tokens behind those, which the matcher stands behind
         self._guesses_too_slowly = False
         self._ahead = _Ahead()
+        self._given_up = False  # looking at drafts, in this step
         self._late: _Question | None = None  # which need not be tried again
         self._each = 0.0  # seconds a token, averaged
         self._seconds, self._spent, self._guessing = 0.0, 0.0, 0.0
@@ -124,8 +125,8 @@ class GrammarState:
         self._compiled = compiled
         self._aside = aside
         self._apart = apart
-        self._matcher: GrammarMatcher | None = None  # None where it was lost, and the answer with it
-        self._begin()
+        self._matcher = self._begun()  # None where it was lost, and the answer with it
+        self._kept: GrammarMatcher | None = None  # behind what was emitted, while guesses are asked about aside
 
     @property
     def error(self) -> str | None:
@@ -151,6 +152,7 @@ class GrammarState:
         ahead, self._ahead = self._ahead, _Ahead()
         until = self._follow(tokens, ahead)
         self._seconds, self._spent, self._guessing = self._spent, 0.0, 0.0
+        self._given_up, self._kept = False, None
         return until
 
     def replay(self, token: int) -> None:
@@ -165,12 +167,12 @@ class GrammarState:
         found, took, allowed = [mask], [seconds], []
         rest: np.ndarray | None = None
         for draft in drafts:
-            if self._late is not None or self._guessing > AHEAD_SECONDS:
+            if self._given_up or self._guessing > AHEAD_SECONDS:
                 rest = self._nothing()
                 break
             holds, seconds = self._step_ahead(draft)
             if not holds:
-                rest = None if self._late is None else self._nothing()
+                rest = self._nothing() if self._given_up else None
                 break
             allowed.append((draft, seconds))
             mask, seconds = self._timed_mask()
@@ -192,6 +194,8 @@ class GrammarState:
         if guesses and self._matcher is not None:
             self._matcher.rollback(guesses)
             del self._guessed[-guesses:]
+        if not self._guessed:
+            self._kept = None
 
     def _follow(self, tokens: Items[int], ahead: _Ahead) -> int:
         for place, token in enumerate(tokens):
@@ -233,6 +237,8 @@ class GrammarState:
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
         """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
+        if self._apart and self._aside is not None and self._matcher is not None and not self._guessed:
+            self._kept = self._matcher.fork()
         return self._accept(token, self._guessed)
 
     def _accept(self, token: int, into: list[int]) -> tuple[bool, float]:
@@ -251,8 +257,8 @@ class GrammarState:
         try:
             if self._late is not None and self._late == self._question(token):
                 raise Late
-            if self._aside is not None and self._apart:
-                answer, seconds = self._aside.call(lambda: _timed(question, about))
+            if self._aside is not None and self._apart and (not ahead or self._kept is not None):
+                answer, seconds = self._aside.call(lambda: _timed(question, about), self._compiled, not ahead)
             else:
                 answer, seconds = _timed(question, about)
         except Late as late:
@@ -271,32 +277,34 @@ class GrammarState:
 
     def _lose(self, question: _Question, ahead: bool, late: Late) -> None:
         """Gives up the matcher: the thread that is late may still be at work on it."""
-        self._late, self._matcher = question, None
+        self._matcher = self._kept if ahead else None
+        if late.computing:
+            self._late = question
         if ahead:
+            self._kept = None
             self._guessed.clear()
-            self._guesses_too_slowly = True
-            self._begin()
+            self._guesses_too_slowly = self._given_up = True
+            self._spent += LIMIT_SECONDS
         else:
             self._error = _why(late)
 
-    def _begin(self) -> None:
-        """A matcher behind what was emitted."""
+    def _begun(self) -> "GrammarMatcher | None":
         import xgrammar
 
         def begun() -> "GrammarMatcher":
-            matcher = xgrammar.GrammarMatcher(
+            return xgrammar.GrammarMatcher(
                 self._compiled,
                 override_stop_tokens=self._end_ids or None,
                 terminate_without_stop_token=not self._end_ids,
             )
-            for token in self._emitted:
-                matcher.accept_token(token)
-            return matcher
 
+        if self._aside is None or not self._apart:
+            return begun()
         try:
-            self._matcher = begun() if self._aside is None or not self._apart else self._aside.call(begun)
+            return self._aside.call(begun, self._compiled)
         except Late as late:
             self._error = _why(late)
+            return None
 
 
 def _timed(question: Callable[[Any], bool], about: Any) -> tuple[bool, float]:

@@ -292,7 +292,7 @@ class Engine:
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
         truths = self._runner.ops.pick(with_draft_scores(plans, logits), rules).tolist()
-        outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows))
+        outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows), again=True)
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
         emitting = [rows for rows in batch.laid.emit_rows if rows]

@@ -163,6 +163,8 @@ def may_take_long(grammar: Grammar) -> bool:
     wait for one that completes all of them: rules that lead to themselves with what may be empty behind that, and
     repeated groups that may. Says so of some harmless ones too."""
     text = grammar.text
+    if len(text) > 2 * USUAL_BYTES:
+        return True
     if grammar.kind in ("json_schema", "structural_tag"):
         text = json.dumps(json.loads(text), ensure_ascii=False)  # else escapes could hide what is looked for
     if grammar.kind == "ebnf" and (text.count("::=") > 1 or text.count("root") > 1):
@@ -327,7 +329,7 @@ class GrammarQueue:
     def admit(self, add: Callable[[Sequence], None]) -> list[StepOutput]:
         """Hands on every sequence whose grammar is ready, in the order in which they came; those whose grammar cannot
         be used, or refuses what they emitted already, end here. Where much was emitted, the next call goes on."""
-        failed, until = [], time.thread_time() + REPLAY_SECONDS
+        failed, until = [], time.monotonic() + REPLAY_SECONDS  # some of it is computed on another thread
         for request_id, waiting in list(self._waiting.items()):
             if not waiting.compiled.done():
                 continue
@@ -343,7 +345,8 @@ class GrammarQueue:
                     sequence.constraint = state
                 add(sequence)
             except RequestError as error:
-                finish = Finish(FinishReason.ERROR, error=str(error), param=error.param)
+                field = None if isinstance(error, PassingError) else error.param  # which would tell that it is at fault
+                finish = Finish(FinishReason.ERROR, error=str(error), param=field)
                 failed.append(StepOutput(request_id, (), finish=finish))
             except Exception as error:  # native code, or no process could be started
                 finish = Finish(FinishReason.ERROR, error=f"the grammar could not be compiled: {type(error).__name__}")
@@ -365,16 +368,20 @@ class GrammarQueue:
             grammar = params.grammar
             apart = grammar is None or may_take_long(grammar)
             if apart and self._aside.crowded:
+                if emitted:  # it began elsewhere, and waits
+                    return None
                 raise PassingError(CROWDED, "grammar")
             compiled = waiting.compiled.result()
             waiting.state = GrammarState(compiled, sorted(ends), self._vocab_size, self._aside, apart)
         while waiting.state.error is None and waiting.read < len(emitted):
-            if time.thread_time() > until:
+            if time.monotonic() > until:
                 return None
             waiting.state.replay(emitted[waiting.read])
             waiting.read += 1
-        if waiting.state.error in (TOO_SLOW, CROWDED):
-            raise RequestError(waiting.state.error, "grammar")
+        if waiting.state.error == CROWDED:
+            raise PassingError(CROWDED, "grammar")
+        if waiting.state.error == TOO_SLOW:
+            raise RequestError(TOO_SLOW, "grammar")
         if waiting.state.error is not None:
             raise RequestError("what was emitted already does not follow the grammar", "emitted")
         return waiting.state

@@ -187,14 +187,15 @@ class Scheduler:
             sequence.pages.extend(self.pool.take(more))
         return plans, sources
 
-    def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]]) -> list[StepOutput]:
+    def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]], again: bool = False) -> list[StepOutput]:
         """Commits what the plans computed and returns what they emit. truths[i]: the true tokens behind plan i's last
-        known token and behind each of its drafts."""
+        known token and behind each of its drafts. again: one that could not be picked behind drafts (below 0) is asked
+        for once more without them; not where a step behind has been launched as if it were the next."""
         now = time.monotonic()
         return [
             output
             for plan, answers in zip(plans, truths, strict=True)
-            if (output := self._commit_one(plan, answers, now)) is not None
+            if (output := self._commit_one(plan, answers, now, again)) is not None
         ]
 
     def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
@@ -340,14 +341,14 @@ class Scheduler:
         sequence.pages, sequence.page_keys, sequence.computed = page_numbers(), [], 0
         sequence.drafts, sequence.draft_scores = [], None
 
-    def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float) -> StepOutput | None:
+    def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float, again: bool) -> StepOutput | None:
         sequence, shape, drafts = plan.sequence, plan.shape, plan.drafts
         if not plan.emits:
             sequence.computed += len(plan.known)
             self._publish(sequence)
             return None
         committed = count_committed(drafts, truths) if drafts else 1
-        if committed > 1 and truths[committed - 1] < 0:  # without drafts before it, it may be picked
+        if again and committed > 1 and truths[committed - 1] < 0:
             committed -= 1
         first = len(sequence.tokens) == sequence.prompt_length
         sequence.decode_steps += not first

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +29,15 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Opens what hangs; nothing waits long for that."""
     monkeypatch.setattr(aside, "LIMIT_SECONDS", 0.05)
+    monkeypatch.setattr(aside, "WAITS", 200)  # others may take the processor
     opened = threading.Event()
     yield opened
     opened.set()
+
+
+def spin(gate: threading.Event) -> None:
+    while not gate.is_set():
+        pass
 
 
 def hang_at(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, hangs: Callable[[str, Any], bool]) -> list[Any]:
@@ -42,7 +49,7 @@ def hang_at(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, hangs: Calla
         def call(matcher: Any, argument: Any, name: str = name, native: Any = native) -> Any:
             if hangs(name, argument):
                 begun.append(argument)
-                gate.wait()
+                spin(gate)
             return native(matcher, argument)
 
         monkeypatch.setattr(xgrammar.GrammarMatcher, name, call)
@@ -57,7 +64,7 @@ def test_nobody_waits_for_what_is_late(gate: threading.Event) -> None:
     for late in range(aside.MOST_LATE):
         assert calls.crowded == (late >= aside.CROWDED_FROM)
         with pytest.raises(Late):
-            calls.call(gate.wait)
+            calls.call(lambda: spin(gate))
     with pytest.raises(Crowded):
         calls.call(lambda: 1)
     gate.set()
@@ -66,6 +73,45 @@ def test_nobody_waits_for_what_is_late(gate: threading.Event) -> None:
         time.sleep(0.01)
     assert calls.call(lambda: 2) == 2
     assert not calls.crowded
+
+
+def test_of_one_thing_one_call_is_late(gate: threading.Event) -> None:
+    """As of many choices of one request, which all come to the same token in one step."""
+    calls, grammar, other, begun = Aside(), object(), object(), []
+
+    def hang(what: str) -> None:
+        begun.append(what)
+        spin(gate)
+
+    for what, needed in (("a guess", False), ("what is needed", True)):
+        for _ in range(20):
+            with pytest.raises(Late):
+                calls.call(partial(hang, what), grammar, needed)
+            assert calls.call(lambda: 1, other) == 1
+        if not needed:
+            assert calls.call(lambda: 1, grammar) == 1, "no guess holds it up"
+    assert begun == ["a guess", "what is needed"]
+
+
+def test_what_was_late_since_others_computed_may_be_asked_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    monkeypatch.setattr(aside, "WAITS", 4)
+    state, (one, _, x) = states(engine, Aside(), "[0-9]{1,2}x")
+    hangs, native = [True], xgrammar.GrammarMatcher.accept_token
+
+    def once(matcher: Any, token: int) -> bool:
+        if token == x and hangs:
+            hangs.clear()
+            gate.wait()
+        return bool(native(matcher, token))
+
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", once)
+    assert state.advance([one]) == 1
+    masks = state.masks([x])
+    assert masks[1] is not None
+    assert not masks[1].any()
+    assert (state.advance([x]), state.error) == (1, None)
 
 
 def test_a_thread_ends_with_whom_it_works_for() -> None:
@@ -89,8 +135,7 @@ def test_what_is_late_ends_an_answer_at_the_same_token_with_drafts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, kind: str, behind: int
 ) -> None:
     """kind: which call hangs, behind so many tokens."""
-    calls = Aside()
-    state, tokens = states(engine, calls)
+    state, tokens = states(engine, Aside())
     asked_of = [state]
     begun = hang_at(
         monkeypatch,
@@ -110,7 +155,7 @@ def test_what_is_late_ends_an_answer_at_the_same_token_with_drafts(
 
     one_by_one = answered(state, drafts=False)
     assert one_by_one == (behind + (kind == "accept_token"), TOO_SLOW)
-    assert answered(states(engine, calls)[0], drafts=True) == one_by_one
+    assert answered(states(engine, Aside())[0], drafts=True) == one_by_one
     assert len(begun) == 2, "what was late behind drafts is not tried again"
 
 
@@ -159,7 +204,8 @@ def test_while_calls_are_late_nothing_begins_that_may_be(engine: Engine, monkeyp
     monkeypatch.setattr(aside, "CROWDED_FROM", 0)
     refused, other = answer_all(engine, prompts(2), chosen)
     assert refused.finish is not None
-    assert (refused.tokens, refused.finish.error, refused.finish.param) == ([], CROWDED, "grammar")
+    assert (refused.tokens, refused.finish.error) == ([], CROWDED)
+    assert refused.finish.param is None, "the client is not at fault, and may try again"
     assert (other.tokens, other.finish) == (expected[1].tokens, expected[1].finish)
     monkeypatch.undo()
     assert answer_all(engine, prompts(2), chosen)[0].tokens == expected[0].tokens

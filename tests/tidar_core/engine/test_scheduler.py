@@ -127,6 +127,21 @@ def commit(scheduler, plans):
     return scheduler.commit(plans, [[TRUTH] * (1 + len(plan.drafts)) for plan in plans])
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_cannot_be_picked_behind_drafts_is_asked_again_where_no_step_is_on_its_way(again):
+    """The device has gone on from it there, as if it were picked."""
+    scheduler = scheduler_of(5)
+    sequence = ask(scheduler, "r", 3, drafts="full")
+    commit(scheduler, scheduler.plan())
+    scheduler.take_drafts(sequence, [TRUTH, TRUTH])
+    (plan,) = scheduler.plan()
+    (output,) = scheduler.commit([plan], [[TRUTH, -1, -1]], again=again)
+    assert output.tokens == (TRUTH,)
+    assert (output.finish is None) is again
+    if again:
+        assert (len(sequence.tokens), sequence.computed) == (5, 4)
+
+
 def test_an_urgent_one_goes_on_in_the_very_step_in_which_others_give_way():
     scheduler = scheduler_of(5)
     for name, tokens, priority in (("urgent", 12, 0), ("low", 3, 2), ("lower", 4, 3), ("lowest", 4, 4)):
