@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tidar_core.config import ConfigError
 from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
-from tidar_core.convert.ending import SAVING, end_put_off
+from tidar_core.convert.ending import end_put_off, unseen
 from tidar_core.convert.files import cannot_write, system_error
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
@@ -71,20 +71,21 @@ def train_full(
     training, progress = run.training, run.training.progress
     progress.goes_on(budget.used(progress))
     pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, measured_at=-math.inf)  # so that each run begins with a measurement
+    kept = False
     with end_put_off() as asked:
-        while not asked():
-            used, kept = budget.used(progress), False
-            if used >= 1.0 or pace.due(progress):
-                kept = look(run, pace, used)
-            if used >= 1.0 or progress.stale >= config.patience:
-                if not kept:
+        with unseen(asked):
+            while not asked():
+                used, kept = budget.used(progress), False
+                if used >= 1.0 or pace.due(progress):
+                    kept = look(run, pace, used)
+                if used >= 1.0 or progress.stale >= config.patience or asked():
+                    break
+                kept = False
+                screen.trained(training.step(used), budget.used(progress), None)
+                if not asked() and run.saves.due(time.monotonic()):
                     save(run)
-                return progress
-            screen.trained(training.step(used), budget.used(progress), None)
-            if not asked() and run.saves.due(time.monotonic()):
-                save(run)
-        screen.line(SAVING)
-        save(run)
+        if not kept:
+            save(run)
     return progress
 
 

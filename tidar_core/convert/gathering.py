@@ -57,6 +57,7 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
         screen.line(note)
     in_store = store.read().seconds
     spent = Spent(options, in_store)
+    spent.add(0.0)  # so that the next start finds its file, however little is gathered
     goal = Goal(seconds=GATHER_SHARE * 60 * options.minutes)  # what others have gathered need not be gathered again
     if options.own_tokens:
         goal = Goal(options.own_tokens, most_gathering(options), max(0.0, in_store - spent.seconds))
