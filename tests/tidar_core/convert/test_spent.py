@@ -82,6 +82,29 @@ def test_a_number_of_own_words_does_not_switch_the_time_off(tmp_path, gathered, 
     assert 0.1 * 6 <= budgets[0] < 0.3 * 6
 
 
+def test_what_is_missing_is_told_where_a_folder_has_used_up_its_time(tmp_path, gathered, budgets):
+    model, data = gathered
+    (tmp_path / "out.work").mkdir()
+    data.rename(tmp_path / "out.work" / "data")
+    ShardStore(tmp_path / "out.work" / "data", HEADER).append([], [], 3600.0)
+    status, output = run_command(model, "--out", tmp_path / "out", "--minutes", 1, *OPTIONS, "--own-tokens", 10**8)
+    assert status == 0, output
+    assert output.count("of 100,000,000 tokens are there, and the time for gathering is over") == 1
+
+
+def test_a_number_of_own_words_and_of_steps_leave_the_time_out(tmp_path, gathered, budgets):
+    model, data = gathered
+    store = ShardStore(data, HEADER)
+    more = store.read().corpus.generated_tokens() + 200
+    Spent(ConvertOptions("", tmp_path / "out", data), 0.0).add(3600.0)
+    common = (model, "--out", tmp_path / "out", "--data", data, "--minutes", 1, "--steps", 3, *OPTIONS)
+    status, output = run_command(*common, "--own-tokens", more)
+    assert status == 0, output
+    assert store.read().corpus.generated_tokens() >= more
+    assert budgets == [0.0]
+    assert "the time for gathering" not in output
+
+
 def test_what_cannot_be_read_counts_as_nothing(tmp_path):
     options = ConvertOptions(model="", out=tmp_path / "out", data=tmp_path / "data", minutes=10.0)
     options.work.mkdir()
