@@ -32,7 +32,7 @@ from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import Budget
-from tidar_core.memory import free_memory
+from tidar_core.memory import free_memory_and_swap
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
 
@@ -91,12 +91,12 @@ def train_full(
 
 def check_memory(base: Base, parameters: int) -> None:
     """Raises ConfigError where so many parameters plainly cannot be trained: the system would end this process hours
-    later. Swap is not counted, nor are activations."""
+    later. The host's free swap counts as memory; activations are not counted."""
     places: list[tuple[str, int, int]] = []
     if base.device.type == "cuda":
         places.append(("the GPU's memory", BYTES_IN_TRAINING, torch.cuda.mem_get_info(base.device)[0]))
     if not psutil.MACOS:  # which lends as much of its disk as is needed
-        places.append(("memory", BYTES_ON_THE_HOST, free_memory()))
+        places.append(("memory", BYTES_ON_THE_HOST, free_memory_and_swap()))
     for place, each, free in places:
         if parameters * each > free:
             raise ConfigError(
