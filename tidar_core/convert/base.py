@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, DTypeName, ModelConfig
 from tidar_core.convert.options import Screen
-from tidar_core.memory import free_memory
+from tidar_core.memory import free_memory_and_swap
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
@@ -45,10 +45,10 @@ def load_base_weights(base: Base, dtype: DTypeName, screen: Screen) -> tuple[Bas
 
 
 def in_fp32(base: Base, weights: ModelWeights) -> ModelWeights:
-    """The same weights in fp32; the given ones are consumed. Raises ConfigError where memory does not hold them: the
-    system would end this process, or another, without a word."""
+    """The same weights in fp32; the given ones are consumed. Raises ConfigError where memory and swap do not hold
+    them: the system would end this process, or another, without a word."""
     more = sum(tensor.numel() * (torch.float32.itemsize - tensor.itemsize) for tensor in all_tensors(weights))
-    free = free_memory()
+    free = free_memory_and_swap()
     if base.device.type == "cpu" and more > free and not psutil.MACOS:  # which lends as much of its disk as is needed
         raise ConfigError(
             f"{base.source.name} in fp32 takes {more / 2**30:.1f} GiB of memory more, and {free / 2**30:.1f} GiB are "

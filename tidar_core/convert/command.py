@@ -43,7 +43,9 @@ def convert_command(
     own_tokens: Annotated[
         int,
         typer.Option(
-            min=0, help="Tokens of its own words to gather, in 90 % of the time at most; 0: as many as 45 % hold."
+            min=0,
+            help="Tokens of its own words to gather, without --steps in 90 % of the time at most; 0: as many as 45 % "
+            "hold.",
         ),
     ] = 0,
     steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,

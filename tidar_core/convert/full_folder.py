@@ -5,6 +5,7 @@ before under `<name>.replaced`, from where the next start takes it back.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,13 +14,15 @@ from pathlib import Path
 from tidar_core.config import ConfigError
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter, read_own_drafter
 
+MOUNTS = Path("/proc/self/mountinfo")
+
 
 def check_replaceable(out: Path, needed: Iterable[Path]) -> None:
     """Raises ConfigError where `out` must not be replaced: where it is or holds one of `needed` or the current
     directory, and where it holds anything but full weights that were made here. The same goes for the two folders
     beside it that are removed on the way. Nor can the root of a volume be replaced. Changes nothing."""
     folder = out.resolve()
-    if os.path.ismount(folder):
+    if _is_volume(folder):
         raise ConfigError(
             f"{out} is the root of a volume, which cannot be replaced: give a folder in it, as --out {out / 'model'}"
         )
@@ -95,6 +98,18 @@ def full_steps(out: Path) -> int:
     """Steps that the weights in `out` were trained for; 0 where there are none, or nothing says so."""
     found = None if (contract := _contract(out)) is None else contract.training.get("steps")
     return found if isinstance(found, int) else 0
+
+
+def _is_volume(folder: Path) -> bool:
+    """Whether something is mounted there. Where Linux lists that, other roots of file systems are none, as those of
+    btrfs's subvolumes, which can be renamed."""
+    try:
+        lines = MOUNTS.read_bytes().split(b"\n")
+    except OSError:
+        return os.path.ismount(folder)
+    points = (line.split(b" ")[4] for line in lines if line)
+    mounted = {re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point) for point in points}
+    return folder == folder.parent or os.fsencode(folder) in mounted
 
 
 def _cannot_use(out: Path, error: OSError) -> ConfigError:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from tidar_core.config import ConfigError
 from tidar_core.convert.base import Base
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
-from tidar_core.convert.ending import SAVING, end_put_off
+from tidar_core.convert.ending import end_put_off, unseen
 from tidar_core.convert.files import cannot_write, system_error
 from tidar_core.convert.full import FullConfig, FullDrafts, FullTraining, judged_blocks, measure_full
 from tidar_core.convert.full_folder import kept_tokens_per_step, part_of, remove, replace_folder
@@ -32,7 +32,7 @@ from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import Budget
-from tidar_core.memory import free_memory
+from tidar_core.memory import free_memory_and_swap
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
 
@@ -71,31 +71,32 @@ def train_full(
     training, progress = run.training, run.training.progress
     progress.goes_on(budget.used(progress))
     pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, measured_at=-math.inf)  # so that each run begins with a measurement
+    kept = False
     with end_put_off() as asked:
-        while not asked():
-            used, kept = budget.used(progress), False
-            if used >= 1.0 or pace.due(progress):
-                kept = look(run, pace, used)
-            if used >= 1.0 or progress.stale >= config.patience:
-                if not kept:
+        with unseen(asked):
+            while not asked():
+                used, kept = budget.used(progress), False
+                if used >= 1.0 or pace.due(progress):
+                    kept = look(run, pace, used)
+                if used >= 1.0 or progress.stale >= config.patience or asked():
+                    break
+                kept = False
+                screen.trained(training.step(used), budget.used(progress), None)
+                if not asked() and run.saves.due(time.monotonic()):
                     save(run)
-                return progress
-            screen.trained(training.step(used), budget.used(progress), None)
-            if not asked() and run.saves.due(time.monotonic()):
-                save(run)
-        screen.line(SAVING)
-        save(run)
+        if not kept:
+            save(run)
     return progress
 
 
 def check_memory(base: Base, parameters: int) -> None:
     """Raises ConfigError where so many parameters plainly cannot be trained: the system would end this process hours
-    later. Swap is not counted, nor are activations."""
+    later. The host's free swap counts as memory; activations are not counted."""
     places: list[tuple[str, int, int]] = []
     if base.device.type == "cuda":
         places.append(("the GPU's memory", BYTES_IN_TRAINING, torch.cuda.mem_get_info(base.device)[0]))
     if not psutil.MACOS:  # which lends as much of its disk as is needed
-        places.append(("memory", BYTES_ON_THE_HOST, free_memory()))
+        places.append(("memory", BYTES_ON_THE_HOST, free_memory_and_swap()))
     for place, each, free in places:
         if parameters * each > free:
             raise ConfigError(

@@ -57,25 +57,34 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
         screen.line(note)
     in_store = store.read().seconds
     spent = Spent(options, in_store)
+    spent.add(0.0)  # so that the next start finds its file, however little is gathered
     goal = Goal(seconds=GATHER_SHARE * 60 * options.minutes)  # what others have gathered need not be gathered again
     if options.own_tokens:
-        goal = Goal(options.own_tokens, most_gathering(options), max(0.0, in_store - spent.seconds))
+        limit = 0.0 if options.steps else most_gathering(options)  # nobody chose a time where steps are counted
+        goal = Goal(options.own_tokens, limit, max(0.0, in_store - spent.seconds))
     text_alone = bool(options.mode == "full" and options.text and not options.own_tokens and not given)
     prompts = _to_be_asked(options, base, plan, store, given, screen) if given else []
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != base.source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
         _add_text(options, base, store, screen)
+        useful = True
     else:
         store.check_seed(options.train.seed)
         _add_text(options, base, store, screen)
-        _generate(options, base, plan, store, header, goal, prompts, spent, screen)
+        useful = _generate(options, base, plan, store, header, goal, prompts, spent, screen)
+    corpus = store.read().corpus
+    if useful and (there := corpus.generated_tokens()) < goal.own_tokens:
+        screen.line(
+            f"{there:,} of {goal.own_tokens:,} tokens are there, and the time for gathering is over: with more "
+            "--minutes the same command gathers the rest"
+        )
     if spent.seconds and not options.steps:
         screen.line(
             f"gathering took {spent.seconds / 60:.1f} min: {left_for_training(options, spent.seconds) / 60:.1f} min of "
             "--minutes are for training"
         )
-    return store.read().corpus, spent.seconds
+    return corpus, spent.seconds
 
 
 def _to_be_asked(
@@ -104,8 +113,8 @@ def _generate(
     prompts: list[str],
     spent: Spent,
     screen: Screen,
-) -> None:
-    """Loads the generator, has it answer the prompts and write its own words."""
+) -> bool:
+    """Loads the generator, has it answer the prompts and write its own words. Gives whether these are of any use."""
     generator, fingerprint = _generator(options, base, plan, screen)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(base.source.name, base.config, base.tokenizer, fingerprint))
@@ -127,11 +136,7 @@ def _generate(
         screen.line("the model's own words are of no use: it learns from what else there is")
     elif gathered.speechless and not told:
         screen.line(SPEECHLESS)
-    if not gathered.useless and gathered.own_tokens < goal.own_tokens:
-        screen.line(
-            f"{gathered.own_tokens:,} of {goal.own_tokens:,} tokens are there, and the time for gathering is over: "
-            "with more --minutes the same command gathers the rest"
-        )
+    return not gathered.useless
 
 
 def _add_text(options: ConvertOptions, base: Base, store: ShardStore, screen: Screen) -> None:

@@ -20,9 +20,9 @@ Mode = Literal["adapter", "full"]
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """What a user chooses. minutes: for everything, earlier runs included. own_tokens: how many to gather, in 90 % of
-    the time at most; 0 for what fits into 45 %. steps: optimizer steps, 0 for what fits into the rest. start: an
-    adapter to go on from, "default" for the shipped one, "none" for a new one. projections, layers (None: all): what a
-    new one adapts, or what is kept of the one to go on from.
+    the time at most where `steps` is 0; 0 for what fits into 45 %. steps: optimizer steps, 0 for what fits into the
+    rest. start: an adapter to go on from, "default" for the shipped one, "none" for a new one. projections, layers
+    (None: all): what a new one adapts, or what is kept of the one to go on from.
 
     mode: a drafter beside the base, or full TiDAR weights. For full weights nothing is generated where `text` is given,
     unless `prompts` or `own_tokens` are; what `data` holds already is learnt from as well.

@@ -19,7 +19,7 @@ from tidar_core.convert.conversations import (
     plan_job,
     prompt_job,
 )
-from tidar_core.convert.ending import end_put_off
+from tidar_core.convert.ending import end_put_off, unseen
 from tidar_core.convert.given import read_text
 from tidar_core.convert.growing import Growing, growing_of, read_growing, take_up, write_growing
 from tidar_core.convert.shards import Document, ShardStore, Stored, content_key, prompt_number
@@ -250,18 +250,19 @@ def gather_own_words(
     run = _Run(source, tokenizer, plan, store, goal, prompts, spent)
     books = run.books
     with end_put_off() as asked:
-        while not asked():
-            now = run.progress()
-            progress(now)
-            if not run.has_time(now.until):
-                run.cut_open()
-                break
-            run.fill(now.growing)
-            if not run.open:
-                break
-            run.advance()
-            if books.due:
-                run.flush()
+        with unseen(asked):
+            while not asked():
+                now = run.progress()
+                progress(now)
+                if not run.has_time(now.until):
+                    run.cut_open()
+                    break
+                run.fill(now.growing)
+                if not run.open:
+                    break
+                run.advance()
+                if books.due:
+                    run.flush()
         if not asked():
             run.cut_left()
             if books.in_vain and not books.documents:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tidar_core.convert.checkpoint import SETTLED, Progress
 
-CHECKPOINT_SECONDS, CHECKPOINT_SHARE = 45.0, 0.05  # see `SavePace`
+CHECKPOINT_SECONDS, CHECKPOINT_SHARE, CHECKPOINT_LATEST = 45.0, 0.05, 1800.0  # see `SavePace`
 
 
 @dataclass(slots=True)
@@ -49,7 +49,8 @@ class Pace:
 @dataclass(slots=True)
 class SavePace:
     """Tells when a run's next checkpoint is due: `CHECKPOINT_SECONDS` behind the last, and rarely enough that saving
-    takes `CHECKPOINT_SHARE` of the time at most: a whole model takes minutes. Moments are of one clock, in seconds.
+    takes `CHECKPOINT_SHARE` of the time at most: a whole model takes minutes. But a kill costs no more than
+    `CHECKPOINT_LATEST` and what saving takes. Moments are of one clock, in seconds.
 
     saved_at: when the last one was written; before the first, when the run began. took: the seconds of the last.
     """
@@ -59,7 +60,8 @@ class SavePace:
 
     def due(self, now: float) -> bool:
         """Whether to save now."""
-        return now - self.saved_at >= max(CHECKPOINT_SECONDS, self.took / CHECKPOINT_SHARE)
+        wait = max(CHECKPOINT_SECONDS, self.took / CHECKPOINT_SHARE)
+        return now - self.saved_at >= min(wait, CHECKPOINT_LATEST + self.took)
 
     def saved(self, began: float, ended: float) -> float:
         """Takes note of a checkpoint; gives the seconds it took."""

@@ -14,6 +14,7 @@ A data directory holds `data.json` (for whom the tokens were made) and `shard-00
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -195,8 +196,9 @@ class ShardStore:
 def open_store(directory: Path, header: DataHeader) -> ShardStore:
     """The data directory, created with this header or continued. `notes` of the result has lines for the user.
 
-    A last shard that was not written to its end is removed, or left out where it cannot be: its jobs run again. Raises
-    ConfigError where the tokens there come from another tokenizer, and where the directory cannot be made or read.
+    A last shard that was not written to its end is removed, or left out where nothing can be written: its jobs run
+    again. Raises ConfigError where it stays among others to come, where the tokens there come from another tokenizer,
+    and where the directory cannot be made or read.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -229,6 +231,10 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
                 shards[-1].unlink()
                 notes.append(f"dropped {what}: its jobs run again")
             except OSError as error:
+                if os.access(directory, os.W_OK):  # behind another it would no longer be the last, which may be torn
+                    raise ConfigError(
+                        f"{directory} holds {what} and cannot be removed ({error.strerror}): remove it"
+                    ) from None
                 notes.append(f"left out {what} and cannot be removed ({error.strerror}): its jobs count as not done")
     return ShardStore(directory, header, notes)
 

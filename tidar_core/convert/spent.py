@@ -5,7 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tidar_core.convert.files import write_atomically
+from tidar_core.convert.checkpoint import has_checkpoint
+from tidar_core.convert.files import cannot_write, write_atomically
 from tidar_core.convert.options import ConvertOptions
 
 SPENT_FILE = "gathering.json"
@@ -23,7 +24,8 @@ class Spent:
     """The seconds of gathering that a conversion has to answer for, those of its earlier runs included.
 
     Its own data directory has them in its shards. One that others gather into has theirs as well (`--data`): then they
-    are kept beside the checkpoints, in `SPENT_FILE`. in_store: the seconds that the data directory has.
+    are kept beside the checkpoints, in `SPENT_FILE`; checkpoints without that file are of a version that counted all
+    that the data directory has. in_store: the seconds that it has.
     """
 
     def __init__(self, options: ConvertOptions, in_store: float):
@@ -31,13 +33,19 @@ class Spent:
         self._file = None if own else options.work / SPENT_FILE
         self.seconds = in_store if self._file is None else 0.0
         if self._file is not None:
+            if not self._file.exists() and has_checkpoint(options.work / "training"):
+                self.seconds = in_store
             with suppress(OSError, ValidationError):  # there was no earlier run, or nothing can be known of it
                 self.seconds = _File.model_validate_json(self._file.read_bytes()).seconds
 
     def add(self, seconds: float) -> None:
-        """So many more, which are in the data directory already. Raises ConfigError on a full disk."""
+        """So many more, which are in the data directory already. Raises ConfigError where it cannot be written."""
         self.seconds += seconds
         if self._file is not None:
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)  # where `out` is a link the lock lies elsewhere
+            except OSError as error:
+                raise cannot_write(self._file, error) from None
             write_atomically(self._file, _File(seconds=self.seconds).model_dump_json().encode())
 
 

@@ -49,6 +49,8 @@ def open_user_turn(
         stop_ids.update(first)
     elif ending:
         stop = (ending.splitlines()[0].strip(),)
+    elif "\n" in after:
+        stop = ("\n",)
     return OpenTurn(encode(tokenizer, before + opening), frozenset(stop_ids), stop)
 
 

@@ -23,7 +23,7 @@ from tidar_core.convert.blocks import (
 from tidar_core.convert.checkpoint import Progress, resume_training, save_training
 from tidar_core.convert.crew import ALONE, Crew
 from tidar_core.convert.drafter import rank_of, trainable
-from tidar_core.convert.ending import SAVING, end_put_off
+from tidar_core.convert.ending import end_put_off, unseen
 from tidar_core.convert.forward import Clean, FrozenBase, run_clean, run_masks, run_slot_head
 from tidar_core.convert.held_out import HeldOut, HeldOutResult, measure_held_out
 from tidar_core.convert.losses import LossConfig, draft_loss
@@ -176,20 +176,19 @@ def train_drafter(
         base.attends.prepare(base.config, base.weights, sizes, config.within_block)
     pace = Pace(MEASURE_SECONDS, MEASURE_SHARE, config.measure_every)
     with end_put_off(crew.size == 1) as asked:  # others would wait for a worker that leaves between two steps
-        while not asked():
-            over = budget.used(progress) >= 1.0
-            if over or pace.due(progress):
-                began = time.monotonic()
-                training.measure(held_out, pace.counts(budget.used(progress)))
-                seconds = crew.agree(time.monotonic() - began)
-                pace.measured(progress, seconds, typical=pace.looked)  # a GPU's first compiles what the others find
-            if over or progress.stale >= config.patience:
-                break
-            training.step(sampler, vocabulary, budget.used(progress))
-            if not asked() and training.saves.due(time.monotonic()):
-                training.saving += training.save()
-        if asked():
-            watch.line(SAVING)
+        with unseen(asked):
+            while not asked():
+                over = budget.used(progress) >= 1.0
+                if over or pace.due(progress):
+                    began = time.monotonic()
+                    training.measure(held_out, pace.counts(budget.used(progress)))
+                    seconds = crew.agree(time.monotonic() - began)
+                    pace.measured(progress, seconds, typical=pace.looked)  # a GPU's first compiles what the others find
+                if over or progress.stale >= config.patience or asked():
+                    break
+                training.step(sampler, vocabulary, budget.used(progress))
+                if not asked() and training.saves.due(time.monotonic()):
+                    training.saving += training.save()
         training.save()
     return progress
 

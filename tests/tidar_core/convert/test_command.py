@@ -194,7 +194,7 @@ def test_a_drafter_may_adapt_some_layers_alone(tmp_path):
 
 def test_weights_that_memory_does_not_hold_in_fp32_are_told(tmp_path, gathered, monkeypatch):
     monkeypatch.setattr(speed, "measure_peak", lambda device, dtype: 1e10 if dtype is torch.float32 else 1e9)
-    monkeypatch.setattr(base, "free_memory", lambda: 1000)
+    monkeypatch.setattr(base, "free_memory_and_swap", lambda: 1000)
     model, data = gathered
     status, output = run_command(model, "--out", tmp_path / "drafter", "--data", data, "--steps", 2, *SMALL[:2])
     assert status == 1

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, product
 from operator import mul
@@ -29,7 +30,7 @@ from tidar_core.bench.exact import (
     sampled_params,
 )
 from tidar_core.config import ConfigError, EngineConfig
-from tidar_core.convert import full
+from tidar_core.convert import full, full_folder
 from tidar_core.convert.full import _visible, document_logits, doubled, joint_loss
 from tidar_core.convert.full_folder import (
     check_replaceable,
@@ -275,20 +276,35 @@ def test_a_folder_with_what_is_needed_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("content", ["nothing", "lost+found"])
 def test_a_mounted_volume_is_refused_before_anything_is_gathered(tmp_path, monkeypatch, content):
-    model, out = tiny_checkpoint(tmp_path / "model"), tmp_path / "volume"
+    model, out = tiny_checkpoint(tmp_path / "model"), tmp_path / "my volume"
     out.mkdir()
     if content != "nothing":
         (out / content).mkdir()
     (tmp_path / "text").write_text(SENTENCE * 400)
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == out)
+    shown = str(out).replace(" ", "\\040")
+    (tmp_path / "mounts").write_text(
+        f"36 35 98:0 / / rw shared:1 - ext4 /dev/a rw\n37 36 0:5 / {shown} rw - ext4 b rw\n"
+    )
+    monkeypatch.setattr(full_folder, "MOUNTS", tmp_path / "mounts")
     common = (model, "--mode", "full", "--text", tmp_path / "text", "--steps", 1)
     status, output = run_command(*common, "--out", out)
     assert status == 1
     assert f"{out} is the root of a volume, which cannot be replaced: give a folder in it" in output
     assert len(output.splitlines()) == 1
-    assert not (tmp_path / "volume.work").exists()
+    assert not (tmp_path / "my volume.work").exists()
     status, output = run_command(*common, "--out", out / "model")
     assert status == 0, output
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_root_of_a_file_system_that_is_not_mounted_can_be_replaced(tmp_path, monkeypatch, listed):
+    """As of a btrfs subvolume, for which `ismount` is true."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    monkeypatch.setattr(full_folder, "MOUNTS", tmp_path / "mounts")
+    if listed:
+        (tmp_path / "mounts").write_text("36 35 98:0 / / rw shared:1 - btrfs /dev/a rw\n")
+    with nullcontext() if listed else pytest.raises(ConfigError, match="is the root of a volume"):
+        check_replaceable(tmp_path / "new", [])
 
 
 def test_the_root_of_all_folders_is_refused_in_one_line(tmp_path):

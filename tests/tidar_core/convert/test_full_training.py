@@ -339,7 +339,7 @@ def test_other_errors_of_the_writing_are_no_full_disk(tiny, monkeypatch):
 def test_what_plainly_does_not_fit_is_refused(tiny, monkeypatch, device, host, card, message):
     parameters = check_dense(tiny.source)
     base = Base(tiny.source, load_config(tiny.source), tiny.tokenizer, torch.device(device))
-    monkeypatch.setattr(full_run, "free_memory", lambda: host * parameters)
+    monkeypatch.setattr(full_run, "free_memory_and_swap", lambda: host * parameters)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card * parameters, 0))
     monkeypatch.setattr(psutil, "MACOS", False)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message) as raised:
@@ -349,7 +349,7 @@ def test_what_plainly_does_not_fit_is_refused(tiny, monkeypatch, device, host, c
 
 
 def test_too_little_memory_is_told_before_anything_is_gathered(tiny, monkeypatch):
-    monkeypatch.setattr(full_run, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(full_run, "free_memory_and_swap", lambda: 1 << 20)
     monkeypatch.setattr(psutil, "MACOS", False)
     text = tiny.directory / "text"
     text.write_text("A sentence of several words, for once. " * 400)

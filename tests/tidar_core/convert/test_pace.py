@@ -8,7 +8,7 @@ import pytest
 from tests.tidar_core.convert.trained import CONFIG, train
 from tidar_core.convert import trainer
 from tidar_core.convert.checkpoint import Progress
-from tidar_core.convert.pace import CHECKPOINT_SECONDS, CHECKPOINT_SHARE, Pace, SavePace
+from tidar_core.convert.pace import CHECKPOINT_LATEST, CHECKPOINT_SECONDS, CHECKPOINT_SHARE, Pace, SavePace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -20,6 +20,8 @@ def test_a_checkpoint_that_takes_long_is_seldom_written():
     assert [saves.due(150.5 + CHECKPOINT_SECONDS + off) for off in (-1, 1)] == [False, True]
     assert saves.saved(200.0, 240.0) == 40.0
     assert [saves.due(240.0 + 40.0 / CHECKPOINT_SHARE + off) for off in (-1, 1)] == [False, True]
+    assert saves.saved(1000.0, 1600.0) == 600.0
+    assert [saves.due(1600.0 + CHECKPOINT_LATEST + 600.0 + off) for off in (-1, 1)] == [False, True]
 
 
 def test_what_the_best_took_to_save_puts_the_next_measurement_off_and_counts_once():

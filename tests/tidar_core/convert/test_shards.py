@@ -61,6 +61,7 @@ def test_what_a_kill_left_where_nothing_can_be_removed_is_left_out(tmp_path, mon
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "unlink", refused)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     again = open_store(tmp_path, HEADER)
     assert again.notes == (
         "left out shard-000001.safetensors, which was not written to its end and cannot be removed (Permission "
@@ -72,6 +73,21 @@ def test_what_a_kill_left_where_nothing_can_be_removed_is_left_out(tmp_path, mon
     monkeypatch.setattr(os, "fsync", refused)
     with pytest.raises(ConfigError, match=r"shard-000002\S+ it cannot be written \(Permission denied\)"):
         again.append([document(2)], [2], 1.0)
+
+
+def test_a_torn_shard_that_stays_where_others_would_be_written_is_one_line(tmp_path, monkeypatch):
+    """As another user's in a folder where each may remove their own alone."""
+    store = open_store(tmp_path, HEADER)
+    store.append([document(0)], [0], 1.0)
+    torn = tmp_path / "shard-000000.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-9])
+
+    def refused(*given: object, **named: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(ConfigError, match=r"shard-000000.* cannot be removed \(Operation not permitted\): remove it"):
+        open_store(tmp_path, HEADER)
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbage", "columns"])

@@ -1,9 +1,12 @@
 """How the time of a conversion is shared: each answers for its own gathering, and for no other's."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.tidar_core.convert.documents import HEADER
 from tests.tidar_core.convert.trained import SMALL, run_command
+from tidar_core.config import ConfigError
 from tidar_core.convert import run
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.options import ConvertOptions
@@ -79,6 +82,29 @@ def test_a_number_of_own_words_does_not_switch_the_time_off(tmp_path, gathered, 
     assert 0.1 * 6 <= budgets[0] < 0.3 * 6
 
 
+def test_what_is_missing_is_told_where_a_folder_has_used_up_its_time(tmp_path, gathered, budgets):
+    model, data = gathered
+    (tmp_path / "out.work").mkdir()
+    data.rename(tmp_path / "out.work" / "data")
+    ShardStore(tmp_path / "out.work" / "data", HEADER).append([], [], 3600.0)
+    status, output = run_command(model, "--out", tmp_path / "out", "--minutes", 1, *OPTIONS, "--own-tokens", 10**8)
+    assert status == 0, output
+    assert output.count("of 100,000,000 tokens are there, and the time for gathering is over") == 1
+
+
+def test_a_number_of_own_words_and_of_steps_leave_the_time_out(tmp_path, gathered, budgets):
+    model, data = gathered
+    store = ShardStore(data, HEADER)
+    more = store.read().corpus.generated_tokens() + 200
+    Spent(ConvertOptions("", tmp_path / "out", data), 0.0).add(3600.0)
+    common = (model, "--out", tmp_path / "out", "--data", data, "--minutes", 1, "--steps", 3, *OPTIONS)
+    status, output = run_command(*common, "--own-tokens", more)
+    assert status == 0, output
+    assert store.read().corpus.generated_tokens() >= more
+    assert budgets == [0.0]
+    assert "the time for gathering" not in output
+
+
 def test_what_cannot_be_read_counts_as_nothing(tmp_path):
     options = ConvertOptions(model="", out=tmp_path / "out", data=tmp_path / "data", minutes=10.0)
     options.work.mkdir()
@@ -89,3 +115,47 @@ def test_what_cannot_be_read_counts_as_nothing(tmp_path):
     assert [most_gathering(options), left_for_training(options, 500.0), left_for_training(options, 599.0)] == [
         540.0, 100.0, 60.0,
     ]  # fmt: skip
+
+
+def test_what_a_folder_by_another_name_gathers_is_kept_beside_its_checkpoints(tmp_path, gathered, budgets):
+    model, data = gathered
+    (tmp_path / "out").mkdir()
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "link"
+    link.symlink_to(tmp_path / "out")
+    more = ShardStore(data, HEADER).read().corpus.generated_tokens() + 200
+    status, output = run_command(model, "--out", link, "--data", data, *OPTIONS, "--own-tokens", more)
+    assert status == 0, output
+    assert 0.0 < Spent(ConvertOptions("", link, data), 0.0).seconds < 60.0
+
+
+def test_a_folder_for_them_that_cannot_be_made_is_one_line(tmp_path):
+    options = ConvertOptions("", tmp_path / "out", tmp_path / "data")
+    options.work.write_text("a file")
+    with pytest.raises(ConfigError, match=f"{SPENT_FILE}: it cannot be written"):
+        Spent(options, 0.0).add(1.0)
+
+
+def checkpoint_in(work: Path) -> None:
+    (work / "training").mkdir(parents=True)
+    (work / "training" / "step-00000007.safetensors").touch()
+
+
+def test_trainings_that_kept_no_count_of_their_own_answer_for_all_that_is_there(tmp_path):
+    """As they did before there was one."""
+    options = ConvertOptions("", tmp_path / "out", tmp_path / "data")
+    assert Spent(options, 90.0).seconds == 0.0
+    checkpoint_in(options.work)
+    Spent(options, 90.0).add(1.0)
+    assert Spent(options, 500.0).seconds == 91.0
+
+
+def test_a_training_on_the_words_of_others_is_not_taken_for_one_of_those(tmp_path, gathered, budgets):
+    model, data = gathered
+    ShardStore(data, HEADER).append([], [], 3600.0)
+    for _ in range(2):
+        status, output = run_command(model, "--out", tmp_path / "out", "--data", data, "--minutes", 1, *OPTIONS)
+        assert status == 0, output
+        if len(budgets) == 1:
+            checkpoint_in(tmp_path / "out.work")
+    assert budgets == [60.0, 60.0]

@@ -51,6 +51,7 @@ def tokenizer_of(template: str):
         (VICUNA, (), ("ASSISTANT:",)),
         (ALPACA, (), ("### assistant:",)),
         (VICUNA.replace("add_generation_prompt", "false"), (), ()),
+        (ALPACA.replace("add_generation_prompt", "false"), (), ("\n",)),
     ],
 )
 def test_a_users_words_end_where_an_answer_would_begin(template, ends, stop):
