@@ -33,7 +33,8 @@ class Spent:
         self._file = None if own else options.work / SPENT_FILE
         self.seconds = in_store if self._file is None else 0.0
         if self._file is not None:
-            if not self._file.exists() and has_checkpoint(options.work / "training"):
+            own_before = (options.work / "data").exists()  # which is in no such file
+            if not self._file.exists() and not own_before and has_checkpoint(options.work / "training"):
                 self.seconds = in_store
             with suppress(OSError, ValidationError):  # there was no earlier run, or nothing can be known of it
                 self.seconds = _File.model_validate_json(self._file.read_bytes()).seconds

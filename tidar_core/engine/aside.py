@@ -17,16 +17,17 @@ T = TypeVar("T")
 LIMIT_SECONDS = 1.0  # of a call's own computing
 WAITS = 4  # times as long, where the machine is so busy that the call does not get to compute
 CROWDED_FROM = 2  # late calls at once, from where on nothing new should begin: each takes a processor
-MOST_LATE = 4  # at once
+MOST_LATE = 4  # at once, of those that were needed
 
 
 class Late(Exception):
     """A call did not return in time, and may still be going on: what it works on is lost. computing: it would be late
-    on an idle machine too."""
+    on an idle machine too. waited: seconds that were waited for it."""
 
-    def __init__(self, computing: bool = True):
+    def __init__(self, computing: bool = True, waited: float = 0.0):
         super().__init__()
         self.computing = computing
+        self.waited = waited
 
 
 class Crowded(Late):
@@ -49,7 +50,7 @@ class Aside:
 
     @property
     def crowded(self) -> bool:
-        return self._still_late() >= CROWDED_FROM
+        return len(self._needed()) >= CROWDED_FROM
 
     def call(self, function: Callable[[], T], about: object = None, needed: bool = True) -> T:
         """What the function returns or raises. Raises Late.
@@ -59,10 +60,12 @@ class Aside:
         that are.
         """
         late = self._still_late()
-        if about is not None and any(call.about is about and (call.needed or not needed) for call in self._late):
+        if about is not None and any(call.about is about and (call.needed or not needed) for call in late):
             raise Late(computing=needed)
+        if not needed and len(late) >= CROWDED_FROM:
+            raise Crowded(computing=False)
         if self._worker is None:
-            if late >= MOST_LATE:
+            if len(self._needed()) >= MOST_LATE:
                 raise Crowded(computing=False)
             self._worker = _Worker()
             self._worker.ends_with(self)
@@ -77,10 +80,13 @@ class Aside:
             raise error
         return returned  # type: ignore[no-any-return]
 
-    def _still_late(self) -> int:
+    def _still_late(self) -> "list[_LateCall]":
         if self._late:
             self._late = [call for call in self._late if call.worker.is_alive()]
-        return len(self._late)
+        return self._late
+
+    def _needed(self) -> "list[_LateCall]":
+        return [call for call in self._still_late() if call.needed]
 
 
 class _Worker(Thread):
@@ -125,7 +131,7 @@ class _Worker(Thread):
                 computing = min(waited, self._computed()) >= LIMIT_SECONDS
                 if computing or waited >= WAITS * LIMIT_SECONDS:
                     self.end()
-                    raise Late(computing) from None
+                    raise Late(computing, waited) from None
                 wait = LIMIT_SECONDS / 10
 
     def end(self) -> None:

@@ -6,17 +6,19 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.aside import LIMIT_SECONDS, Aside, Crowded, Late
+from tidar_core.engine.aside import Aside, Crowded, Late
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher
+
+T = TypeVar("T")
 
 TOO_SLOW = "the grammar has too many readings to be followed in time: make it simpler"
 CROWDED = "others' grammars take too long for one of this kind to be followed now: try again later"
@@ -221,6 +223,9 @@ class GrammarState:
             return self._nothing(), 0.0
         if matcher.is_terminated():
             return None, 0.0
+        if self._guessed and self._unkept:
+            self._guesses_too_slowly = self._given_up = True
+            return self._nothing(), 0.0
         words = torch.empty((1, self._words), dtype=torch.int32)
         bound, seconds = self._ask(matcher.fill_next_token_bitmask, words, None, bool(self._guessed))
         if bound is None:
@@ -237,9 +242,18 @@ class GrammarState:
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
         """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
-        if self._apart and self._aside is not None and self._matcher is not None and not self._guessed:
-            self._kept = self._matcher.fork()
+        if self._unkept and self._guessed:  # it has taken long just now: the rest is asked for without drafts
+            self._guesses_too_slowly = self._given_up = True
+            return False, 0.0
+        if self._unkept and self._matcher is not None:
+            self._kept, seconds = _timed(lambda matcher: matcher.fork(), self._matcher)
+            self._count(seconds, ahead=True)
         return self._accept(token, self._guessed)
+
+    @property
+    def _unkept(self) -> bool:
+        """Whether what is asked ahead might be lost with the only matcher."""
+        return self._apart and self._aside is not None and self._kept is None
 
     def _accept(self, token: int, into: list[int]) -> tuple[bool, float]:
         if self._matcher is None:
@@ -257,7 +271,7 @@ class GrammarState:
         try:
             if self._late is not None and self._late == self._question(token):
                 raise Late
-            if self._aside is not None and self._apart and (not ahead or self._kept is not None):
+            if self._aside is not None and self._apart:
                 answer, seconds = self._aside.call(lambda: _timed(question, about), self._compiled, not ahead)
             else:
                 answer, seconds = _timed(question, about)
@@ -266,11 +280,14 @@ class GrammarState:
             return None, 0.0
         if seconds > QUICK_SECONDS:
             self._apart = True
+        self._count(seconds, ahead)
+        return answer, seconds
+
+    def _count(self, seconds: float, ahead: bool) -> None:
         self._spent += seconds
         if ahead:
             self._guessing += seconds
             self._guesses_too_slowly |= self._guessing > GUESSING_SECONDS
-        return answer, seconds
 
     def _question(self, token: int | None) -> _Question:
         return (*self._emitted, *self._guessed), token
@@ -284,7 +301,7 @@ class GrammarState:
             self._kept = None
             self._guessed.clear()
             self._guesses_too_slowly = self._given_up = True
-            self._spent += LIMIT_SECONDS
+            self._spent += late.waited
         else:
             self._error = _why(late)
 
@@ -307,7 +324,7 @@ class GrammarState:
             return None
 
 
-def _timed(question: Callable[[Any], bool], about: Any) -> tuple[bool, float]:
+def _timed(question: Callable[[Any], T], about: Any) -> tuple[T, float]:
     began = time.thread_time()
     answer = question(about)
     return answer, time.thread_time() - began

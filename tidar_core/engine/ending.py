@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tidar_core.engine.constraint import CROWDED
 from tidar_core.request import Finish, FinishReason, Sequence
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def _follow(
     has_stops: the request names tokens that end it, which then stand only where the grammar may end."""
     until = constraint.advance(emitted)
     if constraint.error is not None:
-        return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param="grammar")
+        field = None if constraint.error == CROWDED else "grammar"
+        return emitted[:until], Finish(FinishReason.ERROR, error=constraint.error, param=field)
     if until < len(emitted):
         return emitted[:until], Finish(FinishReason.STOP)
     if finish is not None and finish.reason is FinishReason.ERROR:

@@ -367,9 +367,7 @@ class GrammarQueue:
             ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
             grammar = params.grammar
             apart = grammar is None or may_take_long(grammar)
-            if apart and self._aside.crowded:
-                if emitted:  # it began elsewhere, and waits
-                    return None
+            if apart and self._aside.crowded and not emitted:  # what has begun elsewhere goes on
                 raise PassingError(CROWDED, "grammar")
             compiled = waiting.compiled.result()
             waiting.state = GrammarState(compiled, sorted(ends), self._vocab_size, self._aside, apart)

@@ -39,6 +39,16 @@ def test_words_of_another_run_cost_no_time(tmp_path, gathered, budgets):
     assert budgets == [60.0, 60.0]
 
 
+def test_who_goes_on_with_the_words_of_others_answers_for_none_of_theirs(tmp_path):
+    """Though it has a checkpoint, and no file that says what it has gathered: its own words are beside that."""
+    options = ConvertOptions("", tmp_path / "out", tmp_path / "data")
+    (options.work / "training").mkdir(parents=True)
+    (options.work / "training" / "step-00000001.safetensors").touch()
+    assert Spent(options, 3600.0).seconds == 3600.0, "as in the version that counted all"
+    (options.work / "data").mkdir()
+    assert Spent(options, 3600.0).seconds == 0.0
+
+
 def test_words_of_its_own_cost_what_they_took(tmp_path, gathered, budgets):
     model, data = gathered
     (tmp_path / "out.work").mkdir()

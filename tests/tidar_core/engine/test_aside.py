@@ -93,22 +93,55 @@ def test_of_one_thing_one_call_is_late(gate: threading.Event) -> None:
     assert begun == ["a guess", "what is needed"]
 
 
+def test_guesses_take_no_place_of_what_is_needed(gate: threading.Event) -> None:
+    """Else drafts of some answers would end others."""
+    calls = Aside()
+    for late in range(aside.MOST_LATE):
+        with pytest.raises(Late) as caught:
+            calls.call(lambda: spin(gate), object(), needed=False)
+        assert isinstance(caught.value, Crowded) == (late >= aside.CROWDED_FROM)
+    assert not calls.crowded
+    assert calls.call(lambda: 1, object()) == 1
+
+
+def test_a_look_at_drafts_that_turns_slow_ends_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was kept that could take the matcher's place."""
+    state, (one, _, x) = states(engine, Aside())
+    state._apart = False
+    accept = xgrammar.GrammarMatcher.accept_token
+    asked: list[int] = []
+
+    def noted(matcher: Any, token: int) -> bool:
+        asked.append(token)
+        monkeypatch.setattr(constraint, "QUICK_SECONDS", -1.0 if asked == [one] else 60.0)
+        return bool(accept(matcher, token))
+
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", noted)
+    monkeypatch.setattr(constraint, "QUICK_SECONDS", 60.0)
+    masks = state.masks([one, one, x])
+    assert asked == [one]
+    assert [mask is not None and bool(mask.any()) for mask in masks] == [True, False, False, False]
+    assert not state.guesses
+    assert (state.advance([one]), state.error) == (1, None)
+
+
 def test_what_was_late_since_others_computed_may_be_asked_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    monkeypatch.setattr(aside, "WAITS", 4)
     state, (one, _, x) = states(engine, Aside(), "[0-9]{1,2}x")
     hangs, native = [True], xgrammar.GrammarMatcher.accept_token
 
     def once(matcher: Any, token: int) -> bool:
         if token == x and hangs:
             hangs.clear()
+            monkeypatch.setattr(aside, "WAITS", 4)
             gate.wait()
         return bool(native(matcher, token))
 
     monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", once)
     assert state.advance([one]) == 1
     masks = state.masks([x])
+    monkeypatch.setattr(aside, "WAITS", 200)
     assert masks[1] is not None
     assert not masks[1].any()
     assert (state.advance([x]), state.error) == (1, None)
