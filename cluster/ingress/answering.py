@@ -14,10 +14,9 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import MODEL_CHANGED, ApiError, bad_request
-from cluster.ingress import plans
 from cluster.ingress.models import Models, Served
 from cluster.ingress.outcomes import outcome_of
-from cluster.ingress.plans import RequestPlan, logprobs_field, too_many_logprobs
+from cluster.ingress.plans import RequestPlan, check_logprobs_kept
 from cluster.ingress.streams import Pace, pieces_of
 from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
@@ -144,9 +143,7 @@ async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list
     async with aclosing(pieces):
         async for piece in pieces:
             logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
-            if logprobs > plans.MOST_LOGPROBS:
-                what = "and this answer has more already: ask for fewer of them, of choices or of tokens, or stream it"
-                raise too_many_logprobs(what, logprobs_field(plan.manner.chat))
+            check_logprobs_kept(logprobs, plan.manner.chat)
             gathered.append(piece)
     return gathered
 

@@ -176,6 +176,13 @@ def check_logprobs_together(body: Body, prompt_tokens: int) -> None:
         raise too_many_logprobs(f"these would be {asked}: ask for fewer of them, of choices or of prompts", field)
 
 
+def check_logprobs_kept(gathered: int, chat: bool) -> None:
+    """Raises ApiError where an answer that is told whole has come to more log-probabilities than can be kept."""
+    if gathered > MOST_LOGPROBS:
+        what = "and this answer has more already: ask for fewer of them, of choices or of tokens, or stream it"
+        raise too_many_logprobs(what, logprobs_field(chat))
+
+
 def logprobs_field(chat: bool) -> str:
     """What says how many of the likeliest tokens are told."""
     return "top_logprobs" if chat else "logprobs"

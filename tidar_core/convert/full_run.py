@@ -75,7 +75,7 @@ def train_full(
     with end_put_off() as asked:
         with unseen(asked):
             while not asked():
-                used, kept = budget.used(progress), False
+                used = budget.used(progress)
                 if used >= 1.0 or pace.due(progress):
                     kept = look(run, pace, used)
                 if used >= 1.0 or progress.stale >= config.patience or asked():

@@ -224,7 +224,7 @@ class GrammarState:
         if matcher.is_terminated():
             return None, 0.0
         if self._guessed and self._unkept:
-            self._guesses_too_slowly = self._given_up = True
+            self._give_up_guessing()
             return self._nothing(), 0.0
         words = torch.empty((1, self._words), dtype=torch.int32)
         bound, seconds = self._ask(matcher.fill_next_token_bitmask, words, None, bool(self._guessed))
@@ -242,8 +242,8 @@ class GrammarState:
 
     def _step_ahead(self, token: int) -> tuple[bool, float]:
         """Moves on behind a token that is not emitted, if the grammar allows it; and what that took."""
-        if self._unkept and self._guessed:  # it has taken long just now: the rest is asked for without drafts
-            self._guesses_too_slowly = self._given_up = True
+        if self._unkept and self._guessed:  # it has taken long just now
+            self._give_up_guessing()
             return False, 0.0
         if self._unkept and self._matcher is not None:
             self._kept, seconds = _timed(lambda matcher: matcher.fork(), self._matcher)
@@ -300,10 +300,14 @@ class GrammarState:
         if ahead:
             self._kept = None
             self._guessed.clear()
-            self._guesses_too_slowly = self._given_up = True
+            self._give_up_guessing()
             self._spent += late.waited
         else:
             self._error = _why(late)
+
+    def _give_up_guessing(self) -> None:
+        """What this step still looks at is asked for again without drafts, and there are no guesses any more."""
+        self._guesses_too_slowly = self._given_up = True
 
     def _begun(self) -> "GrammarMatcher | None":
         import xgrammar

@@ -139,9 +139,7 @@ def _rope_parameters(shape: ModelConfig) -> dict[str, Any]:
     scaling = shape.rope_scaling
     if scaling is None:
         return {"rope_type": "default", "rope_theta": shape.rope_theta}
-    if (
-        scaling.rope_type == "divisors"
-    ):  # a number of its own for each frequency: what longrope has, here for any length
+    if scaling.rope_type == "divisors":  # one for each frequency: what longrope has, here for any length
         divisors = list(scaling.divisors)
         return {
             "rope_type": "longrope",
