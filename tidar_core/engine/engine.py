@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.bad_words import BadWords, check_bad_words
+from tidar_core.engine.arrival import check_request, sequence_of
 from tidar_core.engine.batch import Batch, draft_rows, step_size
 from tidar_core.engine.constraint import constrained, guess_within
 from tidar_core.engine.draft_policy import DraftPolicy
@@ -18,14 +18,12 @@ from tidar_core.engine.grammars import GrammarQueue, Grammars
 from tidar_core.engine.runner import Runner, ranked_logprobs, token_logprobs
 from tidar_core.engine.scheduler import Scheduler, SequencePlan
 from tidar_core.engine.step_cost import StepCost, StepSize
-from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
-from tidar_core.penalties import NO_HISTORY, Ledger, check_allowed, keep_allowed
+from tidar_core.penalties import NO_HISTORY, keep_allowed
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
 from tidar_core.sampling import TokenRule
-from tidar_core.text import TextStream
 from tidar_core.transfer import on_device
 
 READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilities
@@ -139,57 +137,14 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError where it can never be served."""
-        params, known = request.params, len(request.prompt) + len(request.emitted)
         if self._scheduler.has(request.request_id) or request.request_id in self._compiling:
             raise RequestError(f"a request named {request.request_id} is under way already", "request_id")
-        if not request.prompt:
-            raise RequestError("the prompt is empty: send at least one token", "prompt")
-        if not all(0 <= token < self.info.vocab_size for token in (*request.prompt, *request.emitted)):
-            raise RequestError(self._unknown_token((*request.prompt, *request.emitted)), "prompt")
-        if not all(0 <= token < self.info.vocab_size for token, _ in params.logit_bias):
-            raise RequestError(f"logit_bias: ids must lie between 0 and {self.info.vocab_size - 1}", "logit_bias")
-        check_allowed(params, self.info.vocab_size, self.info.eos_ids, self.info.mask_token)
-        check_bad_words(params, self.info.vocab_size)
-        wanted = len(request.prompt) + params.max_tokens
-        if request.cut and len(request.prompt) < self.info.max_model_len:
-            wanted = min(wanted, self.info.max_model_len)
-        if wanted > self.info.max_model_len:
-            raise RequestError(
-                f"{len(request.prompt)} prompt tokens and {params.max_tokens} to generate exceed the "
-                f"{self.info.max_model_len} positions of this model: shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
-        if known >= wanted:
-            whole = len(request.emitted) >= params.max_tokens
-            why = "all of max_tokens" if whole else f"all that the {wanted} positions of this engine hold"
-            raise RequestError(f"{why} was emitted already", "max_tokens")
-        if params.draft_trust < 1.0 and not self.info.block_length:
-            raise RequestError("this model has no drafter whose drafts could be trusted", "tidar.draft_trust")
-        watch = (
-            TextStream(
-                self.tokenizer,
-                params.stop,
-                request.emitted,
-                params.min_tokens,
-                params.mid_text,
-                with_special=params.special_text,
-            )
-            if params.stop
-            else None
-        )
-        ledger = Ledger(len(request.prompt)) if params.penalises else None
-        tokens = [*request.prompt, *request.emitted]
-        bad_words = BadWords(params.bad_words, len(request.prompt)) if params.bad_words else None
-        sequence = Sequence(request, time.monotonic(), tokens, stop_watch=watch, ledger=ledger, bad_words=bad_words)
-        if params.thought_limit is not None:
-            sequence.constraint = ThoughtWatch(
-                params.thought_limit, self.tokenizer, self.info.vocab_size, params.special_text
-            )
-            sequence.constraint.advance(request.emitted)
-        if params.grammar is None:
+        check_request(request, self.info, self.tokenizer)
+        sequence = sequence_of(request, self.tokenizer, self.info.vocab_size)
+        if request.params.grammar is None:
             self._scheduler.add(sequence)
         else:
-            self._compiling.add(sequence, params.grammar)
+            self._compiling.add(sequence, request.params.grammar)
 
     def abort(self, request_id: str) -> None:
         """Ends a request, at any moment; one that is not here is ignored."""
@@ -212,15 +167,6 @@ class Engine:
         if self._overlap_steps and all(plan.emits and may_fly(plan.sequence, self.info.block_length) for plan in plans):
             return ended + self._land(self._launch(plans))
         return ended + self._step_alone(plans)
-
-    def _unknown_token(self, tokens: Items[int]) -> str:
-        """The error for the first token without an embedding: a tokenizer may know more words than its model."""
-        unknown = next(token for token in tokens if not 0 <= token < self.info.vocab_size)
-        word = next((f" ({word!r})" for word, token in self.tokenizer.get_vocab().items() if token == unknown), "")
-        return (
-            f"token {unknown}{word} is none that the model has an embedding for: ids must lie between 0 and "
-            f"{self.info.vocab_size - 1}"
-        )
 
     def _step_alone(self, plans: Items[SequencePlan]) -> list[StepOutput]:
         """A step from its plans to its answers, with the host deciding on the way."""
