@@ -60,17 +60,17 @@ def phases(model: str) -> list[Phase]:
     beside = ("peers", "--peer", "transformers", "--model", model, "--batch", "1", "--drafts", "off")
     few = ("--batch", "1", "--batch", "32")
     found += [
-        Phase("decode, one step at a time", (*decode, *few, "--no-overlap-steps"), 90),
-        Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 150),
-        Phase("decode, sampled", (*decode, *few, "--temperature", "0.7", "--top-p", "0.9"), 90),
-        Phase("prefix", ("prefix", "--model", model, "--device", "cuda"), 75),
+        Phase("decode, one step at a time", (*decode, *few, "--no-overlap-steps"), 120),
+        Phase("transformers beside it", (*beside, "--rounds", "3", "--prompts", "4"), 200),
+        Phase("decode, sampled", (*decode, *few, "--temperature", "0.7", "--top-p", "0.9"), 120),
+        Phase("prefix", ("prefix", "--model", model, "--device", "cuda"), 110),
         Phase("decode without graphs", (*decode, "--batch", "1", "--prompts", "4", "--no-graphs"), 60),
-        Phase("decode, not exact", (*decode, *few, "--no-exact"), 90),
+        Phase("decode, not exact", (*decode, *few, "--no-exact"), 120),
         Phase(f"steps {small}, not exact", ("steps", "--shape", small, "--no-exact"), 40),
         Phase("training", ("training", "--model", model, "--device", "cuda"), 150),  # tells nothing before its end
     ]
     found += [
-        Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 90),
+        Phase("decode, 8 bits", (*decode, *few, "--dtype", "float8", "--kv-dtype", "float8"), 150),
         Phase(f"steps {large[-1]}, 8 bits", ("steps", "--shape", large[-1], "--float8"), 110),
     ]
     found += [

@@ -17,15 +17,8 @@ import torch
 from tidar_core.bench.measures import RANK, Subject, seconds_a_call
 from tidar_core.bench.shapes import projections
 from tidar_core.config import ModelConfig
-from tidar_core.kernels.triton_gemm import (
-    MOST_SPLITS,
-    SHARED_MEMORY,
-    WIDEST_RANK,
-    GemmTiles,
-    exact_linear,
-    gemm_tiles,
-    product_planner,
-)
+from tidar_core.kernels.triton_gemm import WIDEST_RANK, exact_linear, product_planner
+from tidar_core.kernels.triton_tiles import MOST_SPLITS, SHARED_MEMORY, GemmTiles, gemm_tiles, shared_memory
 from tidar_core.model.weights import LowRank
 
 ROWS = (1, 64)
@@ -52,9 +45,8 @@ def candidate_tiles(outs: int, ins: int, dtype: torch.dtype) -> list[GemmTiles]:
                 for splits in sorted(some)
                 for stages in STAGES
                 for warps in ((4, 8) if many else (4,))
-                if stages * (start.rows + wide + WIDEST_RANK) * step * dtype.itemsize <= SHARED_MEMORY
             ]
-    return list(dict.fromkeys(found))
+    return [one for one in dict.fromkeys(found) if shared_memory(one, dtype, WIDEST_RANK) <= SHARED_MEMORY]
 
 
 def weights_of(config: ModelConfig) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
     flight.py             steps that overlap: the next one is launched before the host knows the answers of this one
     start.py              what a user chose -> an engine that is ready to serve
 
+    arrival.py            what a request must be, and the sequence that it becomes
     scheduler.py          plans a step's rows and pages, commits its answers; who runs, waits, is preempted
     chosen.py             who runs in the step that is planned, and with how many known tokens
     turns.py              sequences with slow grammars take turns

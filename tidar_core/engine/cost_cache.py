@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tidar_core.engine.step_cost import FloatArray, StepCost
+from tidar_core.kernels.sources import code_digest
 
 LOOKS = 2  # before all is measured anew
 APART = 1.2  # times by which one thing may have changed more or less than they do in the middle
@@ -34,10 +34,8 @@ BUSY_PREEMPTIONS, BUSY_PREEMPTIONS_A_SECOND = 5, 50
 
 def cost_file(directory: Path, **depends_on: Any) -> Path:
     """Where the costs of an engine are kept that depend on these things and on the kernels' own code."""
-    digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    for source in sorted(resources.files("tidar_core.kernels").iterdir(), key=lambda file: file.name):
-        if source.name.endswith((".py", ".cpp")):
-            digest.update(source.read_bytes())
+    named = json.dumps([code_digest(), depends_on], sort_keys=True, default=str)
+    digest = hashlib.sha256(named.encode())
     return directory / f"step-cost-{digest.hexdigest()[:16]}.json"
 
 

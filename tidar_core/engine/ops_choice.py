@@ -9,9 +9,11 @@ from torch import Tensor
 from tidar_core.config import ConfigError, EngineConfig, KVDType, ModelConfig, RoundedDType
 from tidar_core.kernels.cpu import cpu_ops, supports
 from tidar_core.kernels.cpu_build import CompileError
-from tidar_core.kernels.ops import Ops
+from tidar_core.kernels.ops import Ops, Rotary
 from tidar_core.kernels.reference import REFERENCE_OPS, rounding_pages
+from tidar_core.kernels.sources import code_digest
 from tidar_core.model.float8 import FLOAT8, matrices, packed, rounded
+from tidar_core.model.weights import AdapterWeights, ModelWeights
 
 
 def ops_for(
@@ -89,12 +91,25 @@ def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tens
     return rounded_and_packed
 
 
-def arithmetic_of(ops: Ops, device: torch.device, kv_dtype: KVDType, long: bool) -> str:
-    """What decides a row's bits beside the weights and their dtype."""
+def one_by_one(ops: Ops, weights: ModelWeights, adapter: AdapterWeights | None, rotary: Rotary) -> bool:
+    """Whether a GPU computes a model's layers one operation at a time since `Ops.bind_layers` does not support them:
+    such layers have other bits there than those of one call, which a narrower adapter might get."""
+    on_gpu = weights.embedding.device.type == "cuda"
+    return on_gpu and ops.bind_layers is not None and ops.bind_layers(weights, adapter, rotary) is None
+
+
+def arithmetic_of(ops: Ops, device: torch.device, kv_dtype: KVDType, long: bool, one_by_one: bool) -> str:
+    """What decides a row's bits beside the weights and their dtype. one_by_one: see `one_by_one`."""
     if device.type == "cuda":
         on = torch.cuda.get_device_name(device)
     else:
         extras = {"BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
         on = " ".join([torch.backends.cpu.get_cpu_capability(), *(name for name, there in extras.items() if there)])
-    pages = "" if kv_dtype == "model" else f", {kv_dtype} K/V"
-    return f"{ops.name} kernels, torch {torch.__version__}, {on}{pages}{', long texts' if long else ''}"
+    decides = [f"{ops.name} kernels {code_digest()}", f"torch {torch.__version__}", on]
+    if one_by_one:
+        decides.append("layers one by one")
+    if kv_dtype != "model":
+        decides.append(f"{kv_dtype} K/V")
+    if long:
+        decides.append("long texts")
+    return ", ".join(decides)

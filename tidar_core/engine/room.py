@@ -50,14 +50,18 @@ def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: to
     by now, by estimate, but those of one sequence."""
     if not block or device.type != "cuda":
         return FULL_ROWS
-    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
-    activations = dtype.itemsize * (4 * model.hidden_size + qkv + 3 * model.intermediate_size)
-    one = block + block * block
+    activations, one = row_bytes(model, dtype.itemsize), block + block * block
     # Of a sequence: its verify rows and one proposal's slots, in fp32 and with a copy.
     scores = 2 * torch.float32.itemsize * model.vocab_size * (2 * block - 1) / one
     torch.cuda.empty_cache()  # what warm-up has left is used again
     free = torch.cuda.mem_get_info(device)[0]
     return max(one, min(FULL_ROWS, int(free / 2 / (activations + scores))))
+
+
+def row_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Bytes that a layer computes with for each row, by estimate: what stays of one layer goes to the next."""
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_dim
+    return itemsize * (4 * model.hidden_size + qkv + 3 * model.intermediate_size)
 
 
 def _cache_pages(

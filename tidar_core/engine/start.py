@@ -17,15 +17,23 @@ from tidar_core.engine.draft_policy import DraftPolicy
 from tidar_core.engine.engine import Engine, EngineInfo
 from tidar_core.engine.grammars import Grammars
 from tidar_core.engine.graphs import NARROWEST, Graphs, Reach, cuda_capture, left_free, narrow_buckets, results_bytes
-from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, ops_for
+from tidar_core.engine.ops_choice import arithmetic_of, in_8_bits, one_by_one, ops_for
 from tidar_core.engine.pages import PagePool
-from tidar_core.engine.room import GIB, full_rows_for, room_for
+from tidar_core.engine.room import GIB, full_rows_for, room_for, row_bytes
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import Limits, Scheduler
 from tidar_core.engine.step_cost import StepCost
-from tidar_core.engine.warmup import capture_graphs, check_cost, fly_once, measure_cost, rows_are_exact, with_own_pages
+from tidar_core.engine.warmup import (
+    TRIAL_BYTES,
+    capture_graphs,
+    check_cost,
+    fly_once,
+    measure_cost,
+    rows_are_exact,
+    with_own_pages,
+)
 from tidar_core.kernels.cpu_build import cache_directory
-from tidar_core.kernels.ops import Ops, empty_cache, rotary_tables
+from tidar_core.kernels.ops import PARTIAL_BYTES, Ops, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
 from tidar_core.memory import free_memory
@@ -101,7 +109,8 @@ def load_engine(
     stage("checking exactness and measuring step costs")
     wait(tokens_read)  # else it would count among the costs of steps
     trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
-    arithmetic = arithmetic_of(loaded.ops, device, config.kv_dtype, is_long(model))
+    apart = one_by_one(loaded.ops, loaded.weights, runner.adapter, rotary_tables(model, device))
+    arithmetic = arithmetic_of(loaded.ops, device, config.kv_dtype, is_long(model), apart)
     exact, cost = _proven(config, trial, loaded.adapter, loaded.base.fingerprint, arithmetic)
     if runner.graphs is not None:
         stage("capturing CUDA graphs")
@@ -278,8 +287,11 @@ def _kept_for_graphs(config: EngineConfig, loaded: _Loaded, device: torch.device
         return 0
     block = loaded.adapter.config.block_length if loaded.adapter else 0
     sizes = narrow_buckets(Reach(config.max_running, NARROWEST), block)
-    results = results_bytes(sizes, loaded.model.hidden_size, arithmetic_dtype(config.dtype).itemsize)
-    return left_free(_scored(config, loaded.adapter), loaded.model.vocab_size) + results
+    itemsize = arithmetic_dtype(config.dtype).itemsize
+    results = results_bytes(sizes, loaded.model.hidden_size, itemsize)
+    computed = max(size.verify + size.mask for size in sizes) * row_bytes(loaded.model, itemsize) + PARTIAL_BYTES
+    shared = 2 * computed + TRIAL_BYTES  # by the graphs' pool, and by torch for the runs before captures
+    return left_free(_scored(config, loaded.adapter), loaded.model.vocab_size) + results + shared
 
 
 def _proven(

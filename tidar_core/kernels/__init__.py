@@ -31,6 +31,7 @@ On an NVIDIA GPU, imported only where triton is installed:
     triton_ops.py           `Ops` of a GPU
     triton_layers.py        all layers, with what stands between the products done within them
     triton_gemm.py          matrix products: one tile of outputs and one order of sums for each weight
+    triton_tiles.py         how they are cut into tiles: measured for a weight, else by rule
     triton_attention.py     paged attention over a list of work that the device makes itself
     triton_rows.py          row-wise operations
     triton_experts.py       a mixture of experts, whose rows the host never counts

@@ -164,6 +164,9 @@ class Pick(Protocol):
     def __call__(self, logits: Tensor, rules: Items[TokenRule], shift: Tensor | None = None, /) -> Tensor: ...
 
 
+PARTIAL_BYTES = 256 << 20
+"""Of attention's partial results at once, on a GPU; more rows than fit are attended part by part."""
+
 Layers = Callable[[Tensor, StepRows, KVCache], Tensor]
 """All layers of a model: x [rows, hidden], what its rows see, and the pages -> hidden states [rows, hidden]."""
 

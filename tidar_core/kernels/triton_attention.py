@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidar_core.kernels.ops import KVCache, StepRows
+from tidar_core.kernels.ops import PARTIAL_BYTES, KVCache, StepRows
 from tidar_core.kernels.triton_launch import LINE, launch_options, let_next_begin, wait_for_kernel_before
 from tidar_core.kernels.triton_rows import scales_of
 
@@ -41,7 +41,6 @@ ITEM_ROWS = tl.constexpr(1)
 ITEM_SPLIT = tl.constexpr(2)
 ITEM_SEQUENCE = tl.constexpr(3)
 ITEM_END = tl.constexpr(4)  # the greatest context end of its rows
-PARTIAL_BYTES = 256 << 20  # of partial results at once; more rows than fit are attended part by part
 LARGEST_PART = 1024  # rows that one plan looks at
 LOG2E = 1.4426950408889634
 

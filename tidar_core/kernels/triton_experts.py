@@ -23,9 +23,10 @@ from torch import Tensor
 
 from tidar_core.config import Activation, Experts
 from tidar_core.kernels.experts import LEAST_SUM, Routed
-from tidar_core.kernels.triton_gemm import GemmTiles, gemm_tiles, product_part
+from tidar_core.kernels.triton_gemm import product_part
 from tidar_core.kernels.triton_launch import launch_options, let_next_begin, wait_for_kernel_before
 from tidar_core.kernels.triton_layers import store_gated
+from tidar_core.kernels.triton_tiles import GemmTiles, gemm_tiles
 
 LISTED_TOGETHER = 1024  # entries that a program looks at together for those of its expert
 ADDED_TOGETHER = 1024  # numbers of a row

@@ -13,10 +13,9 @@ the cache): no launch of its own, no waiting for one, and base rows are kept apa
 
 # mypy: allow-untyped-defs
 
-import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -31,102 +30,16 @@ from tidar_core.kernels.triton_launch import (
     launch_options,
     let_next_begin,
     prefetch,
+    processors,
     wait_for_kernel_before,
 )
+from tidar_core.kernels.triton_tiles import GemmTiles, gemm_tiles, tiles_beside, tiles_for
 from tidar_core.model.weights import LowRank
 
-PROGRAMS_AIMED_AT = 128  # about one for each multiprocessor of an H100 or H200
-MOST_SPLITS = 8
-STEPS_A_SPLIT = 4  # fewer K steps than this leave nothing to pipeline
 ARRIVALS = 1 << 16  # counters made at first; a step that is captured as a graph must not need more
-WARPGROUP = 4  # warps that share Hopper's matrix instruction
-WARPGROUP_ROWS = 64  # that it multiplies
-SHARED_MEMORY = 227 << 10  # bytes that one program may have on Hopper
-FEWEST_STAGES = 3  # one that is multiplied, two that are on their way
 WIDEST_RANK = 64  # of an adapter that is computed beside the base product: more would not fit the shared memory
 PREFETCH_BYTES = 8 << 20  # of the next product's weight, fetched into the L2 cache during this one. Not measured yet.
 OWN_PREFETCH_LINES = tl.constexpr(8)  # cache lines of each row of its own weight, before the kernel in front is through
-
-
-@dataclass(frozen=True, slots=True)
-class GemmTiles:
-    """One tile of y is rows x outs; K goes in steps of `ins`, cut into `splits` parts."""
-
-    rows: int
-    outs: int
-    ins: int
-    splits: int
-    warps: int
-    stages: int
-
-
-def gemm_tiles(outs: int, ins: int, dtype: torch.dtype) -> GemmTiles:
-    """The tiles for a weight [outs, ins] where none were measured.
-
-    Wide tiles read x less often, which counts at 64 rows; narrow ones spread a small weight over more programs.
-    """
-    if dtype == torch.float32:
-        rows, wide, step, stages = 16, 32, 32, 3
-    else:
-        megabytes = outs * ins * dtype.itemsize / 2**20
-        wide = 128 if megabytes >= 8 else 64 if megabytes >= 2 else 32
-        rows, step, stages = 64, 128 // dtype.itemsize, 4
-    # Four warps have no register left where wide tiles of 8-bit weights are widened, and spill beside a wide adapter.
-    warps = 8 if dtype.itemsize == 1 and wide == 128 else 4
-    fitting = triton.cdiv(ins, step) // STEPS_A_SPLIT
-    wanted = round(PROGRAMS_AIMED_AT / triton.cdiv(outs, wide))
-    return GemmTiles(rows, wide, step, max(1, min(wanted, fitting, MOST_SPLITS)), warps, stages)
-
-
-def tiles_for(tiles: GemmTiles, rows: int, dtype: torch.dtype, rank: int) -> GemmTiles:
-    """The tiles of a weight on Hopper in a step of so many rows of a dtype, beside an adapter of a rank.
-
-    Where one tile of 64 does not hold the rows, tiles are of 128: one warpgroup, four warps, multiplies the first 64,
-    a second one those behind, each as a tile of 64 is multiplied, in the same order along K, so that no bit changes.
-    Some tiles stay as they are: those of fp32, those that two warpgroups share already (a row's numbers would lie in
-    other threads and be summed up in another order), and those that would leave no room for copies ahead.
-    """
-    if (tiles.rows, tiles.warps) != (WARPGROUP_ROWS, WARPGROUP) or rows <= WARPGROUP_ROWS:
-        return tiles
-    of_a_stage = (2 * WARPGROUP_ROWS + tiles.outs + rank) * tiles.ins * dtype.itemsize
-    beside = tiles.outs * rank * dtype.itemsize  # the adapter's second matrix lies there from start to end
-    stages = min(tiles.stages, (SHARED_MEMORY - beside) // of_a_stage)
-    if stages < FEWEST_STAGES:
-        return tiles
-    return replace(tiles, rows=2 * WARPGROUP_ROWS, warps=2 * WARPGROUP, stages=stages)
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A kind of GPU: its name, its compute capability and its number of multiprocessors."""
-
-    name: str
-    capability: tuple[int, int]
-    processors: int
-
-
-def gpu_of(device: torch.device) -> Gpu:
-    """The kind of a CUDA device."""
-    found = torch.cuda.get_device_properties(device)
-    return Gpu(found.name, (found.major, found.minor), found.multi_processor_count)
-
-
-def measured_tiles(gpu: Gpu, dtype: torch.dtype) -> dict[tuple[int, int], GemmTiles]:
-    """The measured tiles by weight (outs, ins), for one dtype: from a GPU of this name, else from one with as many
-    multiprocessors of the same architecture (an H200 is an H100 with other memory). Empty where none was measured."""
-    path = resources.files("tidar_core").joinpath("data", "gemm_tiles.json")
-    tables = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    alike = [
-        table
-        for table in tables.values()
-        if (tuple(table["capability"]), table["processors"]) == (gpu.capability, gpu.processors)
-    ]
-    table = tables.get(gpu.name) or (alike[0] if alike else {"weights": []})
-    return {
-        (entry["outs"], entry["ins"]): GemmTiles(**entry["tiles"])
-        for entry in table["weights"]
-        if entry["dtype"] == str(dtype).removeprefix("torch.")
-    }
 
 
 @triton.jit
@@ -341,10 +254,16 @@ def product_planner(
         rank = 16 if beside is None else low_a.shape[0]
         block_rank = max(16, triton.next_power_of_2(rank))
         tiles = found or gemm_tiles(outs, ins, weight.dtype)
+
+        def grid_of(tiles: GemmTiles) -> tuple[int, int, int]:
+            return triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits
+
         hopper = x.device.type != "cuda" or capability(x.device)[0] == HOPPER[0]
-        if hopper and weight.dtype == x.dtype:  # of weights in 8 bits no tile of 128 rows was looked at
-            tiles = tiles_for(tiles, rows, x.dtype, 0 if beside is None else block_rank)
-        grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
+        if hopper and weight.dtype == x.dtype:  # of weights in 8 bits neither was looked at
+            adapted = 0 if beside is None else block_rank
+            tiles = tiles_for(tiles, rows, x.dtype, adapted)
+            tiles = tiles_beside(tiles, x.dtype, adapted, math.prod(grid_of(tiles)), processors(x.device))
+        grid = grid_of(tiles)
         options = launch_options(x.device, rows, overlap_launches)
         fetched = 0 if next_weight is None or not options["OVERLAP"] else min(next_weight.nbytes, prefetch_bytes)
         named = {

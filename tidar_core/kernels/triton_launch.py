@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = 9, 0
+HOPPER_PROCESSORS = 132  # of an H100 or H200
 MOST_OVERLAPPING_ROWS = 64  # of a step; with more the kernels are so long that it was measured to cost time (H100)
 LINE = tl.constexpr(128)  # bytes that one prefetch brings
 
@@ -33,6 +34,14 @@ def launch_options(device: torch.device, rows: int, overlap_launches: bool) -> d
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=16)
+def processors(device: torch.device) -> int:
+    """How many multiprocessors a device has; Hopper's number where it is none of CUDA's."""
+    if device.type != "cuda":
+        return HOPPER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit

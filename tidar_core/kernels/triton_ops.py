@@ -12,18 +12,12 @@ from tidar_core.kernels.ops import Ops
 from tidar_core.kernels.reference import REFERENCE_OPS, as_it_is
 from tidar_core.kernels.triton_attention import paged_attend
 from tidar_core.kernels.triton_experts import mix_experts, route
-from tidar_core.kernels.triton_gemm import (
-    PREFETCH_BYTES,
-    GemmTiles,
-    exact_linear,
-    gpu_of,
-    measured_tiles,
-    product_planner,
-)
+from tidar_core.kernels.triton_gemm import PREFETCH_BYTES, exact_linear, product_planner
 from tidar_core.kernels.triton_layers import bind_layers
 from tidar_core.kernels.triton_rows import add_norm, gate, rotate_and_store
 from tidar_core.kernels.triton_sampling import pick_listed, pick_tokens
 from tidar_core.kernels.triton_succession import carry, decide, renew
+from tidar_core.kernels.triton_tiles import GemmTiles, gpu_of, measured_tiles
 from tidar_core.model.float8 import packed
 
 PROGRAMS_A_PROCESSOR = 2  # of the attention kernel: what its registers and shared memory leave room for

@@ -20,10 +20,11 @@ from tidar_core.kernels.reference import split_heads
 from tidar_core.kernels.rules import all_zero
 from tidar_core.kernels.succession import Carried
 from tidar_core.kernels.triton_blocks import BlockAttentionSizes, BlockTiles, block_attention
-from tidar_core.kernels.triton_gemm import WIDEST_RANK, Gpu, measured_tiles
+from tidar_core.kernels.triton_gemm import WIDEST_RANK
 from tidar_core.kernels.triton_ops import triton_ops
 from tidar_core.kernels.triton_sampling import pick_kept, pick_listed, pick_whole
 from tidar_core.kernels.triton_succession import carry, decide, renew
+from tidar_core.kernels.triton_tiles import Gpu, measured_tiles
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.mixtures import router_rows
 

@@ -18,9 +18,9 @@ from tidar_core.bench.measures import Ceilings, Extent, Subject, measure_all, me
 from tidar_core.bench.shapes import QWEN3_8B, projections
 from tidar_core.bench.steps import GRID, measure_prefill, measure_steps, random_model
 from tidar_core.bench.tuning import candidate_tiles, tune
-from tidar_core.kernels import reference, triton_gemm
-from tidar_core.kernels.triton_gemm import GemmTiles, Gpu, measured_tiles
+from tidar_core.kernels import reference, triton_tiles
 from tidar_core.kernels.triton_ops import triton_ops
+from tidar_core.kernels.triton_tiles import GemmTiles, Gpu, measured_tiles
 from tidar_core.layout import Shape
 
 pytest_plugins = "tests.tidar_core.kernels.interpreter"
@@ -188,7 +188,7 @@ def test_tuned_tiles_are_found_again_by_the_kernels(ceilings, monkeypatch, tmp_p
         "small": {"capability": [8, 9], "processors": 58, "weights": entries},
     }
     (tmp_path / "data" / "gemm_tiles.json").write_text(json.dumps(tables))
-    monkeypatch.setattr(triton_gemm.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(triton_tiles.resources, "files", lambda package: tmp_path)
     measured = measured_tiles(Gpu("some GPU", (9, 0), 132), torch.float32)
     assert set(measured) == sizes
     assert asdict(measured[600, 64]) == entries[-1]["tiles"]

@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 from tidar_core.bench.shapes import random_adapter, random_weights
 from tidar_core.config import ModelConfig
 from tidar_core.kernels.ops import StepRows, empty_cache, rotary_tables
-from tidar_core.kernels.triton_gemm import GemmTiles
 from tidar_core.kernels.triton_ops import triton_ops
+from tidar_core.kernels.triton_tiles import GemmTiles
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.weights import pack_model
 

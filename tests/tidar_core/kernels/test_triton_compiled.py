@@ -36,7 +36,7 @@ def compiled(tmp_path_factory) -> list[dict]:
 
 
 def test_every_variant_fits_a_multiprocessor_and_spills_nothing(compiled, capsys):
-    from tidar_core.bench.tuning import SHARED_MEMORY
+    from tidar_core.kernels.triton_tiles import SHARED_MEMORY
 
     most = max(one["shared"] for one in compiled), max(one["registers"] for one in compiled)
     with capsys.disabled():
@@ -79,10 +79,28 @@ def test_what_comes_next_is_on_its_way_while_a_tile_is_computed_with(compiled):
     assert [one["name"] for one in heavy if " fp32 " not in one["name"] and one["copies_ahead"] < 2] == []
 
 
+def test_products_take_the_shared_memory_that_is_reckoned_with(compiled):
+    """Within a few KiB for what is exchanged at the end: `tiles_beside` counts places by it."""
+    import torch
+
+    from tidar_core.kernels.triton_tiles import GemmTiles, shared_memory
+
+    looked = 0
+    for one in compiled:
+        if one["name"].split()[0] in PRODUCTS and " bf16 " in one["name"] and "8bit" not in one["name"]:
+            sizes = {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", one["name"])}
+            sizes["rank"] = sizes["BLOCK_RANK"] if sizes["HAS_LOW_RANK"] else 0
+            named = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLITS", "warps", "stages")
+            reckoned = shared_memory(GemmTiles(*(sizes[name] for name in named)), torch.bfloat16, sizes["rank"])
+            looked += sizes["rank"] > 0
+            assert reckoned <= one["shared"] <= reckoned + 4096, (one["name"], reckoned, one["shared"])
+    assert looked > 20
+
+
 @pytest.mark.parametrize("kernel", ["attend_splits", "expert_linear"])
 def test_two_programs_share_a_multiprocessor(compiled, kernel):
-    from tidar_core.bench.tuning import SHARED_MEMORY
     from tidar_core.kernels.triton_ops import PROGRAMS_A_PROCESSOR
+    from tidar_core.kernels.triton_tiles import SHARED_MEMORY
 
     programs = [one for one in compiled if one["name"].startswith(kernel)]
     room = (SHARED_MEMORY + RESERVED) // PROGRAMS_A_PROCESSOR - RESERVED
