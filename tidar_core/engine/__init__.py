@@ -27,7 +27,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
 
     grammars.py           compiles grammars, off the engine's thread
     constraint.py         follows a grammar through tokens and drafts
-    aside.py              waits for what may take for ever, so long and no longer
+    timed_calls.py        waits for what may take for ever, so long and no longer
     thought_watch.py      ends thoughts that are long enough
 
     ops_choice.py         which kernels the engine runs on

@@ -50,7 +50,12 @@ def sequence_of(request: Request, tokenizer: PreTrainedTokenizerFast, vocab_size
     watch = None
     if params.stop:
         watch = TextStream(
-            tokenizer, params.stop, request.emitted, params.min_tokens, params.mid_text, with_special=params.special_text
+            tokenizer,
+            params.stop,
+            request.emitted,
+            params.min_tokens,
+            params.mid_text,
+            with_special=params.special_text,
         )
     ledger = Ledger(len(request.prompt)) if params.penalises else None
     tokens = [*request.prompt, *request.emitted]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.aside import Aside, Crowded, Late
+from tidar_core.engine.timed_calls import Crowded, Late, TimedCalls
 from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
 
 if TYPE_CHECKING:
@@ -95,9 +95,9 @@ class GrammarState:
     too long one by one, each counted as it would be without drafts: these must not end an answer that would be complete
     without.
 
-    aside: where the matcher is asked once it took long, from the start where `apart`. What is late there ends the
-    answer if the next token needs it. Behind drafts it may never be needed: the matcher is lost with the call, and the
-    copy that was kept of it takes its place.
+    timed_calls: through which the matcher is asked once it took long, from the start where `apart`. What is late there
+    ends the answer if the next token needs it. Behind drafts it may never be needed: the matcher is lost with the call,
+    and the copy that was kept of it takes its place.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class GrammarState:
         compiled: "CompiledGrammar",
         end_ids: list[int],
         vocab_size: int,
-        aside: Aside | None = None,
+        timed_calls: TimedCalls | None = None,
         apart: bool = False,
     ):
         # the matcher complains to the log of each special token that it is asked for
@@ -125,10 +125,12 @@ class GrammarState:
         for token in end_ids:
             self._no_ends[token // 8] &= 0xFF ^ (1 << token % 8)
         self._compiled = compiled
-        self._aside = aside
+        self._timed_calls = timed_calls
         self._apart = apart
         self._matcher = self._begun()  # None where it was lost, and the answer with it
-        self._kept: GrammarMatcher | None = None  # behind what was emitted, while guesses are asked about aside
+        self._kept: GrammarMatcher | None = (
+            None  # behind what was emitted, while guesses are asked about by timed calls
+        )
 
     @property
     def error(self) -> str | None:
@@ -253,7 +255,7 @@ class GrammarState:
     @property
     def _unkept(self) -> bool:
         """Whether what is asked ahead might be lost with the only matcher."""
-        return self._apart and self._aside is not None and self._kept is None
+        return self._apart and self._timed_calls is not None and self._kept is None
 
     def _accept(self, token: int, into: list[int]) -> tuple[bool, float]:
         if self._matcher is None:
@@ -271,8 +273,8 @@ class GrammarState:
         try:
             if self._late is not None and self._late == self._question(token):
                 raise Late
-            if self._aside is not None and self._apart:
-                answer, seconds = self._aside.call(lambda: _timed(question, about), self._compiled, not ahead)
+            if self._timed_calls is not None and self._apart:
+                answer, seconds = self._timed_calls.call(lambda: _timed(question, about), self._compiled, ahead)
             else:
                 answer, seconds = _timed(question, about)
         except Late as late:
@@ -319,10 +321,10 @@ class GrammarState:
                 terminate_without_stop_token=not self._end_ids,
             )
 
-        if self._aside is None or not self._apart:
+        if self._timed_calls is None or not self._apart:
             return begun()
         try:
-            return self._aside.call(begun, self._compiled)
+            return self._timed_calls.call(begun, self._compiled)
         except Late as late:
             self._error = _why(late)
             return None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerFast
 
 from tidar_core import grammar_guard
-from tidar_core.engine.aside import Aside
 from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
 from tidar_core.engine.thought_watch import ThoughtWatch
+from tidar_core.engine.timed_calls import TimedCalls
 from tidar_core.grammar import Grammar
 from tidar_core.grammar_compiling import compile_grammar
 from tidar_core.request import Finish, FinishReason, RequestError, Sequence, StepOutput
@@ -305,7 +305,7 @@ class GrammarQueue:
         self._eos_ids = eos_ids
         self._vocab_size = vocab_size
         self._waiting: dict[str, _Waiting] = {}
-        self._aside = Aside()
+        self._timed_calls = TimedCalls()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -367,10 +367,10 @@ class GrammarQueue:
             ends = {token for token in (*self._eos_ids, *params.stop_token_ids) if 0 <= token < self._vocab_size}
             grammar = params.grammar
             apart = grammar is None or may_take_long(grammar)
-            if apart and self._aside.crowded and not emitted:  # what has begun elsewhere goes on
+            if apart and self._timed_calls.crowded and not emitted:  # what has begun elsewhere goes on
                 raise PassingError(CROWDED, "grammar")
             compiled = waiting.compiled.result()
-            waiting.state = GrammarState(compiled, sorted(ends), self._vocab_size, self._aside, apart)
+            waiting.state = GrammarState(compiled, sorted(ends), self._vocab_size, self._timed_calls, apart)
         while waiting.state.error is None and waiting.read < len(emitted):
             if time.monotonic() > until:
                 return None

@@ -11,7 +11,7 @@ from tests.tidar_core.engine.test_grammar import following, prompts
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import sampled_params
-from tidar_core.engine import Engine, aside, constraint, grammars, turns
+from tidar_core.engine import Engine, constraint, grammars, timed_calls, turns
 from tidar_core.engine.constraint import TOO_SLOW, GrammarState, only_token
 from tidar_core.engine.grammars import may_take_long
 from tidar_core.engine.scheduler import Scheduler
@@ -111,7 +111,7 @@ def closing_at_once(alternatives: int) -> Grammar:
 
 
 def test_a_token_that_takes_seconds_fails_its_answer_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(timed_calls, "LIMIT_SECONDS", 0.2)
     (prompt,) = prompts(1, seed=16)
     seven, eight = (engine.tokenizer.encode(text)[0] for text in "78")
     plain = sampled_params(60, "full")
@@ -126,12 +126,14 @@ def test_a_token_that_takes_seconds_fails_its_answer_alone(engine: Engine, monke
             said[output.request_id] += output.tokens
             if output.request_id == "slow" and output.finish is not None:
                 finish = output.finish
-                assert len(engine._compiling._aside._still_late()) == 1, "it was waited for"
+                assert len(engine._compiling._timed_calls._still_late()) == 1, "it was waited for"
     assert finish is not None
     assert (finish.reason, finish.error, finish.param) == (FinishReason.ERROR, TOO_SLOW, "grammar")
     assert said == {"slow": [eight], "plain": list(expected.tokens)}
     until = time.monotonic() + 60
-    while engine._compiling._aside._still_late() and time.monotonic() < until:  # else it may end amid Python's own end
+    while (
+        engine._compiling._timed_calls._still_late() and time.monotonic() < until
+    ):  # else it may end amid Python's own end
         time.sleep(0.05)
 
 

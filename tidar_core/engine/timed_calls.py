@@ -37,11 +37,11 @@ class Crowded(Late):
 @dataclass(frozen=True, slots=True)
 class _LateCall:
     worker: "_Worker"
-    about: object
-    needed: bool
+    key: object
+    speculative: bool
 
 
-class Aside:
+class TimedCalls:
     """Calls one function at a time, for one thread."""
 
     def __init__(self) -> None:
@@ -50,22 +50,22 @@ class Aside:
 
     @property
     def crowded(self) -> bool:
-        return len(self._needed()) >= CROWDED_FROM
+        return len(self._late_and_needed()) >= CROWDED_FROM
 
-    def call(self, function: Callable[[], T], about: object = None, needed: bool = True) -> T:
+    def call(self, function: Callable[[], T], key: object = None, speculative: bool = False) -> T:
         """What the function returns or raises. Raises Late.
 
-        about: what it is about; while a call about that is late no other is begun, else each choice of one request
-        would be late, one after another. needed: what it returns will be used; of what may not be, none holds up those
-        that are.
+        key: what it works on; while a call of that key is late no other is begun, else each choice of one request would
+        be late, one after another. speculative: the result may never be used; such calls are refused first, so that
+        they never delay the others.
         """
         late = self._still_late()
-        if about is not None and any(call.about is about and (call.needed or not needed) for call in late):
-            raise Late(computing=needed)
-        if not needed and len(late) >= CROWDED_FROM:
+        if key is not None and any(call.key is key and (speculative or not call.speculative) for call in late):
+            raise Late(computing=not speculative)
+        if speculative and len(late) >= CROWDED_FROM:
             raise Crowded(computing=False)
         if self._worker is None:
-            if len(self._needed()) >= MOST_LATE:
+            if len(self._late_and_needed()) >= MOST_LATE:
                 raise Crowded(computing=False)
             self._worker = _Worker()
             self._worker.ends_with(self)
@@ -74,7 +74,7 @@ class Aside:
             returned, error = worker.answer(function)
         except Late as reason:
             self._worker = None
-            self._late.append(_LateCall(worker, about if reason.computing else None, needed))
+            self._late.append(_LateCall(worker, key if reason.computing else None, speculative))
             raise
         if error is not None:
             raise error
@@ -85,13 +85,13 @@ class Aside:
             self._late = [call for call in self._late if call.worker.is_alive()]
         return self._late
 
-    def _needed(self) -> "list[_LateCall]":
-        return [call for call in self._still_late() if call.needed]
+    def _late_and_needed(self) -> "list[_LateCall]":
+        return [call for call in self._still_late() if not call.speculative]
 
 
 class _Worker(Thread):
     def __init__(self) -> None:
-        super().__init__(name="aside", daemon=True)
+        super().__init__(name="timed-calls", daemon=True)
         self._asked: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._began = 0.0

@@ -13,10 +13,10 @@ from tests.tidar_core.engine.test_grammar import GRAMMARS, following, prompts
 from tests.tidar_core.engine.test_slow_grammars import closing_at_once
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.bench.drive import answer_all
-from tidar_core.engine import Engine, aside, constraint
-from tidar_core.engine.aside import Aside, Crowded, Late
+from tidar_core.engine import Engine, constraint, timed_calls
 from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
 from tidar_core.engine.grammars import USUAL_BYTES, may_take_long
+from tidar_core.engine.timed_calls import Crowded, Late, TimedCalls
 from tidar_core.grammar import Grammar, choice_grammar
 
 
@@ -28,8 +28,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Opens what hangs; nothing waits long for that."""
-    monkeypatch.setattr(aside, "LIMIT_SECONDS", 0.05)
-    monkeypatch.setattr(aside, "WAITS", 200)  # others may take the processor
+    monkeypatch.setattr(timed_calls, "LIMIT_SECONDS", 0.05)
+    monkeypatch.setattr(timed_calls, "WAITS", 200)  # others may take the processor
     opened = threading.Event()
     yield opened
     opened.set()
@@ -57,12 +57,12 @@ def hang_at(monkeypatch: pytest.MonkeyPatch, gate: threading.Event, hangs: Calla
 
 
 def test_nobody_waits_for_what_is_late(gate: threading.Event) -> None:
-    calls = Aside()
+    calls = TimedCalls()
     assert calls.call(lambda: 1) == 1
     with pytest.raises(ZeroDivisionError):
         calls.call(lambda: 1 // 0)
-    for late in range(aside.MOST_LATE):
-        assert calls.crowded == (late >= aside.CROWDED_FROM)
+    for late in range(timed_calls.MOST_LATE):
+        assert calls.crowded == (late >= timed_calls.CROWDED_FROM)
         with pytest.raises(Late):
             calls.call(lambda: spin(gate))
     with pytest.raises(Crowded):
@@ -77,7 +77,7 @@ def test_nobody_waits_for_what_is_late(gate: threading.Event) -> None:
 
 def test_of_one_thing_one_call_is_late(gate: threading.Event) -> None:
     """As of many choices of one request, which all come to the same token in one step."""
-    calls, grammar, other, begun = Aside(), object(), object(), []
+    calls, grammar, other, begun = TimedCalls(), object(), object(), []
 
     def hang(what: str) -> None:
         begun.append(what)
@@ -86,7 +86,7 @@ def test_of_one_thing_one_call_is_late(gate: threading.Event) -> None:
     for what, needed in (("a guess", False), ("what is needed", True)):
         for _ in range(20):
             with pytest.raises(Late):
-                calls.call(partial(hang, what), grammar, needed)
+                calls.call(partial(hang, what), grammar, speculative=not needed)
             assert calls.call(lambda: 1, other) == 1
         if not needed:
             assert calls.call(lambda: 1, grammar) == 1, "no guess holds it up"
@@ -95,18 +95,18 @@ def test_of_one_thing_one_call_is_late(gate: threading.Event) -> None:
 
 def test_guesses_take_no_place_of_what_is_needed(gate: threading.Event) -> None:
     """Else drafts of some answers would end others."""
-    calls = Aside()
-    for late in range(aside.MOST_LATE):
+    calls = TimedCalls()
+    for late in range(timed_calls.MOST_LATE):
         with pytest.raises(Late) as caught:
-            calls.call(lambda: spin(gate), object(), needed=False)
-        assert isinstance(caught.value, Crowded) == (late >= aside.CROWDED_FROM)
+            calls.call(lambda: spin(gate), object(), speculative=True)
+        assert isinstance(caught.value, Crowded) == (late >= timed_calls.CROWDED_FROM)
     assert not calls.crowded
     assert calls.call(lambda: 1, object()) == 1
 
 
 def test_a_look_at_drafts_that_turns_slow_ends_there(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was kept that could take the matcher's place."""
-    state, (one, _, x) = states(engine, Aside())
+    state, (one, _, x) = states(engine, TimedCalls())
     state._apart = False
     accept = xgrammar.GrammarMatcher.accept_token
     asked: list[int] = []
@@ -128,27 +128,27 @@ def test_a_look_at_drafts_that_turns_slow_ends_there(engine: Engine, monkeypatch
 def test_what_was_late_since_others_computed_may_be_asked_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    state, (one, _, x) = states(engine, Aside(), "[0-9]{1,2}x")
+    state, (one, _, x) = states(engine, TimedCalls(), "[0-9]{1,2}x")
     hangs, native = [True], xgrammar.GrammarMatcher.accept_token
 
     def once(matcher: Any, token: int) -> bool:
         if token == x and hangs:
             hangs.clear()
-            monkeypatch.setattr(aside, "WAITS", 4)
+            monkeypatch.setattr(timed_calls, "WAITS", 4)
             gate.wait()
         return bool(native(matcher, token))
 
     monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", once)
     assert state.advance([one]) == 1
     masks = state.masks([x])
-    monkeypatch.setattr(aside, "WAITS", 200)
+    monkeypatch.setattr(timed_calls, "WAITS", 200)
     assert masks[1] is not None
     assert not masks[1].any()
     assert (state.advance([x]), state.error) == (1, None)
 
 
 def test_a_thread_ends_with_whom_it_works_for() -> None:
-    calls = Aside()
+    calls = TimedCalls()
     thread = calls.call(threading.current_thread)
     assert thread is calls.call(threading.current_thread)
     del calls
@@ -156,7 +156,7 @@ def test_a_thread_ends_with_whom_it_works_for() -> None:
     assert not thread.is_alive()
 
 
-def states(engine: Engine, calls: Aside, expression: str = "[0-9]{2}x") -> tuple[GrammarState, list[int]]:
+def states(engine: Engine, calls: TimedCalls, expression: str = "[0-9]{2}x") -> tuple[GrammarState, list[int]]:
     compiled = engine._compiling._grammars.compiled(Grammar("regex", expression)).result()
     tokens = [engine.tokenizer.encode(text)[0] for text in "11x"]
     return GrammarState(compiled, [2, 0], engine.info.vocab_size, calls, apart=True), tokens
@@ -168,7 +168,7 @@ def test_what_is_late_ends_an_answer_at_the_same_token_with_drafts(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, kind: str, behind: int
 ) -> None:
     """kind: which call hangs, behind so many tokens."""
-    state, tokens = states(engine, Aside())
+    state, tokens = states(engine, TimedCalls())
     asked_of = [state]
     begun = hang_at(
         monkeypatch,
@@ -188,14 +188,14 @@ def test_what_is_late_ends_an_answer_at_the_same_token_with_drafts(
 
     one_by_one = answered(state, drafts=False)
     assert one_by_one == (behind + (kind == "accept_token"), TOO_SLOW)
-    assert answered(states(engine, Aside())[0], drafts=True) == one_by_one
+    assert answered(states(engine, TimedCalls())[0], drafts=True) == one_by_one
     assert len(begun) == 2, "what was late behind drafts is not tried again"
 
 
 def test_a_late_draft_costs_its_guesses_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    calls = Aside()
+    calls = TimedCalls()
     state, (one, _, x) = states(engine, calls, "[0-9]{1,2}x")
     expected = states(engine, calls, "[0-9]{1,2}x")[0]
     hang_at(monkeypatch, gate, lambda name, token: name == "accept_token" and token == x)
@@ -213,7 +213,7 @@ def test_a_late_draft_costs_its_guesses_alone(
 def test_what_takes_long_once_is_not_waited_for_without_a_limit_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
-    state, (one, _, _) = states(engine, Aside())
+    state, (one, _, _) = states(engine, TimedCalls())
     state._apart = False
     monkeypatch.setattr(constraint, "QUICK_SECONDS", 0.0)
     state.masks(())
@@ -234,7 +234,7 @@ def test_drafts_that_are_given_up_change_no_token(engine: Engine, monkeypatch: p
 def test_while_calls_are_late_nothing_begins_that_may_be(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [following(closing_at_once(3), max_tokens=20), following(GRAMMARS["schema"], max_tokens=20)]
     expected = answer_all(engine, prompts(2), chosen)
-    monkeypatch.setattr(aside, "CROWDED_FROM", 0)
+    monkeypatch.setattr(timed_calls, "CROWDED_FROM", 0)
     refused, other = answer_all(engine, prompts(2), chosen)
     assert refused.finish is not None
     assert (refused.tokens, refused.finish.error) == ([], CROWDED)
