@@ -8,7 +8,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
 
     arrival.py            what a request must be, and the sequence that it becomes
     scheduler.py          plans a step's rows and pages, commits its answers; who runs, waits, is preempted
-    chosen.py             who runs in the step that is planned, and with how many known tokens
+    step_budget.py        who runs in the step that is planned, and with how many known tokens
     turns.py              sequences with slow grammars take turns
     pages.py              the pool of K/V pages: free, owned, cached (`tidar_core.prefixes` names the shared ones)
     ending.py             where an answer ends
@@ -18,7 +18,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
     step_cost.py          what a step costs, by its rows
     cost_cache.py         measured costs kept on disk, checked at the next start
 
-    laid.py               the rows that plans lay; kept while steps repeat
+    row_layout.py         the rows that plans lay; kept while steps repeat
     batch.py              plans -> the tensors of a forward pass, in one copy
     runner.py             the model on its device: hidden states, then the scores of chosen rows
     graphs.py             steps as CUDA graphs

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.engine.laid import Int32Array, Laid, lay
+from tidar_core.engine.row_layout import Int32Array, RowLayout, lay_rows
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.kernels.ops import StepRows
@@ -41,16 +41,16 @@ class Inputs:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One forward pass, in the host's memory. numbers: int32, all of `Inputs` in one array, so that a single copy
-    brings it to a device. laid: its rows, without padding."""
+    brings it to a device. layout: its rows, without padding."""
 
     size: BatchSize
     numbers: Tensor
-    laid: Laid
+    layout: RowLayout
 
     @property
     def first_mask_rows(self) -> list[int]:
         """Where the mask rows of each plan begin."""
-        rows: list[int] = (self.size.verify + self.laid.first_mask_rows).tolist()
+        rows: list[int] = (self.size.verify + self.layout.first_mask_rows).tolist()
         return rows
 
 
@@ -79,7 +79,7 @@ def inputs_of(numbers: Tensor, size: BatchSize) -> Inputs:
 def step_size(plans: Items[SequencePlan], batch: Batch) -> StepSize:
     """The size of a step, for its price."""
     return replace(
-        batch.laid.size, context=(sum([plan.start for plan in plans]) + batch.laid.known_behind) / len(plans)
+        batch.layout.size, context=(sum([plan.start for plan in plans]) + batch.layout.known_behind) / len(plans)
     )
 
 
@@ -89,18 +89,18 @@ def build_batch(
     """Rows of all plans, all verify rows first. padded: gives the size to fill up to, no smaller in any part. Padding
     rows read and write the trash page alone."""
     known, shapes = tuple([len(plan.known) for plan in plans]), tuple([plan.shape for plan in plans])
-    laid = lay(known, shapes, tuple([plan.emits for plan in plans]), form)
+    layout = lay_rows(known, shapes, tuple([plan.emits for plan in plans]), form)
     pages = [plan.sequence.pages for plan in plans]
     owned = np.array([len(own) for own in pages])
-    verify_rows, mask_rows = len(laid.verify_owner), len(laid.mask_slots)
+    verify_rows, mask_rows = len(layout.verify_owner), len(layout.mask_slots)
     widest = int(owned.max())
     size = padded(BatchSize(verify_rows, mask_rows, len(plans) + 1, widest))
     numbers = padding(size)
     columns, table, write_slots, tokens, slots, repeats = _parts(numbers, size)
     table[: len(plans), :widest][np.arange(widest) < owned[:, None]] = np.frombuffer(b"".join(pages), dtype=np.int32)
     starts = np.array([plan.start for plan in plans], dtype=np.int32)
-    owner = laid.verify_owner
-    positions = starts[owner] + laid.verify_place
+    owner = layout.verify_owner
+    positions = starts[owner] + layout.verify_place
     columns[0, :verify_rows], columns[1, :verify_rows], columns[2, :verify_rows] = positions, owner, positions + 1
     page, at = np.divmod(positions, page_size)
     write_slots[:verify_rows] = table[owner, page] * page_size + at
@@ -112,11 +112,11 @@ def build_batch(
 
     if mask_rows:
         own = columns[:, size.verify : size.verify + mask_rows]
-        own[:] = laid.mask_columns
+        own[:] = layout.mask_columns
         own[0] += starts[own[1]]
         own[2] += starts[own[1]]
-        slots[:mask_rows], repeats[:mask_rows] = laid.mask_slots, laid.repeats
-    return Batch(size, torch.from_numpy(numbers), laid)
+        slots[:mask_rows], repeats[:mask_rows] = layout.mask_slots, layout.repeats
+    return Batch(size, torch.from_numpy(numbers), layout)
 
 
 def padding(size: BatchSize) -> Int32Array:

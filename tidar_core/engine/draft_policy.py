@@ -45,7 +45,7 @@ class SequenceView(NamedTuple):
     block_limit: int
     context: int = 0
     acceptance_rates: AcceptanceRates | None = None
-    say: bool = False
+    trusts_drafts: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -188,10 +188,10 @@ class DraftPolicy:
         those whose text depends on their drafts."""
         shapes, left = [PLAIN] * len(views), self._full_rows
         asking = [index for index, view in enumerate(views) if view.mode == "full" and self._limit(view) > 1]
-        for index in sorted(asking, key=lambda index: not views[index].say):
+        for index in sorted(asking, key=lambda index: not views[index].trusts_drafts):
             shape = full_shape(self._limit(views[index]), views[index].drafts_in_hand)
             rows = shape.verify_rows + shape.mask_rows
-            if rows <= left or views[index].say:
+            if rows <= left or views[index].trusts_drafts:
                 shapes[index] = shape
                 left -= rows
         return shapes

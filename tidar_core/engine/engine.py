@@ -225,23 +225,23 @@ class Engine:
 
     def _score(self, size: StepSize, batch: Batch, hidden: Tensor) -> "Scores":
         """The scores of the verify rows; those of all slots with them where one pass over the head costs less."""
-        rows: list[int] = batch.laid.answer_rows.tolist()
+        rows: list[int] = batch.layout.answer_rows.tolist()
         if self._scheduler.policy.cost.at_once(size):
-            rows += (batch.size.verify + batch.laid.guess_rows).tolist()
+            rows += (batch.size.verify + batch.layout.guess_rows).tolist()
         return Scores(self._runner, hidden, rows)
 
     def _verify(self, plans: Items[SequencePlan], batch: Batch, scores: "Scores") -> list[StepOutput]:
         """Picks the true tokens and commits them."""
-        rows = batch.laid.answer_rows.tolist()
+        rows = batch.layout.answer_rows.tolist()
         if not rows:
             return self._scheduler.commit(plans, [[] for _ in plans])
         rules = [rule for plan in plans if plan.emits for rule in self._verify_rules(plan)]
         logits = scores.of(rows)
         truths = self._runner.ops.pick(with_draft_scores(plans, logits), rules).tolist()
-        outputs = self._scheduler.commit(plans, _split(truths, batch.laid.emit_rows), again=True)
+        outputs = self._scheduler.commit(plans, _split(truths, batch.layout.emit_rows), retry_without_drafts=True)
         if all(rule.params.logprobs is None for rule in rules):
             return outputs
-        emitting = [rows for rows in batch.laid.emit_rows if rows]
+        emitting = [rows for rows in batch.layout.emit_rows if rows]
         logprobs = _split(token_logprobs(logits, truths, rules), emitting)
         return [
             output._replace(logprobs=tuple(entry for entry in entries[: len(output.tokens)] if entry is not None))

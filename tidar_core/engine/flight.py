@@ -22,8 +22,8 @@ from torch import Tensor
 
 from tidar_core.engine.batch import Batch, step_size
 from tidar_core.engine.drafting import pick_drafts
-from tidar_core.engine.laid import Laid, numbered
 from tidar_core.engine.penalties_ahead import as_changed, penalised_ahead
+from tidar_core.engine.row_layout import RowLayout, numbered
 from tidar_core.engine.runner import Runner
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.engine.step_cost import IntArray, StepCost, StepSize
@@ -47,7 +47,7 @@ class Asked:
     whether all take the best token, which no position changes. verify, slots: the rules of the verify rows and of the
     slots of one proposal of each plan, as if all tokens stood at position 0."""
 
-    laid: Laid
+    layout: RowLayout
     params: tuple[SamplingParams, ...]
     changing: bool
     greedy: bool
@@ -150,19 +150,19 @@ def launch(
     carried = None if behind is None else Carried(state, source, sent(nearest_outcomes(batch), device))
     hidden = runner.forward(batch, carried)
 
-    size, ops, laid = step_size(plans, batch), runner.ops, batch.laid
-    answers, guesses = laid.answers, laid.guesses
+    size, ops, layout = step_size(plans, batch), runner.ops, batch.layout
+    answers, guesses = layout.answers, layout.guesses
     at_once = cost.at_once(size)
     scores = runner.scores(hidden, _scored_rows(batch, at_once, device))
-    asked = _asked(plans, laid, None if behind is None else behind[0].asked)
-    verified = scores[: len(laid.answer_rows)]
+    asked = _asked(plans, layout, None if behind is None else behind[0].asked)
+    verified = scores[: len(layout.answer_rows)]
     if asked.changing:
         own = state[source[: len(plans)].long()].long()
         verified = penalised_ahead(verified, plans, _under_way(behind, own), own[:, DRAFTS:])
     truths = ops.pick(verified, asked.verify, None if asked.greedy else _positions(plans, answers, state, source))
 
     lengths = guesses[guesses > 0].tolist()
-    table, drafting = sent(plan_table(batch, len(laid.answer_rows)), device), len(lengths)
+    table, drafting = sent(plan_table(batch, len(layout.answer_rows)), device), len(lengths)
     decided = ops.decide(truths, table, state, source[: len(plans)], int(size.picked), drafting)
     if drafting:
         chosen = scores[decided.scores] if at_once else runner.scores(hidden, decided.rows)
@@ -196,18 +196,18 @@ def _under_way(behind: tuple[Flight, Items[int]] | None, state: Tensor) -> Tenso
     return tokens.masked_fill(place >= state[:, COMMITTED, None], -1)
 
 
-def _asked(plans: Items[SequencePlan], laid: Laid, before: Asked | None) -> Asked:
+def _asked(plans: Items[SequencePlan], layout: RowLayout, before: Asked | None) -> Asked:
     """before: those of the last step, which are given back where they still hold."""
     params = tuple([plan.sequence.request.params for plan in plans])
-    if before is not None and before.laid is laid and before.params == params:
+    if before is not None and before.layout is layout and before.params == params:
         return before
     rules = [_rule(one) for one in params]
     verify, slots = (
         Rules(rule for rule, count in zip(rules, counts.tolist(), strict=True) for _ in range(count))
-        for counts in (laid.answers, laid.guesses)
+        for counts in (layout.answers, layout.guesses)
     )
     changing = any(one.changes_scores for one in params)
-    return Asked(laid, params, changing, all(one.temperature == 0 for one in params), verify, slots)
+    return Asked(layout, params, changing, all(one.temperature == 0 for one in params), verify, slots)
 
 
 def _rule(params: SamplingParams) -> TokenRule:
@@ -232,24 +232,24 @@ def _positions(
 
 def _scored_rows(batch: Batch, at_once: bool, device: torch.device) -> range | Tensor:
     """The verify rows whose answers are wanted, and with `at_once` those of all slots behind them."""
-    laid = batch.laid
-    if not at_once and not laid.size.unscored:
-        return range(len(laid.answer_rows))
-    guess_rows = batch.size.verify + laid.guess_rows if at_once else laid.guess_rows[:0]
-    rows = np.concatenate((laid.answer_rows, guess_rows))
+    layout = batch.layout
+    if not at_once and not layout.size.unscored:
+        return range(len(layout.answer_rows))
+    guess_rows = batch.size.verify + layout.guess_rows if at_once else layout.guess_rows[:0]
+    rows = np.concatenate((layout.answer_rows, guess_rows))
     return sent(torch.from_numpy(rows), device)
 
 
 def nearest_outcomes(batch: Batch) -> Tensor:
     """`Carried.nearest`."""
     nearest = np.zeros(batch.size.mask, dtype=np.int32)
-    nearest[: len(batch.laid.nearest)] = batch.laid.nearest
+    nearest[: len(batch.layout.nearest)] = batch.layout.nearest
     return torch.from_numpy(nearest)
 
 
 def plan_table(batch: Batch, scored: int) -> Tensor:
     """The plans as `tidar_core.kernels.succession` reads them. scored: how many scores come before those of slots."""
-    table = batch.laid.table.copy()
+    table = batch.layout.table.copy()
     table[:, FIRST_ROW] += batch.size.verify
     table[:, FIRST_SCORE] += scored
     return torch.from_numpy(table)

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from tidar_core.engine.chosen import Chosen
 from tidar_core.engine.draft_policy import DraftPolicy, SequenceView
 from tidar_core.engine.ending import ends_of, settle
 from tidar_core.engine.pages import PagePool
+from tidar_core.engine.step_budget import StepBudget
 from tidar_core.engine.step_cost import StepSize
 from tidar_core.engine.turns import Turns
 from tidar_core.layout import PLAIN, Shape, count_committed, drafts_left, fit_shape
@@ -116,41 +116,41 @@ class Scheduler:
         idle = self._turns.sitting_out(self.running, self._plain_seconds, time.monotonic())
         going = [sequence for sequence in self.running if sequence not in idle]
         decoding = [sequence for sequence in going if len(sequence.tokens) - sequence.computed == 1]
-        chosen = Chosen(self.limits.known_rows, decoding)
+        budget = StepBudget(self.limits.known_rows, decoding)
         for sequence in sorted(self.running, key=_priority):
-            self._admit(chosen, before=_priority(sequence))
+            self._admit(budget, before=_priority(sequence))
             if sequence not in self.running or sequence in idle:
                 continue  # preempted for one before it, or not its turn
-            count = min(len(sequence.tokens) - sequence.computed, chosen.room(sequence))
-            if count > 0 and self._reserve(sequence, count, chosen):
-                chosen.put(sequence, count)
-        self._admit(chosen)
-        return self._shaped(list(chosen.counts.items()), len(idle & self.running.keys()))
+            count = min(len(sequence.tokens) - sequence.computed, budget.room(sequence))
+            if count > 0 and self._reserve(sequence, count, budget):
+                budget.put(sequence, count)
+        self._admit(budget)
+        return self._shaped(list(budget.counts.items()), len(idle & self.running.keys()))
 
     def _plain_seconds(self, count: int) -> float:
         """Seconds of a step in which `count` sequences have one row each."""
         return self.policy.cost.seconds(StepSize(0, count, sequences=count))
 
-    def _admit(self, chosen: Chosen, before: int | None = None) -> None:
+    def _admit(self, budget: StepBudget, before: int | None = None) -> None:
         """Lets in those that wait, as far as there is room; with `before` only those more urgent than that."""
         while self.waiting and (before is None or _priority(self.waiting[0]) < before):
             sequence = self.waiting[0]
-            budget = chosen.room(sequence)
-            if budget <= 0 or (self._full() and not self._yielding(sequence)):
+            room = budget.room(sequence)
+            if room <= 0 or (self._full() and not self._yielding(sequence)):
                 return
             cached = sequence.cached
             self._reuse(sequence)
-            if not self._make_way(sequence, chosen):
+            if not self._make_way(sequence, budget):
                 missed = next(iter(sequence.prefix_keys[len(sequence.page_keys) :]), None)
                 self._release(sequence)
                 sequence.cached = cached
                 self._refused = _Refused(sequence, self._room(sequence), missed)
                 return
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(len(sequence.tokens) - sequence.computed, room)
             self.waiting.remove(sequence)
             self.running[sequence] = None
-            self._reserve(sequence, count, chosen)
-            chosen.put(sequence, count)
+            self._reserve(sequence, count, budget)
+            budget.put(sequence, count)
 
     def plan_ahead(self, under_way: Items[SequencePlan]) -> tuple[list[SequencePlan], list[int]] | None:
         """The plans of the step behind one that is not over, and for each the index of the plan that it follows. None
@@ -187,15 +187,18 @@ class Scheduler:
             sequence.pages.extend(self.pool.take(more))
         return plans, sources
 
-    def commit(self, plans: Items[SequencePlan], truths: Items[Items[int]], again: bool = False) -> list[StepOutput]:
+    def commit(
+        self, plans: Items[SequencePlan], truths: Items[Items[int]], retry_without_drafts: bool = False
+    ) -> list[StepOutput]:
         """Commits what the plans computed and returns what they emit. truths[i]: the true tokens behind plan i's last
-        known token and behind each of its drafts. again: one that could not be picked behind drafts (below 0) is asked
-        for once more without them; not where a step behind has been launched as if it were the next."""
+        known token and behind each of its drafts. retry_without_drafts: one that could not be picked behind drafts
+        (below 0) is asked for once more without them; not where a step behind has been launched as if it were the
+        next."""
         now = time.monotonic()
         return [
             output
             for plan, answers in zip(plans, truths, strict=True)
-            if (output := self._commit_one(plan, answers, now, again)) is not None
+            if (output := self._commit_one(plan, answers, now, retry_without_drafts)) is not None
         ]
 
     def take_drafts(self, sequence: Sequence, drafts: Items[int], scores: "Tensor | None" = None) -> None:
@@ -252,21 +255,21 @@ class Scheduler:
         end = min(sequence.computed + count + len(sequence.drafts), self.limits.max_positions)
         return -(-end // self.limits.page_size) - len(sequence.pages)
 
-    def _reserve(self, sequence: Sequence, count: int, chosen: Chosen) -> bool:
+    def _reserve(self, sequence: Sequence, count: int, budget: StepBudget) -> bool:
         """Pages for `count` known tokens; preempts the least urgent. False if that was the sequence itself."""
         missing = self._pages_missing(sequence, count)
         if missing <= 0:
             return True
         while missing > self.pool.available:
             victim = self._least_urgent()
-            self._preempt(victim, chosen)
+            self._preempt(victim, budget)
             if victim is sequence:
                 return False
         sequence.pages.extend(self.pool.take(missing))
         return True
 
-    def _preempt(self, sequence: Sequence, chosen: Chosen) -> None:
-        chosen.drop(sequence)
+    def _preempt(self, sequence: Sequence, budget: StepBudget) -> None:
+        budget.drop(sequence)
         del self.running[sequence]
         self._release(sequence)
         self._queue(sequence)
@@ -279,13 +282,13 @@ class Scheduler:
         """Of those that run; of several the one that was admitted last."""
         return max(reversed(self.running), key=_priority)
 
-    def _make_way(self, sequence: Sequence, chosen: Chosen) -> bool:
+    def _make_way(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Whether there is room for all of a waiting sequence; preempts less urgent ones where that makes the room."""
         missing = self._pages_missing(sequence, len(sequence.tokens) - sequence.computed)
         if missing > self._room(sequence):
             return False
         while self._full() or missing > self.pool.available:
-            self._preempt(self._least_urgent(), chosen)
+            self._preempt(self._least_urgent(), budget)
         return True
 
     def _room(self, sequence: Sequence) -> int:
@@ -341,14 +344,16 @@ class Scheduler:
         sequence.pages, sequence.page_keys, sequence.computed = page_numbers(), [], 0
         sequence.drafts, sequence.draft_scores = [], None
 
-    def _commit_one(self, plan: SequencePlan, truths: Items[int], now: float, again: bool) -> StepOutput | None:
+    def _commit_one(
+        self, plan: SequencePlan, truths: Items[int], now: float, retry_without_drafts: bool
+    ) -> StepOutput | None:
         sequence, shape, drafts = plan.sequence, plan.shape, plan.drafts
         if not plan.emits:
             sequence.computed += len(plan.known)
             self._publish(sequence)
             return None
         committed = count_committed(drafts, truths) if drafts else 1
-        if again and committed > 1 and truths[committed - 1] < 0:
+        if retry_without_drafts and committed > 1 and truths[committed - 1] < 0:
             committed -= 1
         first = len(sequence.tokens) == sequence.prompt_length
         sequence.decode_steps += not first

@@ -159,9 +159,9 @@ def test_full_drafting_of_a_large_batch_takes_no_more_rows_than_there_is_room_fo
     rows = [shape.verify_rows + shape.mask_rows for shape in shapes if shape.block]
     assert set(shapes) == {everything, Shape()}
     assert FULL_ROWS - rows[0] < sum(rows) <= FULL_ROWS
-    heard = [view._replace(say=index % 2 == 1) for index, view in enumerate(views)]
-    assert policy.choose(heard, 0) == [everything if view.say else Shape() for view in heard]
-    assert policy.choose([view._replace(say=True) for view in views], 0) == [everything] * 128
+    heard = [view._replace(trusts_drafts=index % 2 == 1) for index, view in enumerate(views)]
+    assert policy.choose(heard, 0) == [everything if view.trusts_drafts else Shape() for view in heard]
+    assert policy.choose([view._replace(trusts_drafts=True) for view in views], 0) == [everything] * 128
     assert most_full(16, FULL_ROWS) == sum(map(bool, rows))
     narrow = DraftPolicy(16, FLAT, full_rows=600).choose(views, 0)
     assert [bool(shape.block) for shape in narrow] == [True] * 2 + [False] * 126

@@ -227,7 +227,7 @@ def test_steps_of_few_rows_and_of_many_are_proved_with_mask_rows_among_them(
 
     def spoiling(runner: Runner, batch: Batch) -> Tensor:
         hidden = forward(runner, batch)
-        if batch.size.mask and (len(batch.laid.answer_rows) <= 4) == few:
+        if batch.size.mask and (len(batch.layout.answer_rows) <= 4) == few:
             spoiled.append(batch.size)
             hidden = hidden.nextafter(torch.full_like(hidden, torch.inf))
         return hidden

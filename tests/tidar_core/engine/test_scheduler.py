@@ -135,7 +135,7 @@ def test_what_cannot_be_picked_behind_drafts_is_asked_again_where_no_step_is_on_
     commit(scheduler, scheduler.plan())
     scheduler.take_drafts(sequence, [TRUTH, TRUTH])
     (plan,) = scheduler.plan()
-    (output,) = scheduler.commit([plan], [[TRUTH, -1, -1]], again=again)
+    (output,) = scheduler.commit([plan], [[TRUTH, -1, -1]], retry_without_drafts=again)
     assert output.tokens == (TRUTH,)
     assert (output.finish is None) is again
     if again:

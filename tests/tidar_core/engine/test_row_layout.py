@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.tidar_core.kernels.test_succession import PAGE, padded
 from tidar_core.engine.batch import build_batch
-from tidar_core.engine.laid import lay, numbered
+from tidar_core.engine.row_layout import lay_rows, numbered
 from tidar_core.engine.scheduler import SequencePlan
 from tidar_core.layout import PLAIN, BlockForm, Shape, mask_rows
 from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
@@ -36,14 +36,14 @@ def some(kinds, start=0):
 @given(st.lists(kinds(), min_size=1, max_size=6), st.sampled_from(FORMS))
 @settings(deadline=None)
 def test_rows_are_those_of_the_plans_one_by_one(kinds, form):
-    laid = lay(*(tuple(column) for column in zip(*kinds, strict=True)), form)
+    layout = lay_rows(*(tuple(column) for column in zip(*kinds, strict=True)), form)
     answers, guesses, columns, slots, repeats, nearest, owners = [], [], [], [], [], [], []
     first = masks = 0
     for number, (known, shape, emits) in enumerate(kinds):
         rows = range(first + known - 1, first + known + shape.drafts) if emits else range(0)
         answers += rows
-        assert laid.emit_rows[number] == rows
-        assert laid.first_mask_rows[number] == masks
+        assert layout.emit_rows[number] == rows
+        assert layout.first_mask_rows[number] == masks
         owners += [(number, place) for place in range(known + shape.drafts)]
         for place, row in enumerate(mask_rows(shape.proposals, shape.block, form)):
             last = known - 1
@@ -55,14 +55,14 @@ def test_rows_are_those_of_the_plans_one_by_one(kinds, form):
             nearest.append(shape.proposals[0] if place < shape.block else 0)
         first += known + shape.drafts
         masks += shape.mask_rows
-    assert laid.answer_rows.tolist() == answers
-    assert laid.guess_rows.tolist() == guesses
-    assert list(zip(laid.verify_owner.tolist(), laid.verify_place.tolist(), strict=True)) == owners
-    assert laid.mask_columns.T.tolist() == [list(row) for row in columns]
-    assert (laid.mask_slots.tolist(), laid.repeats.tolist(), laid.nearest.tolist()) == (slots, repeats, nearest)
-    assert (laid.size.unscored + laid.size.verify, laid.size.mask) == (first, masks)
-    assert (laid.size.verify, laid.size.slots) == (len(answers), len(guesses))
-    assert laid.known_behind == sum(known - 1 for known, _, _ in kinds)
+    assert layout.answer_rows.tolist() == answers
+    assert layout.guess_rows.tolist() == guesses
+    assert list(zip(layout.verify_owner.tolist(), layout.verify_place.tolist(), strict=True)) == owners
+    assert layout.mask_columns.T.tolist() == [list(row) for row in columns]
+    assert (layout.mask_slots.tolist(), layout.repeats.tolist(), layout.nearest.tolist()) == (slots, repeats, nearest)
+    assert (layout.size.unscored + layout.size.verify, layout.size.mask) == (first, masks)
+    assert (layout.size.verify, layout.size.slots) == (len(answers), len(guesses))
+    assert layout.known_behind == sum(known - 1 for known, _, _ in kinds)
 
 
 @given(st.lists(kinds(), min_size=1, max_size=6), st.sampled_from(FORMS))
@@ -73,10 +73,10 @@ def test_a_step_that_lays_the_same_elsewhere_is_built_as_if_it_were_the_first(ki
     one = build_batch(here, PAGE, padded, form)
     before = one.numbers.clone()
     other = build_batch(there, PAGE, padded, form)
-    assert other.laid is one.laid
+    assert other.layout is one.layout
     other.numbers.fill_(-5)
     assert one.numbers.equal(before)
-    lay.cache_clear()
+    lay_rows.cache_clear()
     assert build_batch(here, PAGE, padded, form).numbers.equal(before)
 
 

@@ -1,11 +1,11 @@
-"""The rows of a step while it is planned."""
+"""The rows that a step still has to give while it is planned."""
 
 from collections.abc import Iterable
 
 from tidar_core.request import Sequence
 
 
-class Chosen:
+class StepBudget:
     """Who runs in the step that is planned, and with how many known tokens: `rows` in all, `most` at most. One row is
     kept for each sequence of `decoding` that was not put in yet, so that a more urgent long prompt does not silence
     it."""

@@ -28,7 +28,7 @@ Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class RowLayout:
     """The rows of a step. The arrays cannot be written to, since steps share them.
 
     size: of the step, without its context. known_behind: how many known tokens all plans together have behind their
@@ -72,7 +72,7 @@ def numbered(counts: IntArray) -> tuple[IntArray, IntArray]:
 
 
 @lru_cache(maxsize=8)
-def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ...], form: BlockForm) -> Laid:
+def lay_rows(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ...], form: BlockForm) -> RowLayout:
     """The rows of plans with so many known tokens and these shapes, all verify rows first. emits: whether a plan's
     answers are wanted."""
     settled, drafts = np.array(known), np.array([shape.drafts for shape in shapes])
@@ -102,7 +102,7 @@ def lay(known: tuple[int, ...], shapes: tuple[Shape, ...], emits: tuple[bool, ..
     table[:, OUTCOMES:][numbered(outcomes)] = [outcome for shape in shapes for outcome in shape.proposals]
 
     verify = int(answers.sum())
-    return Laid(
+    return RowLayout(
         size=StepSize(
             unscored=int(ends[-1]) - verify,
             verify=verify,
