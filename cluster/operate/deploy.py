@@ -79,7 +79,7 @@ def say_now(line: str) -> None:
         print(f"{line}\n", end="", flush=True)  # in one piece: an interrupt may come between two, another thread's too
 
 
-def up(options: UpOptions, say: Say = say_now) -> None:
+def up(options: UpOptions) -> None:
     """Serve what was chosen until Ctrl-C or SIGTERM, then take it all down again.
 
     Raises ConfigError, one line for the user, where something stands in the way.
@@ -97,23 +97,23 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 # A cluster that is joined has its own.
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
-                    proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say)
-                with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | LEAN | front):
+                    proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say_now)
+                with proxy as front, ray_cluster(address, say_now, interrupts, SHORT_WAYS | LEAN | front):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)
                         claim(address)
                         check_port(options.host, options.port)
-                    with applications(options, address is not None, say, interrupts):
-                        watch(say, interrupts)
+                    with applications(options, address is not None, say_now, interrupts):
+                        watch(say_now, interrupts)
             finally:
                 wait([fit], timeout=FIT_SECONDS)  # Python's end in the midst of torch's import might be a crash
         except (KeyboardInterrupt, SystemExit):
-            say("stopped")
+            say_now("stopped")
         except ConfigError:
             if not interrupts.asked:
                 raise
-            say("stopped")  # what was interrupted failed for that reason
+            say_now("stopped")  # what was interrupted failed for that reason
 
 
 def refuse_running_serve(address: str) -> None:
