@@ -7,8 +7,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.error_text import one_line
 from tidar_core.model.gguf import read_header
-from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.splits import split_as_mistral, split_as_named
 
 _MISTRALS = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
