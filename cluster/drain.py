@@ -21,6 +21,7 @@ from ray.util.state.exception import RayStateApiException
 
 from cluster.operate.ray_cluster import running_cluster
 from tidar_core.config import ConfigError
+from tidar_core.error_text import unbroken
 
 SERVE_CLASSES = ("ServeReplica:", "ProxyActor")
 LOOK_SECONDS = 1.0
@@ -85,7 +86,7 @@ def serve_actors(node: str) -> list[str] | None:
     try:
         actors = list_actors(filters=[("node_id", "=", node), ("state", "=", "ALIVE")], limit=1000)
     except (RayStateApiException, RayError, ConnectionError, ValueError) as error:  # by where the head is missed
-        print(f"what is left is not known now: {' '.join(str(error).split())[:200]}", flush=True)
+        print(f"what is left is not known now: {unbroken(str(error))[:200]}", flush=True)
         return None
     return sorted(str(actor.class_name) for actor in actors if str(actor.class_name).startswith(SERVE_CLASSES))
 

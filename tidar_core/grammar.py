@@ -17,6 +17,8 @@ from itertools import combinations
 from math import ceil, floor, isfinite
 from typing import Any, Literal
 
+from tidar_core.grammar_compiling import NAMED_SCHEMAS
+
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
 
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -140,7 +142,6 @@ _NEVER_ENFORCED = (
     "not", "then", "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 _ONE_SCHEMA = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
-_NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
 _LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,), "boolean": (bool,), "integer": (int,), "null": (type(None),), "number": (int, float),
@@ -170,7 +171,7 @@ def without_remarks(schema: Any) -> Any:
     for name, value in kept.items():
         if name in _ONE_SCHEMA:
             kept[name] = without_remarks(value)
-        elif name in _NAMED_SCHEMAS and isinstance(value, dict):
+        elif name in NAMED_SCHEMAS and isinstance(value, dict):
             kept[name] = {named: without_remarks(one) for named, one in value.items()}
         elif name in _LISTED_SCHEMAS and isinstance(value, list):
             kept[name] = [without_remarks(one) for one in value]
@@ -182,7 +183,7 @@ def _inside(schema: dict[str, Any]) -> Iterator[Any]:
     for name in _ONE_SCHEMA:
         if name in schema:
             yield schema[name]
-    for name in _NAMED_SCHEMAS:
+    for name in NAMED_SCHEMAS:
         if name in schema:
             if not isinstance(schema[name], dict):
                 raise GrammarError(f"`{name}` must be an object of schemas")

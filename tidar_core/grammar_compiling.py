@@ -46,7 +46,7 @@ _KINDS_OF = {
         "object",
     ),
 }
-_NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
+NAMED_SCHEMAS = ("$defs", "definitions", "patternProperties", "properties")
 _NO_SCHEMAS = ("const", "default", "enum", "example", "examples")
 _OTHER_NAMES = re.compile(r"^\S+_addl_key(?:_\d+)* ::= .*$", re.MULTILINE)
 _ESCAPED_IN_NAME = re.compile(
@@ -131,7 +131,7 @@ def _keyword_in_json(name: str, value: Any) -> Any:
         return value
     if name == "pattern" and isinstance(value, str):
         return pattern_in_json(value)
-    if name in _NAMED_SCHEMAS and isinstance(value, dict):
+    if name in NAMED_SCHEMAS and isinstance(value, dict):
         patterns = name == "patternProperties"
         return {pattern_in_json(key) if patterns else key: in_json(one) for key, one in value.items()}
     return in_json(value)

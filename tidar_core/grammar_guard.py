@@ -59,7 +59,7 @@ def wall_seconds(computing: int) -> int:
     return 18 + 3 * computing
 
 
-def one_line(message: str) -> str:
+def last_said(message: str) -> str:
     """The last line that the compiler wrote, without time and place in its source."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return _SOURCE.sub("", lines[-1])[:300].removeprefix("Warning: ") if lines else ""
@@ -105,11 +105,11 @@ def try_out(compiler: "GrammarCompiler", job: dict[str, Any], warnings: BinaryIO
         message = str(error)
         if isinstance(error, MemoryError) or "bad_alloc" in message:
             return Outcome("it takes too much memory to compile: make it simpler")
-        return Outcome(one_line(message) or type(error).__name__)
+        return Outcome(last_said(message) or type(error).__name__)
     finally:
         signal.alarm(0)
     warnings.seek(0)
-    problem = one_line(warnings.read().decode("utf-8", "replace")) or None
+    problem = last_said(warnings.read().decode("utf-8", "replace")) or None
     return Outcome(problem, compiled if worth_sending and problem is None else None)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+GIB = 2**30  # bytes
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tidar_core.config import ConfigError
+from tidar_core.error_text import shortened
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -48,12 +49,6 @@ def _line(mistake: ErrorDetails, kind: type[BaseModel]) -> str:
     given = mistake["input"]
     # A whole part of a file would hide what is wrong with it.
     return f"{key}: {message}" if isinstance(given, list | dict) else f"{key} is {shortened(given)}: {message}"
-
-
-def shortened(given: Any) -> str:
-    """A value as a line can hold it."""
-    text = repr(given)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def keys_beside(place: Sequence[str], kind: type[BaseModel]) -> Iterable[str]:

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
-from tidar_core.bench.prompts import chat_prompt, plain_prompt
 from tidar_core.engine import Engine
+from tidar_core.model.tokenizer import chat_prompt, plain_prompt
 from tidar_core.request import DraftMode, Finish, Request, RequestError, SamplingParams, StepOutput
 from tidar_core.text import TextStream
 

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, vLLM's small extras, health, metrics and the document of it all. No Ray in here."""
+"""The routes: OpenAI's API, vLLM's small extras, health, metrics and the document of it all. `carry` calls Ray."""
 
 import asyncio
 import secrets

@@ -118,7 +118,7 @@ def route_of(scope: Scope) -> str:
 
 
 class KeyGuard:
-    """Answers 401 to a request without a key that is wanted, before anything else looks at it."""
+    """Answers 401 to a request without a key that is wanted, before any route sees it."""
 
     def __init__(self, app: ASGIApp, api: KeyFile, metrics: KeyFile):
         self._app = app

@@ -21,6 +21,7 @@ from cluster.options import ServeOptions
 from cluster.preflight import check_visible
 from playground.app import PLAYGROUND, PlaygroundOptions
 from tidar_core.config import ConfigError
+from tidar_core.error_text import unbroken
 from tidar_core.settings import all_mistakes, first_mistake, models_in, suggestion
 
 API, PAGE = "cluster.app:build", "playground.app:build"
@@ -52,7 +53,7 @@ def check_file(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read: {unbroken(str(error))}") from None
     found = documents(text, str(path))
     if len(found) > 1 and any(is_serve_config(document) for document in found):
         raise ConfigError(f"{path} holds several documents, of which `serve deploy` reads none: leave out the ---")
@@ -67,7 +68,7 @@ def documents(text: str, where: str) -> list[Any]:
     try:
         return list(yaml.load_all(text, StrictLoader))
     except (yaml.YAMLError, ValueError) as error:  # the latter of a date or a number that is none
-        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} cannot be read: {unbroken(str(error))}") from None
     except RecursionError:
         raise ConfigError(f"{where} cannot be read: it is nested too deeply") from None
 
@@ -106,7 +107,7 @@ def mistakes(config: dict[str, Any]) -> Iterator[str]:
         except ValidationError as error:
             found.append(first_mistake(error, ServeDeploySchema))
         except TypeError as error:  # of Ray's own look at a runtime_env
-            found.append(" ".join(str(error).split()))
+            found.append(unbroken(str(error)))
     if not found:
         found += of_pages(config)
     yield from found
@@ -244,7 +245,7 @@ def of_deployment(name: str, deployment: dict[str, Any]) -> Iterator[str]:
         except ValidationError as error:
             yield f"autoscaling_config: {first_mistake(error, AutoscalingConfig)}"
         except (ImportError, AttributeError, ValueError) as error:  # Ray looks for the policy at once
-            yield f"autoscaling_config: policy_function cannot be found: {' '.join(str(error).split())}"
+            yield f"autoscaling_config: policy_function cannot be found: {unbroken(str(error))}"
         if scaling.get("min_replicas") == 0:
             yield "min_replicas is 0: only in args is it known to the ingress, which must wake the model; say it there"
     if deployment.get("num_replicas") == 0:

@@ -26,13 +26,13 @@ from cluster.card import PackedCard
 from cluster.operate.haproxy import haproxy_settings
 from cluster.operate.interrupts import Interrupts
 from cluster.operate.ray_cluster import (
+    LOGS_SAY,
     Say,
     beside,
     check_ray,
     check_threads,
     claim,
     ended_parts,
-    last_line,
     ray_cluster,
     running_cluster,
 )
@@ -40,7 +40,7 @@ from cluster.options import ServeOptions, UpOptions
 from cluster.preflight import absolute, check_models, check_options, check_port
 from cluster.replica.progress import Board, put_up_board
 from tidar_core.config import ConfigError
-from tidar_core.error_text import first_line
+from tidar_core.error_text import first_line, last_line, unbroken
 from tidar_core.request import Sampling
 
 API, PAGE_APPLICATION = "api", "playground"
@@ -79,7 +79,7 @@ def say_now(line: str) -> None:
         print(f"{line}\n", end="", flush=True)  # in one piece: an interrupt may come between two, another thread's too
 
 
-def up(options: UpOptions, say: Say = say_now) -> None:
+def up(options: UpOptions) -> None:
     """Serve what was chosen until Ctrl-C or SIGTERM, then take it all down again.
 
     Raises ConfigError, one line for the user, where something stands in the way.
@@ -97,23 +97,23 @@ def up(options: UpOptions, say: Say = say_now) -> None:
                 # A cluster that is joined has its own.
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
-                    proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say)
-                with proxy as front, ray_cluster(address, say, interrupts, SHORT_WAYS | LEAN | front):
+                    proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say_now)
+                with proxy as front, ray_cluster(address, say_now, interrupts, SHORT_WAYS | LEAN | front):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)
                         claim(address)
                         check_port(options.host, options.port)
-                    with applications(options, address is not None, say, interrupts):
-                        watch(say, interrupts)
+                    with applications(options, address is not None, say_now, interrupts):
+                        watch(say_now, interrupts)
             finally:
                 wait([fit], timeout=FIT_SECONDS)  # Python's end in the midst of torch's import might be a crash
         except (KeyboardInterrupt, SystemExit):
-            say("stopped")
+            say_now("stopped")
         except ConfigError:
             if not interrupts.asked:
                 raise
-            say("stopped")  # what was interrupted failed for that reason
+            say_now("stopped")  # what was interrupted failed for that reason
 
 
 def refuse_running_serve(address: str) -> None:
@@ -238,7 +238,7 @@ def start_proxies(host: str, port: int) -> None:
             raise ConfigError(f"{address} was taken by another program meanwhile: try again") from error
         late = isinstance(error, TimeoutError) or re.search(LATE, str(error), re.IGNORECASE)
         mend = ": try again, with less going on beside it" if late else ""
-        raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error))}){mend}") from error
+        raise ConfigError(f"Ray Serve's proxy does not start ({last_line(str(error), LOGS_SAY)}){mend}") from error
 
 
 def check_resources(options: ServeOptions) -> None:
@@ -270,7 +270,7 @@ def wait_until_ready(names: Sequence[str], board: Board, base: str, say: Say, in
         seen = {name: states[name].app_status for name in names if name in states}
         for name, state in seen.items():
             if state.status is ApplicationStatus.DEPLOY_FAILED:
-                raise ConfigError(f"the {name} application could not be started: {last_line(state.message)}")
+                raise ConfigError(f"the {name} application could not be started: {last_line(state.message, LOGS_SAY)}")
         starting = [name for name in names if name not in seen or seen[name].status is not ApplicationStatus.RUNNING]
         missing = unstarted(starting[0], states) if starting else unhealthy(f"{base}/health")
         if missing is None:
@@ -285,7 +285,7 @@ def unstarted(name: str, states: Mapping[str, StatusOverview]) -> str:
     """That an application is still to start, and what Serve says of that, as where others have the GPUs it needs."""
     deployments = states[name].deployment_statuses if name in states else ()
     messages = (each.message for each in deployments if each.status is not DeploymentStatus.HEALTHY)
-    why = next((" ".join(message.split()) for message in messages if message.strip()), "")
+    why = next((unbroken(message) for message in messages if message.strip()), "")
     return f"the {name} application to start" + (f": {why}" if why else "")
 
 

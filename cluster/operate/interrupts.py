@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from tidar_core.signals import SIGNALS
 
 
 class Interrupts:

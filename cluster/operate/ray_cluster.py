@@ -51,6 +51,7 @@ LEAVING_SECONDS = 2.0  # that a node's processes have to end by themselves once 
 CLAIM = "tidar-up"  # in the store of Ray's head: who serves on the cluster
 
 Say = Callable[[str], None]
+LOGS_SAY = "Ray's logs say why"  # where it says nothing itself
 
 
 def running_cluster() -> str | None:
@@ -321,8 +322,3 @@ def mend_of(error: BaseException) -> str:
     there = next(directory for directory in (files, *files.parents) if directory.exists())
     full = shutil.disk_usage(there).free < LEAST_SPACE
     return f"; no space is left in {files}: make some, or set RAY_TMPDIR to another place" if full else ""
-
-
-def last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "Ray's logs say why"

@@ -33,12 +33,13 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.operate.interrupts import Interrupts
-from cluster.operate.ray_cluster import beside, check_ray, last_line, ray_cluster, running_cluster
+from cluster.operate.ray_cluster import LOGS_SAY, beside, check_ray, ray_cluster, running_cluster
 from cluster.preflight import rooted
 from cluster.training.train_worker import work
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.options import ConvertOptions, Screen, Train
+from tidar_core.error_text import last_line
 from tidar_core.transfer import choose_device
 
 RESTARTS = 3  # of all workers, after one died
@@ -149,4 +150,4 @@ def _cause(failure: Exception) -> str:
     """What it says at the end of its traceback: of several lines the first: CUDA ends with advice."""
     text = str(failure)
     named = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", text, re.MULTILINE)
-    return (named[-1] if named else last_line(text)).rstrip(".")
+    return (named[-1] if named else last_line(text, LOGS_SAY)).rstrip(".")

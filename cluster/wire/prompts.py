@@ -14,6 +14,7 @@ from cluster.wire.messages import Templated
 from cluster.wire.reach import check_reach
 from cluster.wire.schemas import ChatBody, CompletionBody
 from cluster.wire.tools import TEMPLATE_ERRORS, tool_format
+from tidar_core.error_text import unbroken
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 CONTINUATION = "continue_final_message"
@@ -111,7 +112,7 @@ def render_chat(card: ModelCard, body: Templated) -> str:
     except RecursionError as error:
         raise bad_request("the messages or tools are nested too deeply", "messages") from error
     except TEMPLATE_ERRORS as error:
-        why = " ".join(str(error).split())
+        why = unbroken(str(error))
         if why.startswith(CONTINUATION):  # transformers, with the whole chat behind it
             raise not_as_it_was() from error
         raise bad_request(f"the model's chat template refused the messages: {why[:MAX_WHY]}", "messages") from error

@@ -27,9 +27,10 @@ import psutil
 
 from tests.servers import Server, running, start
 from tidar_core.bench.drive import answer_all
-from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, load_engine
+from tidar_core.model.tokenizer import chat_prompt
 from tidar_core.request import Request, SamplingParams
 
 STREAMS, TOKENS, ALONE = 32, 96, 15

@@ -56,7 +56,8 @@ def exact(
     """
     with user_errors():
         from tidar_core.bench.exact import run_exact, shows_drafts
-        from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
+        from tidar_core.bench.prompts import human_eval_prompts
+        from tidar_core.model.tokenizer import plain_prompt
 
         texts = human_eval_prompts(prompts)
         config = EngineConfig(
@@ -111,7 +112,8 @@ def acceptance(
     """Tokens per step in the chat template, end of sequence honoured."""
     with user_errors():
         from tidar_core.bench.acceptance import measure_acceptance
-        from tidar_core.bench.prompts import chat_prompt, read_set
+        from tidar_core.bench.prompts import read_set
+        from tidar_core.model.tokenizer import chat_prompt
         from tidar_core.request import SamplingParams
 
         texts = {name: read_set(name, prompts) for name in prompt_set or [PromptSet.HUMANEVAL]}
@@ -164,8 +166,9 @@ def decode(
     """Tokens per second on HumanEval prompts in the chat template: drafts off, auto and full in turn."""
     with user_errors():
         from tidar_core.bench.decode import measure_decode
-        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.bench.prompts import human_eval_prompts
         from tidar_core.engine import keep_loaded
+        from tidar_core.model.tokenizer import chat_prompt
         from tidar_core.request import SamplingParams
 
         most, texts = max(batch or [0], default=0), human_eval_prompts()
@@ -284,7 +287,8 @@ def policy(
     knows what holds."""
     with user_errors():
         from tidar_core.bench.policy import run_policy_bench
-        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.bench.prompts import human_eval_prompts
+        from tidar_core.model.tokenizer import chat_prompt
 
         batches, texts = batch or [1, 4, 8, 16, 32], human_eval_prompts(prompts)
         config = EngineConfig(model, adapter, dtype, device, threads)
@@ -332,8 +336,9 @@ def soak(
     """Minutes of mixed traffic on one engine: requests lost, memory gained. Exit status 1 if any was lost or
     ended in an error."""
     with user_errors():
-        from tidar_core.bench.prompts import chat_prompt, human_eval_prompts
+        from tidar_core.bench.prompts import human_eval_prompts
         from tidar_core.bench.soak import run_soak
+        from tidar_core.model.tokenizer import chat_prompt
 
         texts = human_eval_prompts()
         engine = load(EngineConfig(model, adapter, dtype, device, threads))

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tidar_core.arguments import DeviceName, Model, Threads, user_errors
 from tidar_core.config import DEFAULT_MODEL, ConfigError
+from tidar_core.files import write_atomically
 
 
 def in_a_folder(path: Path | None) -> Path | None:
@@ -185,9 +186,6 @@ def write_record(path: Path | None, record: dict[str, Any]) -> None:
             if path.exists() and not path.is_file():  # a pipe, a terminal
                 path.write_text(text, encoding="utf-8")
                 return
-            file = path.resolve()
-            part = file.with_name(f".{file.name}.part")  # who is stopped here leaves the record before this one
-            part.write_text(text, encoding="utf-8")
-            part.replace(file)
+            write_atomically({path.resolve(): text.encode()}, ".{}.part")
         except OSError as error:
             raise ConfigError(f"the record cannot be written: {error}") from None

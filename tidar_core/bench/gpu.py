@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tidar_core.bench.shapes import SHAPES, STEP_SHAPES
+from tidar_core.signals import SIGNALS, taken
 
 LAST_SECONDS = 10.0  # less than this is not worth a phase's start
 KEPT = 4000  # characters from either end of a failed phase's output that are kept
@@ -87,13 +88,8 @@ def _interrupted_by_every_end() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP into an interrupt: else the phase under way, which has a session of its own, would stay
     on the GPU. Signals that are ignored, as under nohup, stay ignored."""
     numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
+    with taken(numbers, signal.default_int_handler):
         yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -101,15 +97,9 @@ def _interrupts_wait() -> Iterator[None]:
     """Holds interrupts back until this is over: one amid the start of a phase would leave a process that nobody
     knows."""
     came: list[int] = []
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    caught = {one: handler for one, handler in before.items() if callable(handler)}
-    for one in caught:
-        signal.signal(one, lambda number, frame: came.append(number))
-    try:
+    caught = [one for one in SIGNALS if callable(signal.getsignal(one))]
+    with taken(caught, lambda number, frame: came.append(number)):
         yield
-    finally:
-        for one, handler in caught.items():
-            signal.signal(one, handler)
     if came:
         raise KeyboardInterrupt
 

@@ -5,12 +5,8 @@ import json
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tidar_core.config import ConfigError
-
-if TYPE_CHECKING:  # the command line names the sets before it needs anything heavy
-    from transformers import PreTrainedTokenizerFast
 
 
 class PromptSet(StrEnum):
@@ -90,25 +86,3 @@ def _inside(package: str) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(package)
     return Path(spec.submodule_search_locations[0])
-
-
-def chat_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, ...]:
-    """Token ids of one user turn in the model's chat template, or of the text alone where it has none."""
-    if tokenizer.chat_template is None:
-        return plain_prompt(tokenizer, text)
-    turns = [{"role": "user", "content": text}]
-    return tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-
-
-def chat_text(tokenizer: "PreTrainedTokenizerFast", text: str) -> str:
-    """One user turn in the model's chat template, or the text alone where it has none, for engines that tokenize by
-    themselves."""
-    if tokenizer.chat_template is None:
-        return text
-    turns = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-
-
-def plain_prompt(tokenizer: "PreTrainedTokenizerFast", text: str) -> tuple[int, ...]:
-    """Token ids of the text as a completion prompt."""
-    return tuple(tokenizer(text)["input_ids"])

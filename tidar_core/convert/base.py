@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, DTypeName, ModelConfig
 from tidar_core.convert.options import Screen
-from tidar_core.memory import free_memory_and_swap
+from tidar_core.memory import GIB, free_memory_and_swap
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
 from tidar_core.model.configuration import load_config
@@ -51,7 +51,7 @@ def in_fp32(base: Base, weights: ModelWeights) -> ModelWeights:
     free = free_memory_and_swap()
     if base.device.type == "cpu" and more > free and not psutil.MACOS:  # which lends as much of its disk as is needed
         raise ConfigError(
-            f"{base.source.name} in fp32 takes {more / 2**30:.1f} GiB of memory more, and {free / 2**30:.1f} GiB are "
+            f"{base.source.name} in fp32 takes {more / GIB:.1f} GiB of memory more, and {free / GIB:.1f} GiB are "
             "free: free some, take a smaller model, or train on a machine that is fast in bfloat16"
         )
     return widened(weights, consumed=True)

@@ -13,7 +13,7 @@ from tidar_core.config import ConfigError
 from tidar_core.convert.blocks import BlockSizes
 from tidar_core.convert.checkpoint import Progress
 from tidar_core.convert.drafter import rank_of
-from tidar_core.convert.files import cannot_write, write_atomically
+from tidar_core.convert.files import cannot_write, keep_file
 from tidar_core.convert.held_out import HeldOutResult
 from tidar_core.convert.shards import KINDS, Corpus, Kind
 from tidar_core.convert.trainer import TrainConfig
@@ -121,7 +121,7 @@ def write_folder(
         save_adapter(adapter, directory)
     except OSError as error:
         raise cannot_write(directory, error) from None
-    write_atomically(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
+    keep_file(directory / "README.md", model_card(made, config, directory.name, progress, result).encode())
 
 
 def kept_tokens_per_step(out: Path) -> float:

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.files import cannot_write, write_atomically
+from tidar_core.convert.files import cannot_write, keep_file
 
 KEPT = 2
 PARAMETER = "parameter/"
@@ -107,7 +107,7 @@ def save_checkpoint(directory: Path, settings: dict[str, Any], progress: Progres
     about = json.dumps({"settings": settings, "progress": asdict(progress)})
     for left in directory.glob("step-*.part"):  # of a run that was killed while it wrote
         left.unlink(missing_ok=True)
-    write_atomically(_path(directory, progress.step), save(copied, metadata={"about": about}))
+    keep_file(_path(directory, progress.step), save(copied, metadata={"about": about}))
     for old in _checkpoints(directory)[:-KEPT]:
         old.unlink(missing_ok=True)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+from tidar_core.signals import SIGNALS, taken
+
 SAVING = "stopping: what there is by now is saved first; once more stops at once"
 ONE_END = 0.5  # seconds in which systemd, `timeout` and a shell send more than one signal for the same end
 
@@ -25,13 +26,8 @@ def end_put_off(putting_off: bool = True) -> Iterator[Callable[[], bool]]:
     if not putting_off or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    heeded = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     came: list[tuple[int, float]] = []
-
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
     def take(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -42,12 +38,8 @@ def end_put_off(putting_off: bool = True) -> Iterator[Callable[[], bool]]:
             give_back()
             signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, take)
-    try:
+    with taken(heeded, take) as give_back:
         yield lambda: bool(came)
-    finally:
-        give_back()
     if came:
         signal.raise_signal(came[0][0])
 

@@ -1,29 +1,22 @@
-"""Files that appear whole or not at all, and what to tell the user where one cannot be written."""
+"""What a conversion keeps in files, and what to tell the user where one cannot be written."""
 
 import errno
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from tidar_core.config import ConfigError
 from tidar_core.error_text import first_line
+from tidar_core.files import write_atomically
 
 _ERROR_NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """The file appears whole or not at all, also where the process is killed. Raises ConfigError on a full disk."""
-    part = path.with_name(path.name + ".part")
+def keep_file(path: Path, content: bytes) -> None:
+    """The file appears whole or not at all. Raises ConfigError, `cannot_write`."""
     try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_atomically({path: content})
     except OSError as error:
-        with suppress(OSError):  # one of an earlier run, where nothing can be removed
-            part.unlink(missing_ok=True)
         raise cannot_write(path, error) from None
 
 

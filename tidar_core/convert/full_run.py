@@ -32,7 +32,7 @@ from tidar_core.convert.pace import Pace, SavePace
 from tidar_core.convert.sampler import Sampler
 from tidar_core.convert.shards import Corpus, digest_of
 from tidar_core.convert.trainer import Budget
-from tidar_core.memory import free_memory_and_swap
+from tidar_core.memory import GIB, free_memory_and_swap
 from tidar_core.model.contract import CONTRACT_FILE, OwnDrafter
 from tidar_core.model.dense import dense_model
 
@@ -42,7 +42,6 @@ MEASURE_SECONDS, MEASURE_SHARE = 30.0, 0.1  # see `Pace`; to write the best mode
 LEAST_TOKENS = 16
 # Of a parameter: it, its gradient and two moments in fp32; all but the gradient, copied for the checkpoint.
 BYTES_IN_TRAINING, BYTES_ON_THE_HOST = 16, 24
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)

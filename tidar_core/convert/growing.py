@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidar_core.convert.conversations import Conversation, Wish
-from tidar_core.convert.files import write_atomically
+from tidar_core.convert.files import keep_file
 from tidar_core.convert.sources import Completion
 
 GROWING_FILE = "growing.json"
@@ -67,7 +67,7 @@ def waits_to_be_cut(directory: Path, done: Collection[int]) -> bool:
 def write_growing(directory: Path, conversations: Iterable[Growing]) -> None:
     """Replaces what is kept in a data directory. Raises ConfigError on a full disk."""
     content = _File(conversations=tuple(conversations)).model_dump_json(by_alias=True)
-    write_atomically(directory / GROWING_FILE, content.encode())
+    keep_file(directory / GROWING_FILE, content.encode())
 
 
 def read_growing(directory: Path) -> list[Growing]:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tidar_core.config import ConfigError
-from tidar_core.convert.files import write_atomically
+from tidar_core.convert.files import keep_file
 from tidar_core.error_text import first_line
 
 Kind = Literal["chat", "code", "text", "prompt", "file"]
@@ -171,7 +171,7 @@ class ShardStore:
             "seconds": [seconds],
         }
         content = save({name: np.asarray(columns[name], dtype=kind) for name, kind in _COLUMNS.items()})
-        write_atomically(self.directory / f"shard-{self._next:06d}.safetensors", content)
+        keep_file(self.directory / f"shard-{self._next:06d}.safetensors", content)
         self._next += 1
 
     def check_seed(self, seed: int) -> None:
@@ -240,7 +240,7 @@ def open_store(directory: Path, header: DataHeader) -> ShardStore:
 
 
 def _write_header(path: Path, header: DataHeader) -> None:
-    write_atomically(path, (header.model_dump_json(indent=2) + "\n").encode())
+    keep_file(path, (header.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_header(directory: Path) -> DataHeader:

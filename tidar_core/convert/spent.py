@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidar_core.convert.checkpoint import has_checkpoint
-from tidar_core.convert.files import cannot_write, write_atomically
+from tidar_core.convert.files import cannot_write, keep_file
 from tidar_core.convert.options import ConvertOptions
 
 SPENT_FILE = "gathering.json"
@@ -47,7 +47,7 @@ class Spent:
                 self._file.parent.mkdir(parents=True, exist_ok=True)  # where `out` is a link the lock lies elsewhere
             except OSError as error:
                 raise cannot_write(self._file, error) from None
-            write_atomically(self._file, _File(seconds=self.seconds).model_dump_json().encode())
+            keep_file(self._file, _File(seconds=self.seconds).model_dump_json().encode())
 
 
 def most_gathering(options: ConvertOptions) -> float:

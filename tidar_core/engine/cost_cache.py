@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tidar_core.engine.step_cost import FloatArray, StepCost
+from tidar_core.files import write_atomically
 from tidar_core.kernels.sources import code_digest
 
 LOOKS = 2  # before all is measured anew
@@ -97,11 +98,7 @@ def _read(path: Path) -> StepCost | None:
 
 
 def _write(path: Path, cost: StepCost) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(asdict(cost)), encoding="utf-8")
-        os.replace(part, path)
-    except OSError:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+        own_part = f"{{}}.{os.getpid()}.part"  # replicas that start together measure the same
+        write_atomically({path: json.dumps(asdict(cost)).encode()}, own_part)

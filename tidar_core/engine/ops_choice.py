@@ -81,7 +81,7 @@ def in_8_bits(
 
 
 def _rounding_first(pack: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Rounds in place: what is packed is taken (`pack_model`)."""
+    """Rounds in place: what is packed is consumed (`pack_layer`)."""
 
     def rounded_and_packed(weight: Tensor) -> Tensor:
         for matrix in matrices(weight):

@@ -7,11 +7,10 @@ import torch
 
 from tidar_core.config import ConfigError, EngineConfig, ModelConfig
 from tidar_core.engine.draft_policy import FULL_ROWS
-from tidar_core.memory import free_memory
+from tidar_core.memory import GIB, free_memory
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import is_long
 
-GIB = 2**30
 CPU_CACHE_SHARE = 0.2  # of the memory that a CPU's programs leave
 # As much is enough for most. More, for so many whole sequences, an engine takes by its share of the processors: others
 # may start beside it, and none knows of the others.

@@ -9,7 +9,6 @@ drafter has a slot head, its four matrices are `slot_head.hidden`, `.token`, `.s
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.files import write_atomically
 from tidar_core.model.adapter_config import (
     CONFIG_FILE,
     PROJECTIONS,
@@ -162,25 +162,12 @@ def check_trainable(config: AdapterConfig, directory: Path) -> None:
 
 
 def save_adapter(adapter: Adapter, directory: Path) -> None:
-    """Write `adapter` into `directory` (created), over one that is there; each file appears whole or not at all, also
-    where the machine stops."""
+    """Write `adapter` into `directory` (created), over one that is there, by `write_atomically`. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    weights, config = directory / WEIGHTS_FILE, directory / CONFIG_FILE
-    weights_part, config_part = weights.with_suffix(".part"), config.with_suffix(".json.part")
     held = dict(named_tensors(adapter.weights))
     tensors = {name: held[name].detach().cpu().contiguous() for name, _ in _expected_tensors(adapter.config)}
-    try:
-        weights_part.write_bytes(save(tensors, metadata={"format": "pt"}))
-        config_part.write_text(adapter.config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        for part in (weights_part, config_part):
-            with open(part, "rb") as file:
-                os.fsync(file.fileno())
-    except OSError:  # a full disk needs the room
-        for part in (weights_part, config_part):
-            part.unlink(missing_ok=True)
-        raise
-    os.replace(weights_part, weights)
-    os.replace(config_part, config)
+    weights, config = save(tensors, metadata={"format": "pt"}), adapter.config.model_dump_json(indent=2) + "\n"
+    write_atomically({directory / WEIGHTS_FILE: weights, directory / CONFIG_FILE: config.encode()})
 
 
 def default_adapter_for(base: BaseIdentity) -> Path | None:

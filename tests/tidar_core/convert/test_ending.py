@@ -17,7 +17,7 @@ from tests.tiny import tiny_checkpoint
 from tidar_core.config import EngineConfig
 from tidar_core.convert import ending, full_run
 from tidar_core.convert.checkpoint import load_checkpoint
-from tidar_core.convert.ending import ONE_END, SIGNALS, end_put_off
+from tidar_core.convert.ending import ONE_END, end_put_off
 from tidar_core.convert.full import measure_full
 from tidar_core.convert.growing import read_growing
 from tidar_core.convert.own_words import Goal, gather_own_words
@@ -25,6 +25,7 @@ from tidar_core.convert.shards import open_store
 from tidar_core.engine import load_engine
 from tidar_core.model.sources import find_model
 from tidar_core.model.tokenizer import load_tokenizer
+from tidar_core.signals import SIGNALS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.tidar_core.model.loaded import assert_same_weights
 from tests.tidar_core.ways import decode_ways, rescore
 from tidar_core.bench.exact import MODES, compare_ways, compare_with_reference, greedy_params, reference_answers
-from tidar_core.bench.prompts import human_eval_prompts, plain_prompt
+from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.config import DEFAULT_MODEL, EngineConfig
 from tidar_core.engine import Engine, load_engine
 from tidar_core.model.configuration import load_config
 from tidar_core.model.loading import load_weights
 from tidar_core.model.sources import find_model
+from tidar_core.model.tokenizer import plain_prompt
 from tidar_core.request import DraftMode
 
 pytestmark = [

@@ -10,9 +10,10 @@ from tests.tidar_core.ways import decode_ways
 from tidar_core.bench.acceptance import measure_acceptance
 from tidar_core.bench.drive import answer_all
 from tidar_core.bench.exact import MODES, compare_ways, greedy_params, sampled_params
-from tidar_core.bench.prompts import chat_prompt, human_eval_prompts, plain_prompt
+from tidar_core.bench.prompts import human_eval_prompts
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
+from tidar_core.model.tokenizer import chat_prompt, plain_prompt
 from tidar_core.request import SamplingParams
 
 pytestmark = [

@@ -45,11 +45,11 @@ def peers(
             peer_engine,
             peer_python,
         )
-        from tidar_core.bench.prompts import chat_text, mixed_prompts
+        from tidar_core.bench.prompts import mixed_prompts
         from tidar_core.kernels.cpu_build import cache_directory
         from tidar_core.model.configuration import load_config
         from tidar_core.model.sources import find_model
-        from tidar_core.model.tokenizer import load_tokenizer
+        from tidar_core.model.tokenizer import chat_text, load_tokenizer
 
         source, directory = find_model(model), directory.absolute()  # the engines run elsewhere
         model = str(Path(model).absolute()) if Path(model).exists() else model

@@ -15,6 +15,7 @@ import torch
 
 import tidar_core
 from tidar_core.config import ConfigError, ServedDType
+from tidar_core.error_text import last_line
 from tidar_core.model.dense import dense_model
 from tidar_core.model.sources import ModelSource
 from tidar_core.model.tokenizer import load_tokenizer
@@ -192,7 +193,7 @@ def _running(engine: Contender, say: Callable[[str], None]) -> Iterator[tuple[st
             if not line:
                 status = process.wait()
                 log.seek(0)
-                last = (log.read().strip().splitlines() or ["nothing"])[-1]
+                last = last_line(log.read(), "nothing")
                 raise ConfigError(f"{engine.name} ended by itself (status {status}) and said last: {last}")
             read: dict[str, Any] = json.loads(line)
             return read
