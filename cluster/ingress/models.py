@@ -43,9 +43,20 @@ class Served:
         """The name that its engines answer to: the old one, until an engine of a change is there."""
         return self.directory.name or self.name
 
+    @property
+    def engines(self) -> int:
+        """How many answer."""
+        return len(self.directory.replicas)
 
-def replicas_of(directory: Directory) -> int:
-    return len(directory.replicas)
+    @property
+    def sleeps(self) -> bool:
+        """Whether there is none because nobody asks."""
+        return self.directory.sleeps
+
+    @property
+    def most_answers(self) -> int:
+        """How many may be under way at once."""
+        return self.admission.most(self.engines)
 
 
 class Models:
@@ -63,8 +74,8 @@ class Models:
             name: Served(name, directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
             for name, directory in directories.items()
         }
-        for name, directory in directories.items():
-            metrics.watch(name, partial(replicas_of, directory), options.sleeps)
+        for name, served in self._served.items():
+            metrics.watch(name, served)
 
     async def start(self) -> None:
         """Begin to look for replicas, on the running event loop."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
 from cluster.operate.status import Snapshot, read_page, replica_table
+from tests.cluster.observe.behind import Behind
 from tests.cluster.wire.test_acceptance import step
 from tidar_core.engine import EngineStats
 from tidar_core.request import FinishReason
@@ -116,7 +117,7 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
 def test_a_model_without_an_engine_is_told_of() -> None:
     ingress = IngressMetrics("here")
     for model, engines, sleeps in (("tiny", 1, False), ("[gone]", 0, False), ("asleep", 0, True)):
-        ingress.watch(model, lambda engines=engines: engines, sleeps)  # type: ignore[misc]
+        ingress.watch(model, Behind(engines, sleeps))
     page = render([counted("r1").collect(EngineStats(0, 0, 0, 12)), ingress.collect()]).decode()
     told = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.startswith("tidar:engines_ready")}
     assert [told[f'tidar:engines_ready{{ingress="here",model_name="{name}"}}'] for name in ("tiny", "[gone]")] == [
@@ -137,7 +138,7 @@ def test_a_model_without_an_engine_is_told_of() -> None:
 def test_every_ingress_is_on_the_page_once_as_it_told_last() -> None:
     here, there = IngressMetrics("here"), IngressMetrics("there")
     for ingress in (here, there):
-        ingress.watch("tiny", lambda: 2, sleeps=False)
+        ingress.watch("tiny", Behind())
     passed_on = [here.told()]
     for status in (200, 500):
         there.answered("tiny", status)

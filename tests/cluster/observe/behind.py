@@ -1,0 +1,10 @@
+"""What is behind a name, as `IngressMetrics` asks for it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Behind:
+    engines: int = 1
+    sleeps: bool = False
+    most_answers: int = 8
