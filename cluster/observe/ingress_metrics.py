@@ -6,7 +6,9 @@ would have gaps, rates would miss most of what happens, and an ingress that fail
 """
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -33,6 +35,8 @@ class Watched(Protocol):
     @property
     def engines(self) -> int: ...
     @property
+    def engines_wanted(self) -> int: ...
+    @property
     def sleeps(self) -> bool: ...
     @property
     def most_answers(self) -> int: ...
@@ -45,22 +49,25 @@ class IngressMetrics:
     def __init__(self, ingress: str):
         self._registry = CollectorRegistry(auto_describe=False)
         self._handovers = Counter(
-            "tidar:stream_handovers", "Requests that went on at another replica.", ("ingress", "cause"),
-            registry=self._registry,
+            "tidar:stream_handovers", "Requests that went on at another replica.",
+            ("model_name", "ingress", "cause"), registry=self._registry,
         )  # fmt: skip
-        for cause in USUAL_CAUSES:
-            self._handovers.labels(ingress, cause)
         self._gaps = Histogram(
             "tidar:stream_handover_seconds",
             "From losing a replica to being accepted by the next, or from calling the next where that came before.",
-            ("ingress",), buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
-        ).labels(ingress)  # fmt: skip
+            ("model_name", "ingress"), buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+        )  # fmt: skip
         self._rivals = Counter(
             "tidar:stream_rivals", "Requests that were begun at a second replica while theirs was quiet.",
-            ("ingress",), registry=self._registry,
-        ).labels(ingress)  # fmt: skip
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
         self._engines = Gauge(
             "tidar:engines_ready", "Engines that answer this ingress, for each name that is served.",
+            ("model_name", "ingress"), registry=self._registry,
+        )  # fmt: skip
+        self._wanted = Gauge(
+            "tidar:engines_wanted",
+            "Engines that there shall be, or be at least where they follow the load; 0 where Serve has not said.",
             ("model_name", "ingress"), registry=self._registry,
         )  # fmt: skip
         self._sleeps = Gauge(
@@ -97,6 +104,7 @@ class IngressMetrics:
     def watch(self, model: str, watched: Watched) -> None:
         """Tell of a name that requests may ask for, from now on."""
         self._engines.labels(model, self._ingress).set_function(lambda: watched.engines)
+        self._wanted.labels(model, self._ingress).set_function(lambda: watched.engines_wanted)
         self._sleeps.labels(model, self._ingress).set_function(lambda: watched.sleeps)
         self._limit.labels(model, self._ingress).set_function(lambda: watched.most_answers)
         self._in_progress.labels(model, self._ingress)
@@ -122,12 +130,12 @@ class IngressMetrics:
         self._in_progress.labels(model, self._ingress).dec()
         self._responses.labels(model, self._ingress, str(status)).inc()
 
-    def handed_over(self, cause: str, seconds: float) -> None:
-        self._handovers.labels(self._ingress, cause).inc()
-        self._gaps.observe(seconds)
-
-    def rival_begun(self) -> None:
-        self._rivals.inc()
+    def streams_of(self, model: str) -> "StreamCounts":
+        """What counts the streams of one name."""
+        for cause in USUAL_CAUSES:
+            self._handovers.labels(model, self._ingress, cause)
+        own = model, self._ingress
+        return StreamCounts(partial(self._handovers.labels, *own), self._gaps.labels(*own), self._rivals.labels(*own))
 
     def collect(self) -> list[Metric]:
         return list(self._registry.collect())
@@ -145,6 +153,22 @@ class IngressMetrics:
             if counts.number > known.number:
                 latest[counts.ingress] = counts
         return [pickle.loads(counts.series) for name, counts in latest.items() if name != self._ingress]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCounts:
+    """What happens to the streams of one name between replicas. handovers: by their cause."""
+
+    handovers: Callable[[str], Counter]
+    gaps: Histogram
+    rivals: Counter
+
+    def handed_over(self, cause: str, seconds: float) -> None:
+        self.handovers(cause).inc()
+        self.gaps.observe(seconds)
+
+    def rival_begun(self) -> None:
+        self.rivals.inc()
 
 
 class Merged(Collector):

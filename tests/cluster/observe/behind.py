@@ -7,4 +7,5 @@ from dataclasses import dataclass
 class Behind:
     engines: int = 1
     sleeps: bool = False
+    engines_wanted: int = 1
     most_answers: int = 8
