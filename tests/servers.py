@@ -35,10 +35,11 @@ class Serving:
     url: str
     mark: str
 
-    def metric(self, name: str) -> float:
-        """A metric's value now, summed over its series."""
+    def metric(self, name: str, code: str = "") -> float:
+        """A metric's value now, summed over its series, or those of one code."""
         lines = plain_http.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        own = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.split()[-1]) for line in own if not code or f'code="{code}"' in line)
 
     def processes(self) -> list[psutil.Process]:
         """Every process of this server that is alive."""

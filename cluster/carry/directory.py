@@ -62,6 +62,7 @@ class Directory:
         self._waking: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._held = 0
+        self._slept_on = False  # a request has waited in vain for a model that sleeps
         self.silent: frozenset[str] = frozenset()
         self._ticks = 0  # not time: while this event loop is held up nobody can be heard
         self._ticking: asyncio.Task[None] | None = None
@@ -141,6 +142,11 @@ class Directory:
         """Whether nobody is there because the model sleeps."""
         return self._wake is not None and not self.replicas
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether nobody is there because nobody asks; not where who asked has waited in vain."""
+        return self.may_wake and not self._slept_on
+
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
         Raises ApiError: 503 where none comes in time, 429 where as many requests as may wait for it already."""
@@ -158,6 +164,7 @@ class Directory:
                     assert self._waking is not None
                     await asyncio.wait({self._waking})
         except TimeoutError:
+            self._slept_on = True
             raise not_ready() from None
         finally:
             self._held -= 1
@@ -287,6 +294,7 @@ class Directory:
         lengths = self._max_model_lens | {sign.replica: sign.max_model_len for sign in signs}
         self._max_model_lens = {name: length for name, length in lengths.items() if name in self._heard}
         if alive:
+            self._slept_on = False
             self._found.set()
         if alive - self._described or (alive and self._describer not in alive):
             await self._read_card(alive)

@@ -28,7 +28,7 @@ from cluster.carry.attempts import OTHER_MODEL, Attempt, Start, ended_badly
 from cluster.carry.channels import Call, Channels, LookAgain, Lost
 from cluster.errors import ApiError, model_changed, not_ready
 from cluster.line import HEARTBEAT_SECONDS, EngineKind, Refusal, Route
-from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.observe.ingress_metrics import StreamCounts
 from cluster.observe.tracing import AttemptSpan
 from tidar_core.request import FinishReason, Request, StepOutput
 
@@ -153,10 +153,10 @@ class Update:
 class Carrier:
     """Carries requests over the replicas that there are."""
 
-    def __init__(self, replicas: Replicas, patience: Patience, metrics: IngressMetrics, tracer: Tracer):
+    def __init__(self, replicas: Replicas, patience: Patience, counts: StreamCounts, tracer: Tracer):
         self._replicas = replicas
         self._patience = patience
-        self._metrics = metrics
+        self._counts = counts
         self._tracer = tracer
         self._channels = Channels(
             replicas.listen,
@@ -281,7 +281,7 @@ class Carrier:
         except Exception as error:  # nothing of the attempt's, whose replica may speak again
             log.info("no rival for request %s: %s", carried.request.request_id, error)
             return
-        self._metrics.rival_begun()
+        self._counts.rival_begun()
         carried.rival.race(attempt)
 
     def _drop_rival(self, carried: CarriedRequest, cause: str) -> None:
@@ -310,7 +310,7 @@ class Carrier:
         if carried.replica is not None:
             assert carried.lost_at is not None
             gap = attempt.accepted_at - min(carried.lost_at, attempt.began)
-            self._metrics.handed_over(carried.cause, gap)
+            self._counts.handed_over(carried.cause, gap)
             facts = {
                 "request": carried.request.request_id,
                 "attempt": attempt.start.number,

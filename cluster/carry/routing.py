@@ -54,6 +54,18 @@ def cancelled_there() -> Iterator[None]:
         raise ConnectionError("cancelled by the server") from error
 
 
+def least_replicas(engine: DeploymentHandle) -> int:
+    """How many replicas a deployment shall have, or have at least where they follow the load, by the config that Serve
+    keeps its callers told of; 0 until it has, or where another version of it keeps that elsewhere."""
+    try:
+        router: Any = engine._router
+        config = router._asyncio_router._metrics_manager._deployment_config
+        scaling = config.autoscaling_config
+        return int(config.num_replicas if scaling is None else scaling.min_replicas)
+    except AttributeError:
+        return 0
+
+
 def fitting(names: list[str], route: Route) -> list[int]:
     """The places of those names that a call may go to."""
     places = [

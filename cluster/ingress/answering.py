@@ -19,7 +19,7 @@ from cluster.ingress.outcomes import outcome_of
 from cluster.ingress.plans import RequestPlan, check_logprobs_kept
 from cluster.ingress.streams import Pace, pieces_of
 from cluster.wire.answer import Answer, Piece, requests_for
-from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head, whole
+from cluster.wire.completions_told import EventStreamResponse, chain, event_stream, new_head, whole
 from cluster.wire.responses_asked import as_here
 from cluster.wire.responses_told import new_response_head, response_events, whole_response
 
@@ -41,6 +41,7 @@ class Allowed:
 async def answered(request: Request, plan: Plan, models: Models, allowed: Allowed, pace: Pace) -> Response:
     """The answer to a request. Raises ApiError for whatever goes wrong before the first token."""
     raw = await read_raw(request, allowed.body_bytes)
+    outcome_of(request).asked()
 
     def allowed_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
         if value.get("priority") and not allowed.priorities:
@@ -96,7 +97,7 @@ async def _planned(
 ) -> tuple[Served, ModelCard, RequestPlan]:
     """What a body asks for, of whom. anew: by who is there now, which may not be known yet."""
     served, name, value = await models.wanted(raw)
-    outcome_of(request).model = served.name
+    outcome_of(request).is_for(served.name)
     if anew:
         await served.directory.look()
     card, backend = await served.directory.awake()
@@ -118,14 +119,15 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
     replicas = max(1, len(served.directory.replicas))
     pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if manner.stream else None)
     try:
+        # The first piece before the status line: what goes wrong until then has a status of its own.
+        first = await anext(pieces)
+        outcome.waits_no_more()
         if manner.stream:
-            # The first piece before the status line: what goes wrong until then has a status of its own.
-            first = await anext(pieces)
             if repeated is not None:
                 return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
             events = event_stream(head, made, first, pieces, outcome.broke, manner.include_usage, manner.counts_on)
             return EventStreamResponse(events)
-        gathered = await all_of(pieces, plan)
+        gathered = await all_of(chain(first, pieces), plan)
     except ApiError as error:
         if repeated is None:
             raise

@@ -127,7 +127,7 @@ def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) ->
     ) -> JSONResponse:
         raw = await read_raw(request, options.max_body_bytes)
         served, _, value = await models.wanted(raw)
-        outcome_of(request).model = served.name
+        outcome_of(request).is_for(served.name)
         return JSONResponse(await models.work(len(raw), work, value, *await served.directory.known()))
 
 

@@ -15,6 +15,7 @@ from opentelemetry.trace import Tracer
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.carry.handover import Carrier, Patience
+from cluster.carry.routing import least_replicas
 from cluster.errors import ApiError, not_ready, unknown_model
 from cluster.ingress.streams import Admission
 from cluster.line import ReplicaCounts
@@ -43,9 +44,25 @@ class Served:
         """The name that its engines answer to: the old one, until an engine of a change is there."""
         return self.directory.name or self.name
 
+    @property
+    def engines(self) -> int:
+        """How many answer."""
+        return len(self.directory.replicas)
 
-def replicas_of(directory: Directory) -> int:
-    return len(directory.replicas)
+    @property
+    def engines_wanted(self) -> int:
+        """How many there shall be at least."""
+        return least_replicas(self.directory.engine)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether there is none because nobody asks."""
+        return self.directory.sleeps
+
+    @property
+    def most_answers(self) -> int:
+        """How many may be under way at once."""
+        return self.admission.most(self.engines)
 
 
 class Models:
@@ -59,12 +76,11 @@ class Models:
         self._long = ThreadPoolExecutor(LONG_AT_ONCE, "long-bodies")
         wake = options.wake_seconds if options.sleeps else 0.0
         patience = Patience(options.stall_seconds, options.carry_seconds, wake)
-        self._served = {
-            name: Served(name, directory, Carrier(directory, patience, metrics, tracer), Admission(options.max_ongoing))
-            for name, directory in directories.items()
-        }
+        self._served: dict[str, Served] = {}
         for name, directory in directories.items():
-            metrics.watch(name, partial(replicas_of, directory), options.sleeps)
+            carrier = Carrier(directory, patience, metrics.streams_of(name), tracer)
+            self._served[name] = Served(name, directory, carrier, Admission(options.max_ongoing))
+            metrics.watch(name, self._served[name])
 
     async def start(self) -> None:
         """Begin to look for replicas, on the running event loop."""

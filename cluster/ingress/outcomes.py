@@ -1,6 +1,7 @@
 """What came of each request, for the metrics; and an answer where something happened that nobody expected."""
 
 import logging
+import time
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
@@ -11,14 +12,34 @@ from cluster.observe.ingress_metrics import IngressMetrics
 
 log = logging.getLogger("ray.serve")
 
+CLIENT_LEFT = 499  # nginx's number for it; nobody is there to be told
+
 
 @dataclass(slots=True)
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
-    broke a stream off behind it; 0 before there is one."""
+    broke a stream off behind it; 0 before there is one. asked_at: since when its client waits for a first token, on the
+    monotonic clock; None where it does not."""
 
+    metrics: IngressMetrics
     model: str = ""
     status: int = 0
+    asked_at: float | None = None
+
+    def is_for(self, model: str) -> None:
+        """Known by now: the name that answers it."""
+        self.metrics.goes_over(self.model, model)
+        self.model = model
+
+    def asked(self) -> None:
+        """All of the request is here, and a first token is what its client waits for."""
+        self.asked_at = time.monotonic()
+
+    def waits_no_more(self) -> None:
+        """The first token is here, or the client has left without one."""
+        if self.asked_at is not None:
+            self.metrics.first_token(self.model, time.monotonic() - self.asked_at)
+            self.asked_at = None
 
     def broke(self, error: Exception) -> None:
         """A stream that had begun ended by this."""
@@ -32,8 +53,9 @@ def outcome_of(request: Request) -> Outcome:
 
 
 class Outcomes:
-    """Counts what comes of every POST, which is how all that takes an engine or a tokenizer is asked for. An exception
-    that nobody expected is logged here and answered 500, without a word of its trace."""
+    """Counts what comes of every POST, which is how all that takes an engine or a tokenizer is asked for, also of one
+    whose client leaves before the end of its answer. An exception that nobody expected is logged here and answered 500,
+    without a word of its trace."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics):
         self._app = app
@@ -43,22 +65,31 @@ class Outcomes:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        outcome = Outcome()
+        outcome, counts, told = Outcome(self._metrics), scope["method"] == "POST", False
         scope["state"] = {**scope.get("state", {}), "outcome": outcome}
 
         async def watched(message: Message) -> None:
+            nonlocal told
             if message["type"] == "http.response.start":
                 outcome.status = message["status"]
             await send(message)
+            told = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        if counts:
+            self._metrics.begun()
         try:
             await self._app(scope, receive, watched)
         except ClientDisconnect:  # while its request was read: nobody is there to be answered
             pass
-        except Exception:
+        except Exception as error:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not outcome.status:
                 await server_error().response()(scope, receive, watched)
+            elif not told:
+                outcome.broke(error)
         finally:
-            if scope["method"] == "POST" and outcome.status:
+            if counts:
+                if not told and outcome.status < 400:
+                    outcome.status = CLIENT_LEFT
+                    outcome.waits_no_more()
                 self._metrics.answered(outcome.model, outcome.status)

@@ -106,13 +106,17 @@ class Admission:
         self.under_way = 0
         self._per_replica = per_replica
 
+    def most(self, replicas: int) -> int:
+        """How many, with so many replicas; while there is none, as with one."""
+        return self._per_replica * max(1, replicas)
+
     @contextmanager
     def enter(self, answers: int, replicas: int) -> Iterator[None]:
         """Hold places for one request's answers. Raises ApiError (429) where there are not enough.
 
         A request that alone asks for more answers than that is let in when nothing else is under way.
         """
-        if self.under_way and self.under_way + answers > self._per_replica * replicas:
+        if self.under_way and self.under_way + answers > self.most(replicas):
             raise full()
         self.under_way += answers
         try:

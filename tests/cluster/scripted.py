@@ -174,7 +174,8 @@ def carry(
     cast: Cast, patience: Patience | None = None, tracer: Tracer | None = None
 ) -> tuple[list[StepOutput], IngressMetrics]:
     metrics = IngressMetrics("here")
-    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), metrics, tracer or NoOpTracer())
+    counts = metrics.streams_of("tiny")
+    carrier = Carrier(cast, patience or Patience(silence=0.1, give_up=5), counts, tracer or NoOpTracer())
 
     async def run() -> list[StepOutput]:
         outputs: list[StepOutput] = []

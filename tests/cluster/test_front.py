@@ -66,6 +66,18 @@ def test_whichever_ingress_is_asked_its_page_counts_what_all_answered(front: Ser
     assert all(sum(gain > 0 for gain in gains) == INGRESSES for gains in gained), (before, pages)
 
 
+def test_each_ingress_tells_how_many_engines_there_are_and_shall_be(front: Server) -> None:
+    both(front)
+    deadline = time.monotonic() + TOLD_SECONDS
+    seen: dict[str, list[float]] = {}
+    while seen != {"tidar:engines_ready": [REPLICAS] * INGRESSES, "tidar:engines_wanted": [REPLICAS] * INGRESSES}:
+        assert time.monotonic() < deadline, seen
+        page = plain_http.get(f"{front.url}/metrics").text
+        families = {family.name: family.samples for family in text_string_to_metric_families(page)}
+        names = ("tidar:engines_ready", "tidar:engines_wanted")
+        seen = {name: [sample.value for sample in families[name]] for name in names}
+
+
 def test_no_process_runs_that_nobody_asks_anything(front: Server) -> None:
     running = [" ".join(words_of(process)) for process in front.processes()]
     assert any("raylet" in words for words in running)

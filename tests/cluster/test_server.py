@@ -329,6 +329,7 @@ def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
 def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool, apart: bool) -> None:
     """apart: the body comes behind the headers, as many clients write it."""
     aborted = server.metric("vllm:request_success_total")
+    left = server.metric("tidar:http_responses_total", code="499")
     generated = server.metric("vllm:generation_tokens_total")
     wanted = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
     body = json.dumps(wanted).encode()
@@ -346,6 +347,8 @@ def test_a_client_that_goes_away_frees_its_request(server: Server, stream: bool,
     until(lambda: server.metric("vllm:num_requests_running") == 0)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
     assert server.metric("vllm:request_success_total") == aborted + 1
+    until(lambda: server.metric("tidar:http_responses_total", code="499") == left + 1)
+    assert server.metric("tidar:requests_in_progress") == 0
     assert server.metric("vllm:generation_tokens_total") - generated < 4000
 
 

@@ -105,6 +105,12 @@ async def engines(client: httpx.AsyncClient) -> set[str]:
     return {line.split('engine="')[1].split('"')[0] for line in lines}
 
 
+async def wanted(client: httpx.AsyncClient) -> list[float]:
+    """How many engines there shall be, as each ingress that /metrics shows knows it."""
+    page = (await client.get("/metrics")).text
+    return [float(line.split()[-1]) for line in page.splitlines() if line.startswith("tidar:engines_wanted{")]
+
+
 async def until_engines(client: httpx.AsyncClient, count: int, not_among: set[str]) -> set[str]:
     """The replicas, once there are `count` of them and none that is excluded."""
     async with asyncio.timeout(WAIT_SECONDS):
@@ -141,12 +147,14 @@ def test_it_answers_and_is_changed_without_cutting_a_stream(
             assert answer["usage"]["completion_tokens"] == TOKENS
             assert await drafter(client) == ("tiny-adapter", 4)
             (first,) = await until_engines(client, 1, set())
+            assert await wanted(client) == [1]
 
             began = time.monotonic()
             async with under_load(url(config)) as load:
                 await asyncio.to_thread(cluster.deploy, twice)
                 two = await until_engines(client, 2, set())
                 assert first in two, "more replicas are no reason to replace the one that is there"
+                assert await wanted(client) == [2]
 
                 print(f"a second replica after {time.monotonic() - began:.1f} s")
                 await asyncio.to_thread(cluster.deploy, other)

@@ -71,7 +71,7 @@ class EngineInfo:
 class EngineStats:
     """Requests and pages at this moment. waiting_since: when the first of those that never ran yet arrived, on the
     monotonic clock; an answer that gave its place back has not waited since then. passed: rows of the forward pass that
-    the last step brought to its end."""
+    the last step brought to its end. preemptions: how often, since the start, an answer gave its place back."""
 
     running: int
     waiting: int
@@ -79,6 +79,7 @@ class EngineStats:
     pages_total: int
     waiting_since: float | None = None
     passed: int = 0
+    preemptions: int = 0
 
 
 class Engine:
@@ -120,7 +121,8 @@ class Engine:
         waiting = len(scheduler.waiting) + len(self._compiling)
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
         pool = scheduler.pool
-        return EngineStats(len(scheduler.running), waiting, pool.owned, pool.total, since, self._passed)
+        running, preemptions = len(scheduler.running), scheduler.preemptions
+        return EngineStats(running, waiting, pool.owned, pool.total, since, self._passed, preemptions)
 
     def use_policy(self, policy: DraftPolicy) -> DraftPolicy:
         """Lets another policy choose from now on and learn what steps take; returns the one before it."""

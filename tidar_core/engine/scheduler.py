@@ -85,6 +85,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}
         """In the order in which they were admitted."""
+        self.preemptions = 0
+        """How often a sequence gave its place back."""
         self._refused = _Refused(None, 0, None)
         self._turns = Turns()
 
@@ -273,6 +275,7 @@ class Scheduler:
         del self.running[sequence]
         self._release(sequence)
         self._queue(sequence)
+        self.preemptions += 1
 
     def _queue(self, sequence: Sequence) -> None:
         """Into the waiting line, before all that are less urgent or have waited less."""

@@ -171,7 +171,7 @@ class Stage:
     def carrier(self, patience: Patience = PATIENCE) -> Carrier:
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.spans))
-        return Carrier(self, patience, self.metrics, provider.get_tracer("test"))
+        return Carrier(self, patience, self.metrics.streams_of("tiny"), provider.get_tracer("test"))
 
     def counted(self) -> tuple[int, dict[str, int]]:
         """Rivals that were begun, and hand-overs by cause."""

@@ -56,7 +56,7 @@ def test_where_a_replica_has_fewer_positions_another_finishes_the_answer(run: in
     assert [output.finish for output in outputs if output.finish] == [Finish(FinishReason.LENGTH)]
     assert "r1" in cast.routes[2].never
     assert (
-        'tidar:stream_handovers_total{cause="fewer positions",ingress="here"} 1.0'
+        'tidar:stream_handovers_total{cause="fewer positions",ingress="here",model_name="tiny"} 1.0'
         in render([metrics.collect()]).decode()
     )
     alone = Cast([Act(2), Act(run=run, end="fewer positions")], replicas=("r1",))
@@ -117,7 +117,7 @@ def goes_on_behind(first: type[Scripted], cause: str = "") -> None:
     assert [token for output in outputs for token in output.tokens] == undisturbed()
     assert len(cast.calls) == 2
     page = render([metrics.collect()]).decode()
-    assert not cause or f'tidar:stream_handovers_total{{cause="{cause}",ingress="here"}} 1.0' in page
+    assert not cause or f'tidar:stream_handovers_total{{cause="{cause}",ingress="here",model_name="tiny"}} 1.0' in page
 
 
 @pytest.mark.parametrize(
@@ -168,21 +168,25 @@ def test_the_next_replica_is_told_for_how_long_the_reader_has_waited() -> None:
 def test_a_handover_is_counted_by_its_cause() -> None:
     _, metrics = carry(Cast([Act(2, end="silent"), Act(3), Act()]))
     page = render([metrics.collect()]).decode()
-    assert 'tidar:stream_handovers_total{cause="silent",ingress="here"} 1.0' in page
-    assert 'tidar:stream_handovers_total{cause="ActorUnavailableError",ingress="here"} 1.0' in page
-    assert 'tidar:stream_handover_seconds_count{ingress="here"} 2.0' in page
+    assert 'tidar:stream_handovers_total{cause="silent",ingress="here",model_name="tiny"} 1.0' in page
+    assert 'tidar:stream_handovers_total{cause="ActorUnavailableError",ingress="here",model_name="tiny"} 1.0' in page
+    assert 'tidar:stream_handover_seconds_count{ingress="here",model_name="tiny"} 2.0' in page
 
 
 def test_usual_causes_are_there_before_they_count() -> None:
     """Prometheus sees no increase where a series first appears."""
-    page = render([IngressMetrics("here").collect()]).decode()
+    metrics = IngressMetrics("here")
+    metrics.streams_of("tiny")
+    page = render([metrics.collect()]).decode()
     for cause in ("silent", "ActorDiedError"):
-        assert f'tidar:stream_handovers_total{{cause="{cause}",ingress="here"}} 0.0' in page
+        assert f'tidar:stream_handovers_total{{cause="{cause}",ingress="here",model_name="tiny"}} 0.0' in page
 
 
 def test_what_an_engine_says_of_its_failure_is_no_name_of_a_series() -> None:
     _, metrics = carry(Cast([Act(2), Act(end="refuses"), Act()]))
-    assert 'handovers_total{cause="refused",ingress="here"} 1.0' in render([metrics.collect()]).decode()
+    assert (
+        'handovers_total{cause="refused",ingress="here",model_name="tiny"} 1.0' in render([metrics.collect()]).decode()
+    )
 
 
 def test_a_prompt_is_counted_by_the_first_replica_that_has_it() -> None:
@@ -236,7 +240,7 @@ def test_a_call_that_cannot_be_made_leaves_nothing_behind() -> None:
             raise RuntimeError("Serve is going away")
 
     async def run() -> dict[str, Reception]:
-        carrier = Carrier(Down([]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
+        carrier = Carrier(Down([]), Patience(0.1, 1), IngressMetrics("here").streams_of("tiny"), NoOpTracer())
         with pytest.raises(RuntimeError, match="going away"):
             await anext(carrier.run(REQUEST, KIND.fingerprint))
         return carrier._channels._mailbox.waiting
@@ -332,7 +336,9 @@ def test_where_no_replica_will_come_any_more_nobody_waits(acts: list[Act]) -> No
 
 def test_the_first_replicas_refusal_is_the_clients_to_hear() -> None:
     async def run() -> list[object]:
-        carrier = Carrier(Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here"), NoOpTracer())
+        carrier = Carrier(
+            Cast([Act(end="refuses")]), Patience(0.1, 1), IngressMetrics("here").streams_of("tiny"), NoOpTracer()
+        )
         return [event async for update in carrier.run(REQUEST, KIND.fingerprint) for event in update.events]
 
     (event,) = asyncio.run(run())
@@ -393,7 +399,9 @@ def test_closing_a_stream_cancels_its_call() -> None:
     cast = Cast([Act()])
 
     async def run() -> None:
-        events = Carrier(cast, Patience(1, 1), IngressMetrics("here"), NoOpTracer()).run(REQUEST, KIND.fingerprint)
+        events = Carrier(cast, Patience(1, 1), IngressMetrics("here").streams_of("tiny"), NoOpTracer()).run(
+            REQUEST, KIND.fingerprint
+        )
         await anext(events)
         await events.aclose()
 

@@ -197,6 +197,32 @@ def test_only_so_many_wait_for_a_model_that_sleeps_and_not_for_ever(card: ModelC
     asyncio.run(run())
 
 
+def test_a_model_that_is_waited_for_in_vain_sleeps_no_more_until_it_was_there(card: ModelCard) -> None:
+    async def run() -> None:
+        handle = Handle(set(), card)
+        directory = Directory(handle, Wake(seconds=0.2, most=2))  # type: ignore[arg-type]
+        assert directory.sleeps
+        asked = asyncio.create_task(directory.awake())
+        await asyncio.sleep(0)
+        assert directory.sleeps, "it may still wake in time"
+        with pytest.raises(ApiError):
+            await asked
+        assert not directory.sleeps
+        handle.there = {"r0"}
+        await directory.look()
+        assert directory.replicas == ("r0",)
+        assert not directory.sleeps
+        handle.there = set()
+        await directory.start(lambda: NOTHING_COUNTED)
+        async with asyncio.timeout(10):
+            while directory.replicas:
+                await asyncio.sleep(0.02)
+        assert directory.sleeps
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: ModelCard) -> None:
     async def run() -> None:
         directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]

@@ -32,7 +32,9 @@ def test_a_replica_that_is_not_the_one_that_was_meant_is_no_failure(cause: Excep
 
 def test_a_request_that_is_over_is_waited_for_no_more() -> None:
     async def run() -> dict[str, object]:
-        carrier = Carrier(Cast([Act(2), Act()]), Patience(0.1, 5), IngressMetrics("here"), NoOpTracer())
+        carrier = Carrier(
+            Cast([Act(2), Act()]), Patience(0.1, 5), IngressMetrics("here").streams_of("tiny"), NoOpTracer()
+        )
         mailbox = carrier._channels._mailbox
         async for _ in carrier.run(REQUEST, KIND.fingerprint):
             pass

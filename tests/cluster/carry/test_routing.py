@@ -1,17 +1,37 @@
 """The router within Serve's own machinery: what becomes of calls whose way fits nobody."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.config import DeploymentConfig
 from ray.serve._private.utils import generate_request_id
+from ray.serve.config import AutoscalingConfig
 from ray.serve.request_router import PendingRequest
 
-from cluster.carry.routing import ReplicaRouter
+from cluster.carry.routing import ReplicaRouter, least_replicas
 from cluster.line import ANYWHERE, Route
 
 DEPLOYMENT = DeploymentID("Engine", "api")
+
+
+@pytest.mark.parametrize(
+    ("config", "least"),
+    [
+        (DeploymentConfig(num_replicas=3), 3),
+        (DeploymentConfig(num_replicas=1, autoscaling_config=AutoscalingConfig(min_replicas=2, max_replicas=8)), 2),
+        (None, 0),
+    ],
+)
+def test_the_least_that_there_shall_be_is_what_serve_has_told_the_router(
+    config: DeploymentConfig | None, least: int
+) -> None:
+    manager = SimpleNamespace(_deployment_config=config)
+    router = SimpleNamespace(_asyncio_router=SimpleNamespace(_metrics_manager=manager))
+    assert least_replicas(SimpleNamespace(_router=router)) == least  # type: ignore[arg-type]
+    assert least_replicas(SimpleNamespace(_router=None)) == 0  # type: ignore[arg-type]
 
 
 class Running:

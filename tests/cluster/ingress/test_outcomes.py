@@ -17,6 +17,7 @@ from cluster.wire import completions_told
 from cluster.wire.answer import Answer, Piece, requests_for
 from cluster.wire.completions_told import EventStreamResponse, event_stream, new_head
 from tests.cluster.ingress.test_api import ask
+from tests.cluster.observe.behind import Behind
 from tests.cluster.wire.test_schemas import card_for
 from tests.tiny import tiny_tokenizer
 from tidar_core.request import Finish, FinishReason, SamplingParams
@@ -51,7 +52,7 @@ def api(metrics: IngressMetrics) -> FastAPI:
     @app.post("/stream/{how}")
     async def stream(request: Request, how: str) -> Response:
         outcome = outcome_of(request)
-        outcome.model = "tiny"
+        outcome.is_for("tiny")
         rest = pieces(Piece(0, ("a",)), follows[how]) if how in follows else pieces(KeyError("a secret"))
         first = await anext(rest)
         answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
@@ -59,7 +60,7 @@ def api(metrics: IngressMetrics) -> FastAPI:
 
     @app.post("/whole")
     async def whole(request: Request) -> Response:
-        outcome_of(request).model = "tiny"
+        outcome_of(request).is_for("tiny")
         await request.body()
         return JSONResponse({})
 
@@ -120,13 +121,21 @@ def test_a_client_that_leaves_before_it_has_asked_got_nothing(api: FastAPI, metr
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/whole", "headers": [], "query_string": b""}
     asyncio.run(api({**scope, "root_path": "", "http_version": "1.1"}, leave, send))
     assert sent == []
-    assert counted(metrics) == {}
+    assert counted(metrics) == {("tiny", "499"): 1}
 
 
 def test_the_usual_stands_at_0_before_it_happens(metrics: IngressMetrics) -> None:
-    metrics.watch("tiny", lambda: 0, sleeps=False)
+    metrics.watch("tiny", Behind())
     page = render([metrics.collect()]).decode()
-    for model, code in (("tiny", "200"), ("tiny", "429"), ("tiny", "500"), ("tiny", "503"), ("", "401"), ("", "500")):
+    for model, code in (
+        ("tiny", "200"),
+        ("tiny", "499"),
+        ("tiny", "429"),
+        ("tiny", "500"),
+        ("tiny", "503"),
+        ("", "401"),
+        ("", "500"),
+    ):
         assert f'tidar:http_responses_total{{code="{code}",ingress="here",model_name="{model}"}} 0.0' in page
 
 
@@ -158,4 +167,4 @@ def test_a_client_that_reads_nothing_any_more_loses_its_answer(
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "asgi": {"version": "3.0"}}
     asyncio.run(asyncio.wait_for(Outcomes(stream, metrics)(scope, stay, send), 60))
     assert closed == [3]
-    assert counted(metrics) == {("", "200"): 1}
+    assert counted(metrics) == {("", "499"): 1}

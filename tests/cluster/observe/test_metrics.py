@@ -1,6 +1,7 @@
 """What a replica counts, and several replicas on one page."""
 
 import pickle
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
 from cluster.operate.status import Snapshot, read_page, replica_table
+from tests.cluster.observe.behind import Behind
 from tests.cluster.wire.test_acceptance import step
 from tidar_core.engine import EngineStats
 from tidar_core.request import FinishReason
@@ -30,8 +32,10 @@ def counted(replica: str) -> ReplicaMetrics:
 
 
 def test_names_and_values_are_vllms() -> None:
-    stats = EngineStats(running=2, waiting=1, pages_used=3, pages_total=12)
-    page = render([counted("r1").collect(stats)]).decode()
+    stats = EngineStats(running=2, waiting=1, pages_used=3, pages_total=12, preemptions=6)
+    replica = counted("r1")
+    replica.collect(replace(stats, preemptions=4))  # a scrape before
+    page = render([replica.collect(stats)]).decode()
     values = {
         (
             sample.name,
@@ -44,6 +48,7 @@ def test_names_and_values_are_vllms() -> None:
         ("vllm:num_requests_running", ""): 2,
         ("vllm:num_requests_waiting", ""): 1,
         ("vllm:kv_cache_usage_perc", ""): 0.25,
+        ("vllm:num_preemptions_total", ""): 6,
         ("vllm:prompt_tokens_total", ""): 5,
         ("vllm:prefix_cache_queries_total", ""): 5,
         ("vllm:prefix_cache_hits_total", ""): 4,
@@ -62,7 +67,10 @@ def test_names_and_values_are_vllms() -> None:
         ("vllm:inter_token_latency_seconds_count", ""): 3,
         ("tidar:step_rows_count", ""): 4,
         ("tidar:step_rows_sum", ""): sum(values[("tidar:rows_total", kind)] for kind in ("verify", "mask")),
-        ("vllm:e2e_request_latency_seconds_sum", ""): 5,
+        ("vllm:e2e_request_latency_seconds_sum", ""): 4,
+        ("vllm:e2e_request_latency_seconds_count", ""): 1,
+        ("tidar:aborted_without_token_seconds_sum", ""): 1,
+        ("tidar:aborted_without_token_seconds_count", ""): 1,
         ("vllm:request_time_per_output_token_seconds_sum", ""): 3.5 / 6,
         ("tidar:decode_steps_total", ""): 3,
         ("tidar:decode_tokens_total", ""): 6,
@@ -109,7 +117,7 @@ def test_the_live_table_tells_what_happened_between_two_looks() -> None:
 def test_a_model_without_an_engine_is_told_of() -> None:
     ingress = IngressMetrics("here")
     for model, engines, sleeps in (("tiny", 1, False), ("[gone]", 0, False), ("asleep", 0, True)):
-        ingress.watch(model, lambda engines=engines: engines, sleeps)  # type: ignore[misc]
+        ingress.watch(model, Behind(engines, sleeps))
     page = render([counted("r1").collect(EngineStats(0, 0, 0, 12)), ingress.collect()]).decode()
     told = {line.split()[0]: line.split()[1] for line in page.splitlines() if line.startswith("tidar:engines_ready")}
     assert [told[f'tidar:engines_ready{{ingress="here",model_name="{name}"}}'] for name in ("tiny", "[gone]")] == [
@@ -130,7 +138,7 @@ def test_a_model_without_an_engine_is_told_of() -> None:
 def test_every_ingress_is_on_the_page_once_as_it_told_last() -> None:
     here, there = IngressMetrics("here"), IngressMetrics("there")
     for ingress in (here, there):
-        ingress.watch("tiny", lambda: 2, sleeps=False)
+        ingress.watch("tiny", Behind())
     passed_on = [here.told()]
     for status in (200, 500):
         there.answered("tiny", status)
@@ -173,10 +181,13 @@ def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_second_fir
     metrics.arrived(timing)
     metrics.stepped(step(0, 0, 0, cached=4), timing, now=10.5)
     metrics.stepped(step(1, 0, 0), timing, now=11.0)
+    metrics.ended(FinishReason.ABORT, timing, now=12.0)
+    metrics.ended(FinishReason.ABORT, Timing(started=10.0, resumed=resumed), now=11.0)  # one that had no token here
     page = render([metrics.collect(EngineStats(0, 0, 0, 12))]).decode()
     assert 'vllm:prompt_tokens_total{engine="r1",model_name="tiny"} 0.0' in page
     assert 'vllm:prefix_cache_queries_total{engine="r1",model_name="tiny"} 0.0' in page
     assert 'vllm:prefix_cache_hits_total{engine="r1",model_name="tiny"} 0.0' in page
     told = 0.0 if resumed else 1.0
+    assert f'tidar:aborted_without_token_seconds_count{{engine="r1",model_name="tiny"}} {told}' in page
     assert f'vllm:time_to_first_token_seconds_count{{engine="r1",model_name="tiny"}} {told}' in page
     assert 'vllm:inter_token_latency_seconds_count{engine="r1",model_name="tiny"} 1.0' in page
