@@ -9,6 +9,7 @@ Spans leave by OTLP over HTTP, from a thread of their own. Without a collector n
 """
 
 import asyncio
+import logging
 import os
 from contextlib import suppress
 from typing import Any
@@ -16,10 +17,18 @@ from typing import Any
 from fastapi import FastAPI
 from opentelemetry.trace import NoOpTracerProvider, StatusCode, Tracer, TracerProvider
 
+from cluster.errors import cut
+from cluster.observe.seldom import Seldom
 from tidar_core.config import ConfigError
 
 FLUSH_SECONDS = 2.0
+UNREACHED_SECONDS = 60.0  # between two lines that say so
+LONGEST_REASON = 300  # characters
+# Where OpenTelemetry says what becomes of spans that it sends: on stderr, in five lines for each batch that it tries.
+SENDERS = ("opentelemetry.exporter.otlp", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal")
 UNTRACED = r"^[^/]*//[^/]*/(health|metrics)(\?|$)"  # asked for every few seconds
+
+log = logging.getLogger("ray.serve")
 
 
 def check_traces(collector: str | None) -> None:
@@ -34,7 +43,26 @@ def tracer_provider(collector: str | None, ingress: str) -> TracerProvider:
     OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER have their meaning; the collector is this one, whatever
     OTEL_EXPORTER_OTLP_ENDPOINT says. Raises ConfigError where the packages are missing.
     """
-    return NoOpTracerProvider() if collector is None else _provider(collector, ingress)
+    if collector is None:
+        return NoOpTracerProvider()
+    unreached = Unreached()
+    for name in SENDERS:
+        sender = logging.getLogger(name)
+        sender.handlers, sender.propagate = [unreached], False
+    return _provider(collector, ingress)
+
+
+class Unreached(logging.Handler):
+    """Says in Serve's log, now and then, that spans do not reach the collector."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seldom = Seldom(UNREACHED_SECONDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if times := self._seldom.times():
+            reason = cut(" ".join(record.getMessage().split()), LONGEST_REASON)
+            log.warning("spans do not reach the collector: %s%s", reason, f" ({times} failures)" if times > 1 else "")
 
 
 def _provider(collector: str, ingress: str) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -127,6 +128,24 @@ def test_without_a_collector_no_span_is_made() -> None:
     provider = tracer_provider(None, "here")
     assert isinstance(provider, NoOpTracerProvider)
     assert not provider.get_tracer("x").start_span("y").is_recording()
+
+
+def test_a_collector_that_is_away_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1.5")  # enough for a second try
+    with socket.socket() as taken:  # where nobody listens
+        taken.bind(("127.0.0.1", 0))
+        provider: Any = tracer_provider(f"http://127.0.0.1:{taken.getsockname()[1]}", "here")
+        with caplog.at_level("INFO", logger="ray.serve"):
+            for _ in range(2):
+                provider.get_tracer("x").start_span("y").end()
+                provider.force_flush()
+        provider.shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
+    assert line.startswith("spans do not reach the collector: ")
+    assert "refused" in line, "the first try said why"
+    assert "export" not in capfd.readouterr().err, "OpenTelemetry's own lines"
 
 
 def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
