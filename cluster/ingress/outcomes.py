@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
 from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.observe.tracing import RequestSpan
 
 log = logging.getLogger("ray.serve")
 
@@ -15,14 +16,18 @@ log = logging.getLogger("ray.serve")
 @dataclass(slots=True)
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
-    broke a stream off behind it; 0 before there is one."""
+    broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error."""
 
+    span: RequestSpan
     model: str = ""
     status: int = 0
+    error: ApiError | None = None
 
     def broke(self, error: Exception) -> None:
         """A stream that had begun ended by this."""
-        self.status = error.status if isinstance(error, ApiError) else 500
+        self.error = error if isinstance(error, ApiError) else server_error()
+        self.status = self.error.status
+        self.span.failed(self.error)
 
 
 def outcome_of(request: Request) -> Outcome:
@@ -43,13 +48,20 @@ class Outcomes:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        outcome = Outcome()
+        outcome = Outcome(RequestSpan(scope))
         scope["state"] = {**scope.get("state", {}), "outcome": outcome}
+        whole = False
 
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            nonlocal whole
+            starts = message["type"] == "http.response.start"
+            if starts:
                 outcome.status = message["status"]
+                outcome.span.routed()
+            whole = not starts and not message.get("more_body", False)
             await send(message)
+            if starts and outcome.error is not None and outcome.status >= 500:  # OpenTelemetry has told its number
+                outcome.span.failed(outcome.error)
 
         try:
             await self._app(scope, receive, watched)
@@ -57,8 +69,13 @@ class Outcomes:
             pass
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
-            if not outcome.status:
-                await server_error().response()(scope, receive, watched)
+            outcome.error = server_error()
+            if outcome.status:
+                outcome.span.failed(outcome.error)
+            else:
+                await outcome.error.response()(scope, receive, watched)
         finally:
+            if not whole and outcome.error is None:
+                outcome.span.left()
             if scope["method"] == "POST" and outcome.status:
                 self._metrics.answered(outcome.model, outcome.status)
