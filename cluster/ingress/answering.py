@@ -109,6 +109,7 @@ async def _planned(
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
     manner, repeated, outcome = plan.manner, plan.repeated, outcome_of(request)
+    outcome.ignored = plan.ignored
     head = new_head(card.name, manner.chat) if repeated is None else new_response_head(card.name)
     get_current_span().set_attributes(
         {

@@ -1,14 +1,17 @@
 """What came of each request, for the metrics; and an answer where something happened that nobody expected."""
 
 import logging
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
+from cluster.ingress.request_log import RequestLog
 from cluster.observe.ingress_metrics import IngressMetrics
-from cluster.observe.tracing import RequestSpan
+from cluster.observe.tracing import RequestSpan, span_name
 
 log = logging.getLogger("ray.serve")
 
@@ -16,12 +19,14 @@ log = logging.getLogger("ray.serve")
 @dataclass(slots=True)
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
-    broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error."""
+    broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error.
+    ignored: fields of its body that nobody knows."""
 
     span: RequestSpan
     model: str = ""
     status: int = 0
     error: ApiError | None = None
+    ignored: Sequence[str] = ()
 
     def broke(self, error: Exception) -> None:
         """A stream that had begun ended by this."""
@@ -43,12 +48,13 @@ class Outcomes:
     def __init__(self, app: ASGIApp, metrics: IngressMetrics):
         self._app = app
         self._metrics = metrics
+        self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        outcome = Outcome(RequestSpan(scope))
+        began, outcome = time.monotonic(), Outcome(RequestSpan(scope))
         scope["state"] = {**scope.get("state", {}), "outcome": outcome}
         whole = False
 
@@ -58,6 +64,7 @@ class Outcomes:
             if starts:
                 outcome.status = message["status"]
                 outcome.span.routed()
+                self._log.ignored(outcome.ignored)
             whole = not starts and not message.get("more_body", False)
             await send(message)
             if starts and outcome.error is not None and outcome.status >= 500:  # OpenTelemetry has told its number
@@ -79,3 +86,5 @@ class Outcomes:
                 outcome.span.left()
             if scope["method"] == "POST" and outcome.status:
                 self._metrics.answered(outcome.model, outcome.status)
+                seconds = time.monotonic() - began
+                self._log.ended(span_name(scope), outcome.model, outcome.status, outcome.error, seconds)
