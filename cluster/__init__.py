@@ -14,9 +14,9 @@ ties ingress and engines into one application, `preflight` says first what would
 
 `operate` is what an operator runs: `tidar up`, `status`, `check`. For clusters that others run there are `drain`,
 which empties a node before it goes (it finds Ray as `operate` does), `leaving`, which asks the clients of its proxy to
-go elsewhere, and `autoscaling`, how many replicas there are where the options leave it open; `lean_serve` is what the
-processes of a Ray of our own import first. Apart from all that, `training` has several workers train one drafter for
-`tidar convert --workers`.
+go elsewhere, and `autoscaling`, how many replicas there are where the options leave it open. `request_ids` keeps from
+Serve what is no name for a request; `lean_serve` is what the processes of a Ray of our own import first. Apart from all
+that, `training` has several workers train one drafter for `tidar convert --workers`.
 
 No room imports one to its right: nouns, `observe` and `wire`, `carry` and `replica`, `ingress`, `preflight`, `app`,
 `operate`, `training`.

@@ -14,6 +14,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster import request_ids
+
 # Ray ends a proxy no earlier. Where it is longer than `keep_alive_timeout_s`, no connection is left then that was idle.
 IDLE_SECONDS = float(os.environ.get("RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S", "30"))
 LOOK_SECONDS = 1.0  # Ray counts every look among the proxy's requests
@@ -68,5 +70,5 @@ class Leaving:
 
 
 def middlewares() -> list[Middleware]:
-    """What a proxy asks for when it starts."""
-    return [Middleware(Leaving)]
+    """What a proxy asks for when it starts: this, and what a proxy that nobody drains has."""
+    return [*request_ids.middlewares(), Middleware(Leaving)]

@@ -239,10 +239,7 @@ class Directory:
             try:
                 # To those that run, not to those that were heard of: a call that waits for one that is gone wakes a
                 # model.
-                with cancelled_there():
-                    return await self.engine.broadcast("metrics").results_async(
-                        timeout_s=METRICS_SECONDS, return_exceptions=True
-                    )
+                return await self._broadcast(METRICS_SECONDS, "metrics")
             except TimeoutError:  # one that hangs holds up the answers of all
                 pass
             except Exception as error:  # no replica yet, or none any more
@@ -268,10 +265,7 @@ class Directory:
     async def _look(self) -> None:
         sign = self._name, self._count()
         try:
-            with cancelled_there():
-                answers = await self.engine.broadcast("alive", *sign).results_async(
-                    timeout_s=REPLY_SECONDS, return_exceptions=True
-                )
+            answers = await self._broadcast(REPLY_SECONDS, "alive", *sign)
         except TimeoutError:  # one that hangs holds up the answers of all
             known = set(self._heard)
             told, strangers = await asyncio.gather(
@@ -301,6 +295,13 @@ class Directory:
         elif alive:  # some are gone: to read the same card again would keep streams waiting that they leave behind
             self._described = alive
         self._promise_the_least()
+
+    async def _broadcast(self, seconds: float, method: str, *args: object) -> list[Any]:
+        """What all replicas that run answer, or fail of. Raises TimeoutError where not all do in time."""
+        # Not Serve's own limit: whoever stops waiting within it leaves a traceback in the log.
+        async with asyncio.timeout(seconds):
+            with cancelled_there():
+                return await self.engine.broadcast(method, *args).results_async(return_exceptions=True)
 
     async def _try_each(self, names: Iterable[str], seconds: float, method: str, *args: object) -> dict[str, Any]:
         """What each replica answers, or fails of."""

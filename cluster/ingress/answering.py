@@ -110,10 +110,16 @@ async def _planned(
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
     manner, repeated, outcome = plan.manner, plan.repeated, outcome_of(request)
+    outcome.ignored = plan.ignored
     head = new_head(card.name, manner.chat) if repeated is None else new_response_head(card.name)
-    operation = "chat" if manner.chat else "text_completion"
     get_current_span().set_attributes(
-        {"gen_ai.operation.name": operation, "gen_ai.request.model": card.name, "gen_ai.response.id": head.id}
+        {
+            "gen_ai.provider.name": "tidar",
+            "gen_ai.operation.name": "chat" if manner.chat else "text_completion",
+            "gen_ai.request.model": card.name,
+            "gen_ai.response.model": card.name,
+            "gen_ai.response.id": head.id,
+        }
     )
     made = _answer_to(plan, card, head.id)
     replicas = max(1, len(served.directory.replicas))

@@ -173,8 +173,9 @@ def add_document(app: FastAPI, options: ServeOptions) -> None:
         return JSONResponse(await asyncio.to_thread(made))
 
 
-async def answer_error(_: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    outcome_of(request).error = error
     return error.response()
 
 

@@ -2,13 +2,16 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, server_error
+from cluster.ingress.request_log import RequestLog
 from cluster.observe.ingress_metrics import IngressMetrics
+from cluster.observe.tracing import RequestSpan, span_name
 
 log = logging.getLogger("ray.serve")
 
@@ -18,12 +21,16 @@ CLIENT_LEFT = 499  # nginx's number for it; nobody is there to be told
 @dataclass(slots=True)
 class Outcome:
     """Of one request. model: the name that answers it, once that is known. status: HTTP's, or that of the error which
-    broke a stream off behind it; 0 before there is one. asked_at: since when its client waits for a first token, on the
+    broke a stream off behind it; 0 before there is one. error: what its client got of it, where it is an error.
+    ignored: fields of its body that nobody knows. asked_at: since when its client waits for a first token, on the
     monotonic clock; None where it does not."""
 
     metrics: IngressMetrics
+    span: RequestSpan
     model: str = ""
     status: int = 0
+    error: ApiError | None = None
+    ignored: Sequence[str] = ()
     asked_at: float | None = None
 
     def is_for(self, model: str) -> None:
@@ -43,7 +50,9 @@ class Outcome:
 
     def broke(self, error: Exception) -> None:
         """A stream that had begun ended by this."""
-        self.status = error.status if isinstance(error, ApiError) else 500
+        self.error = error if isinstance(error, ApiError) else server_error()
+        self.status = self.error.status
+        self.span.failed(self.error)
 
 
 def outcome_of(request: Request) -> Outcome:
@@ -60,20 +69,27 @@ class Outcomes:
     def __init__(self, app: ASGIApp, metrics: IngressMetrics):
         self._app = app
         self._metrics = metrics
+        self._log = RequestLog()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        outcome, counts, told = Outcome(self._metrics), scope["method"] == "POST", False
+        began, counts = time.monotonic(), scope["method"] == "POST"
+        outcome, told = Outcome(self._metrics, RequestSpan(scope)), False
         scope["state"] = {**scope.get("state", {}), "outcome": outcome}
 
         async def watched(message: Message) -> None:
             nonlocal told
-            if message["type"] == "http.response.start":
+            starts = message["type"] == "http.response.start"
+            if starts:
                 outcome.status = message["status"]
+                outcome.span.routed()
+                self._log.ignored(outcome.ignored)
             await send(message)
-            told = message["type"] == "http.response.body" and not message.get("more_body", False)
+            told = not starts and not message.get("more_body", False)
+            if starts and outcome.error is not None and outcome.status >= 500:  # OpenTelemetry has told its number
+                outcome.span.failed(outcome.error)
 
         if counts:
             self._metrics.begun()
@@ -84,12 +100,18 @@ class Outcomes:
         except Exception as error:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not outcome.status:
-                await server_error().response()(scope, receive, watched)
+                outcome.error = server_error()
+                await outcome.error.response()(scope, receive, watched)
             elif not told:
                 outcome.broke(error)
         finally:
+            left = not told and outcome.error is None
+            if left:
+                outcome.span.left()
             if counts:
-                if not told and outcome.status < 400:
+                if left and outcome.status < 400:
                     outcome.status = CLIENT_LEFT
                     outcome.waits_no_more()
                 self._metrics.answered(outcome.model, outcome.status)
+                seconds = time.monotonic() - began
+                self._log.ended(span_name(scope), outcome.model, outcome.status, outcome.error, seconds)

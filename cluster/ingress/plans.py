@@ -1,7 +1,6 @@
 """From a body to what an answer is made by. Slow for long bodies and many choices: the caller runs these in a thread,
 where no stream waits for it."""
 
-import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +20,12 @@ from cluster.wire.tools import Toolbox, toolbox
 from tidar_core.grammar import Grammar
 from tidar_core.request import SamplingParams, ThoughtLimit
 
-log = logging.getLogger("ray.serve")
 Prompts = list[tuple[int, ...]]
 # They come at once, and nobody else hears of the replica meanwhile: with more it would be taken for one that hangs.
 MOST_LOGPROBS_OF_A_PROMPT = 1_000_000
 # Of a request, those of its prompts and those of answers that are told whole: each takes some 140 bytes until then.
 MOST_LOGPROBS = 2_000_000
+FIELDS_TOLD, LONGEST_FIELD = 16, 64  # of a body; characters: they may be megabytes, and an answer may take long
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,8 @@ def manner_of(body: Body) -> Manner:
 class RequestPlan:
     """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
     and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
-    thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two."""
+    thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two. ignored:
+    fields of it that nobody knows, the first of them."""
 
     manner: Manner
     prompts: Prompts
@@ -80,6 +80,7 @@ class RequestPlan:
     tools: Toolbox | None = None
     thinking: Thinking | None = None
     repeated: str | None = None
+    ignored: Sequence[str] = ()
 
     @property
     def follows(self) -> str:
@@ -90,10 +91,11 @@ class RequestPlan:
 def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
     """What the body of a `POST /v1/completions` asks for. Raises ApiError (400) for a field that cannot be honoured."""
     body = read_body(value, CompletionBody)
-    check(body)
+    refuse_unsupported(body)
     prompts = completion_prompts(body, card, backend)
     params = params_of(body, prompts, card, backend, body.grammar)
-    return RequestPlan(manner_of(body), for_each_choice(prompts, body), params, echoes_of(body, prompts, backend))
+    echoes = echoes_of(body, prompts, backend)
+    return RequestPlan(manner_of(body), for_each_choice(prompts, body), params, echoes, ignored=ignored_by(body))
 
 
 def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
@@ -113,7 +115,7 @@ def responses_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, r
 
 
 def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
-    check(body)
+    refuse_unsupported(body)
     parallel = body.parallel_tool_calls is not False
     tools = toolbox(card.tokenizer, body.tools or (), body.tool_choice, parallel, body.response_format)
     grammar = body.grammar if tools is None else tools.grammar
@@ -129,7 +131,8 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
     if body.tidar.trace:  # who watches tokens wants to find them in the text
         thoughts = None
     params = params_of(body, [prompt], card, backend, grammar, limit)
-    return RequestPlan(manner_of(body), for_each_choice([prompt], body), params, tools=tools, thinking=thoughts)
+    each = for_each_choice([prompt], body)
+    return RequestPlan(manner_of(body), each, params, tools=tools, thinking=thoughts, ignored=ignored_by(body))
 
 
 def params_of(
@@ -211,8 +214,5 @@ def echoes_of(body: CompletionBody, prompts: Prompts, backend: Tokenizer) -> lis
     ]
 
 
-def check(body: Body) -> None:
-    """Raise ApiError for whatever a request for an answer asks for that cannot be honoured."""
-    refuse_unsupported(body)
-    if body.ignored:
-        log.info("ignored unknown fields: %s", ", ".join(repr(name[:64]) for name in body.ignored[:16]))
+def ignored_by(body: Body) -> list[str]:
+    return [name[:LONGEST_FIELD] for name in body.ignored[:FIELDS_TOLD]]

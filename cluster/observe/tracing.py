@@ -9,17 +9,29 @@ Spans leave by OTLP over HTTP, from a thread of their own. Without a collector n
 """
 
 import asyncio
+import logging
 import os
 from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
-from opentelemetry.trace import NoOpTracerProvider, StatusCode, Tracer, TracerProvider
+from opentelemetry.trace import NoOpTracerProvider, StatusCode, Tracer, TracerProvider, get_current_span
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
+from cluster.errors import ApiError, cut
+from cluster.observe.seldom import Seldom
 from tidar_core.config import ConfigError
 
 FLUSH_SECONDS = 2.0
+UNREACHED_SECONDS = 60.0  # between two lines that say so
+LONGEST_REASON = 300  # characters
+# Where OpenTelemetry says what becomes of spans that it sends: on stderr, in five lines for each batch that it tries.
+SENDERS = ("opentelemetry.exporter.otlp", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE")
 UNTRACED = r"^[^/]*//[^/]*/(health|metrics)(\?|$)"  # asked for every few seconds
+
+log = logging.getLogger("ray.serve")
 
 
 def check_traces(collector: str | None) -> None:
@@ -34,7 +46,26 @@ def tracer_provider(collector: str | None, ingress: str) -> TracerProvider:
     OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER have their meaning; the collector is this one, whatever
     OTEL_EXPORTER_OTLP_ENDPOINT says. Raises ConfigError where the packages are missing.
     """
-    return NoOpTracerProvider() if collector is None else _provider(collector, ingress)
+    if collector is None:
+        return NoOpTracerProvider()
+    unreached = Unreached()
+    for name in SENDERS:
+        sender = logging.getLogger(name)
+        sender.handlers, sender.propagate = [unreached], False
+    return _provider(collector, ingress)
+
+
+class Unreached(logging.Handler):
+    """Says in Serve's log, now and then, that spans do not reach the collector."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seldom = Seldom(UNREACHED_SECONDS)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if times := self._seldom.times():
+            reason = cut(" ".join(record.getMessage().split()), LONGEST_REASON)
+            log.warning("spans do not reach the collector: %s%s", reason, f" ({times} failures)" if times > 1 else "")
 
 
 def _provider(collector: str, ingress: str) -> Any:
@@ -59,9 +90,12 @@ def trace_requests(app: FastAPI, provider: TracerProvider) -> None:
         return
     from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
+    # By itself it names attributes as OpenTelemetry did before 2023.
+    os.environ.setdefault("OTEL_SEMCONV_STABILITY_OPT_IN", "http")
     app.add_middleware(
         OpenTelemetryMiddleware,  # type: ignore[arg-type]  # its `app` has no type
         tracer_provider=provider,
+        default_span_details=lambda scope: (span_name(scope), {}),
         excluded_urls=UNTRACED,
         exclude_spans=["receive", "send"],
     )
@@ -72,6 +106,48 @@ async def flush(provider: Any) -> None:
     if not isinstance(provider, NoOpTracerProvider):
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(provider.shutdown), FLUSH_SECONDS)
+
+
+def span_name(scope: Scope) -> str:
+    """Of an HTTP request, by its route once that is found: not by its path, of which a scanner has as many as it
+    likes."""
+    method = scope.get("method")
+    named = method if method in METHODS else "HTTP"
+    return f"{named} {route}" if (route := route_of(scope)) else named
+
+
+def route_of(scope: Scope) -> str:
+    """The route that was found for a request, with the prefix of the application; empty where none was."""
+    path = getattr(scope.get("route"), "path", "")
+    return f"{scope.get('root_path', '').rstrip('/')}{path}" if path else ""
+
+
+class RequestSpan:
+    """The span of the HTTP request within which this is made; `scope` is the request's."""
+
+    def __init__(self, scope: Scope):
+        self._scope = scope
+        self._span = get_current_span()
+        if (request_id := Headers(scope=scope).get("x-request-id")) is not None:  # Serve's own where a client sent none
+            self._span.set_attribute("tidar.http_request_id", request_id)
+
+    def routed(self) -> None:
+        """Its route is known by now, if it has one."""
+        if self._span.is_recording() and (route := route_of(self._scope)):
+            self._span.update_name(span_name(self._scope))
+            self._span.set_attribute("http.route", route)
+
+    def failed(self, error: ApiError) -> None:
+        """The client got this, in place of an answer or behind its beginning."""
+        if self._span.is_recording():
+            self._span.set_attribute("error.type", error.code or str(error.status))
+            self._span.set_status(StatusCode.ERROR, error.message)
+
+    def left(self) -> None:
+        """Nobody waits for it any more."""
+        if self._span.is_recording():
+            self.routed()
+            self._span.set_attribute("tidar.cancelled", True)
 
 
 class AttemptSpan:

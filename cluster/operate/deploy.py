@@ -61,6 +61,7 @@ LEAN = {
     "RAY_num_workers_soft_limit": "8",
     "RAY_task_events_report_interval_ms": "0",
 }
+WITH_IDS = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.request_ids:middlewares"}
 # A line a request and a call would cost time and push all else out of the logs.
 QUIET = {"enable_access_log": False}
 TAKEN = r"cannot bind socket \(.*?\) for \[(.*?)\]|Failed to bind to address '(.*?)'"  # HAProxy's, Serve's words
@@ -98,7 +99,7 @@ def up(options: UpOptions) -> None:
                 proxy: AbstractContextManager[dict[str, str]] = nullcontext({})
                 if address is None:
                     proxy = haproxy_settings(options.host, options.port, options.serve.most_ongoing, say_now)
-                with proxy as front, ray_cluster(address, say_now, interrupts, SHORT_WAYS | LEAN | front):
+                with proxy as front, ray_cluster(address, say_now, interrupts, SHORT_WAYS | LEAN | WITH_IDS | front):
                     fit.result()
                     if address is not None:
                         refuse_running_serve(address)

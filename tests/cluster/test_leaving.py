@@ -7,7 +7,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster import leaving
-from cluster.leaving import Leaving
+from cluster.leaving import Leaving, middlewares
+from cluster.request_ids import RequestIds
 
 IDLE_SECONDS = 1.5
 KEEP, CLOSE = (b"content-type", b"text/plain"), (b"connection", b"close")
@@ -100,3 +101,7 @@ def test_it_looks_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         assert proxy.looks == 1
 
     asyncio.run(run())
+
+
+def test_a_proxy_that_clients_leave_is_particular_about_ids_too() -> None:
+    assert {one.cls for one in middlewares()} == {Leaving, RequestIds}

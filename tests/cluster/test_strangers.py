@@ -146,6 +146,15 @@ def test_a_listed_site_reads_answers_streams_and_errors(stranger: httpx.Client, 
     assert "access-control-allow-origin" not in unlisted.headers
 
 
+def test_a_request_has_the_clients_id_where_that_can_be_one(stranger: httpx.Client, guarded: Guarded) -> None:
+    """Else anybody would write what he likes into each line of Serve's logs."""
+    for given, kept in (("mine-0001", True), ("ERROR no line", False), ("a" * 3000, False)):
+        answer = stranger.get("/v1/models", headers={"X-Request-Id": given, **guarded.headers})
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"]
+        assert (answer.headers["x-request-id"] == given) is kept
+
+
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://Example.org", "https://*.org", ""])
 def test_what_is_no_origin_is_refused_in_one_line(origin: str) -> None:
     with pytest.raises(ConfigError, match="origin"):

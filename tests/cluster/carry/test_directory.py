@@ -1,11 +1,13 @@
 """What an ingress knows of the replicas where some of them hang, sleep or are replaced."""
 
 import asyncio
+import gc
 import time
 from typing import Any
 
 import pytest
 from opentelemetry.trace import NoOpTracer
+from ray.serve.handle import DeploymentBroadcastResponse
 
 from cluster.card import ModelCard
 from cluster.carry import directory as room
@@ -284,3 +286,30 @@ def test_whoever_is_looked_at_hears_what_this_ingress_counted(card: ModelCard, m
         await directory.stop()
 
     asyncio.run(run())
+
+
+def test_who_leaves_before_all_have_told_their_metrics_leaves_no_traceback(card: ModelCard) -> None:
+    class Silent:
+        async def get_async(self) -> None:
+            await asyncio.sleep(60)
+
+    class Serves(Handle):
+        def broadcast(self, method: str, *args: object) -> Any:
+            async def found() -> list[Any]:
+                return [Silent(), Silent()]
+
+            return DeploymentBroadcastResponse(found(), asyncio.get_running_loop())
+
+    async def run() -> list[str]:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: complaints.append(said["message"]))
+        scrape = asyncio.create_task(Directory(Serves({"r0"}, card)).metrics())  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        scrape.cancel()
+        await asyncio.wait([scrape])
+        assert scrape.cancelled()
+        del scrape
+        gc.collect()
+        return complaints
+
+    assert asyncio.run(run()) == []

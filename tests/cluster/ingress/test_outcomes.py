@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError, full
+from cluster.ingress.api import answer_error
 from cluster.ingress.outcomes import Outcomes, outcome_of
 from cluster.observe.ingress_metrics import IngressMetrics, render
 from cluster.wire import completions_told
@@ -40,7 +41,13 @@ def metrics() -> IngressMetrics:
 
 @pytest.fixture
 def api(metrics: IngressMetrics) -> FastAPI:
+    return app_of(metrics)
+
+
+def app_of(metrics: IngressMetrics) -> FastAPI:
+    """Where requests end in all the ways that there are."""
     app = FastAPI()
+    app.add_exception_handler(ApiError, answer_error)
     app.add_middleware(Outcomes, metrics=metrics)
     follows = {
         "well": Piece(0, ("b",), Finish(FinishReason.STOP)),
@@ -67,6 +74,15 @@ def api(metrics: IngressMetrics) -> FastAPI:
     @app.post("/bug")
     async def bug() -> Response:
         raise KeyError("a secret")
+
+    @app.post("/lost/{why}")
+    async def lose(request: Request, why: str) -> Response:
+        outcome_of(request).model = "tiny"
+        raise ApiError(503, f"It is\n{why}.", code="not_ready")
+
+    @app.post("/too-many")
+    async def refuse_for_now() -> Response:
+        raise full()
 
     @app.post("/full")
     async def refuse() -> Response:
@@ -164,7 +180,7 @@ def test_a_client_that_reads_nothing_any_more_loses_its_answer(
         if message.get("body") == b"3":
             await asyncio.Event().wait()
 
-    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "asgi": {"version": "3.0"}}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/", "headers": [], "asgi": {"version": "3.0"}}
     asyncio.run(asyncio.wait_for(Outcomes(stream, metrics)(scope, stay, send), 60))
     assert closed == [3]
     assert counted(metrics) == {("", "499"): 1}

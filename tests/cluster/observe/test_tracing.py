@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -63,7 +64,7 @@ def test_every_attempt_that_is_given_up_has_ended_with_its_cause() -> None:
 def ask(guarded: Guarded, stream: bool, chat: bool = False, host: str | None = None, **more: Any) -> str:
     """The id of the trace that the client began."""
     trace_id = secrets.token_hex(16)
-    headers = {**guarded.headers, "traceparent": f"00-{trace_id}-{'1' * 16}-01"}
+    headers = {**guarded.headers, "traceparent": f"00-{trace_id}-{'1' * 16}-01", "X-Request-Id": f"id-{trace_id}"}
     if host is not None:
         headers["Host"] = host
     body = {"max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": stream, "model": "tiny", **more}
@@ -78,16 +79,19 @@ def ask(guarded: Guarded, stream: bool, chat: bool = False, host: str | None = N
 def test_a_request_is_a_span_within_the_clients_with_an_attempt_in_it(
     guarded: Guarded, collector: Collector, stream: bool, chat: bool, operation: str
 ) -> None:
-    request, attempt = sorted(
-        collector.of_trace(ask(guarded, stream, chat), lambda spans: len(spans) == 2), key=lambda span: span.parent
-    )
+    trace_id = ask(guarded, stream, chat)
+    request, attempt = sorted(collector.of_trace(trace_id, lambda spans: len(spans) == 2), key=lambda span: span.parent)
     if attempt.name != "attempt":
         request, attempt = attempt, request
     assert (request.parent, attempt.parent) == ("1" * 16, request.span_id)
     assert request.service == attempt.service == "tidar"
-    assert request.name == f"POST /v1/{'chat/' if chat else ''}completions"
+    route = f"/v1/{'chat/' if chat else ''}completions"
+    assert (request.name, request.attributes["http.route"]) == (f"POST {route}", route)
+    assert request.attributes["http.response.status_code"] == 200
+    assert request.attributes["tidar.http_request_id"] == f"id-{trace_id}"
     assert request.attributes["gen_ai.operation.name"] == operation
-    assert request.attributes["gen_ai.request.model"] == "tiny"
+    assert request.attributes["gen_ai.provider.name"] == "tidar"
+    assert request.attributes["gen_ai.request.model"] == request.attributes["gen_ai.response.model"] == "tiny"
     assert request.attributes["gen_ai.usage.output_tokens"] == 9
     assert request.attributes["gen_ai.usage.input_tokens"] > 0
     assert request.attributes["gen_ai.response.finish_reasons"] == ["length"]
@@ -102,8 +106,10 @@ def test_a_request_is_a_span_within_the_clients_with_an_attempt_in_it(
 def test_several_choices_are_several_attempts_and_a_refusal_is_none(guarded: Guarded, collector: Collector) -> None:
     spans = collector.of_trace(ask(guarded, True, n=3, temperature=1.0), lambda spans: len(spans) == 4)
     assert sorted(span.name for span in spans) == ["POST /v1/completions", *["attempt"] * 3]
-    (refused,) = collector.of_trace(ask(guarded, False, top_p=7), lambda spans: len(spans) > 0)
+    trace_id = ask(guarded, False, top_p=7)
+    (refused,) = collector.of_trace(trace_id, lambda spans: len(spans) > 0)
     assert refused.name == "POST /v1/completions"
+    assert refused.attributes["tidar.http_request_id"] == f"id-{trace_id}"
 
 
 def test_being_looked_at_leaves_no_span(guarded: Guarded, collector: Collector) -> None:
@@ -127,6 +133,24 @@ def test_without_a_collector_no_span_is_made() -> None:
     provider = tracer_provider(None, "here")
     assert isinstance(provider, NoOpTracerProvider)
     assert not provider.get_tracer("x").start_span("y").is_recording()
+
+
+def test_a_collector_that_is_away_is_a_line_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1.5")  # enough for a second try
+    with socket.socket() as taken:  # where nobody listens
+        taken.bind(("127.0.0.1", 0))
+        provider: Any = tracer_provider(f"http://127.0.0.1:{taken.getsockname()[1]}", "here")
+        with caplog.at_level("INFO", logger="ray.serve"):
+            for _ in range(2):
+                provider.get_tracer("x").start_span("y").end()
+                provider.force_flush()
+        provider.shutdown()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "ray.serve"]
+    assert line.startswith("spans do not reach the collector: ")
+    assert "refused" in line, "the first try said why"
+    assert "export" not in capfd.readouterr().err, "OpenTelemetry's own lines"
 
 
 def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
