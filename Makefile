@@ -6,7 +6,7 @@ ARGS ?=
 # more of the processor than the whole start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up install test check speed servers computing longest system-browser browser promtool clean
+.PHONY: up install test check speed servers computing longest system-browser browser promtool kustomize clean
 .DELETE_ON_ERROR:
 
 up: install
@@ -50,6 +50,11 @@ promtool: .venv/.test-installed
 		&& dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x --strip-components=3 -C bin ./usr/bin/promtool; fi >/dev/null 2>&1 \
 	|| echo "no promtool could be installed: the tests of the Prometheus rules will be skipped"
 
+# The manifests for Kubernetes are rendered by kustomize, or by kubectl, which holds it.
+kustomize:
+	@command -v kustomize >/dev/null 2>&1 || command -v kubectl >/dev/null 2>&1 \
+	|| echo "neither kustomize nor kubectl is installed: the tests of the manifests for Kubernetes will be skipped"
+
 check: .venv/.test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,7 +79,7 @@ speed: check computing browser
 servers: speed promtool
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING) $(SPEED)) $(ARGS)
 
-computing: .venv/.test-installed
+computing: .venv/.test-installed kustomize
 	OMP_NUM_THREADS=1 $(SIDE_BY_SIDE) worksteal $(addprefix --ignore=,$(LONGEST)) $(COMPUTING) $(ARGS)
 
 # A file each: what a file prepares for all of its tests takes minutes, and two processes would do it twice.

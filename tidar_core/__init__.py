@@ -1,19 +1,32 @@
 """TiDAR decoding on one device: token ids in, token ids out.
 
-Start with `layout.py`, one step of one sequence as arithmetic. `request.py` has the nouns, `sampling.py` the rule that
-fixes every token by prefix, parameters and seed (with `philox.py`, its random numbers, `penalties.py`, what changes the
-scores before it, and `bad_words.py`, what never comes), `grammar.py` what an answer may be made to follow
-(`grammar_compiling.py` compiles it, `json_patterns.py` the patterns within, `grammar_guard.py` at a safe distance),
-`text.py` the way from tokens to text, `prefixes.py` the names by which computed prefixes are found again. `config.py`
-describes a model and an engine, `transfer.py` the way to a device; `settings.py` reads what a user states of them,
-`memory.py` tells how much memory is free, `error_text.py` what an error says in a line; `files.py` writes files that
-appear whole or not at all, `signals.py` has the signals that ask for an end. The rooms: `engine` (scheduling and
-steps), `model` (decoder, weights, adapters), `kernels` (the operations of each device), `convert` (how a model gets its
-drafter), `bench` (what is measured, and how to repeat it). `cli.py` is the `tidar` command, `arguments.py` what its
-commands have in common, `terminal.py` how one shows an answer; `imports.py` spares time at every start; `data` has what
-is shipped: the default model's adapter, tiles that GPUs multiply by.
+Start with `layout.py`: one step of one sequence as arithmetic.
 
-Neither ray nor gradio is imported from here; the command line imports the cluster when it is asked to serve.
+    engine                scheduling and steps
+    model                 decoder, weights, adapters
+    kernels               the operations of each device
+    convert               how a model gets its drafter
+    bench                 what is measured, and how to repeat it
+    data                  what is shipped: the default model's adapter, tiles that GPUs multiply by
+
+    request.py            the nouns of a request and its answer
+    sampling.py           the rule that fixes every token by prefix, parameters and seed
+    philox.py             the random numbers of that rule
+    penalties.py          what changes the scores before the rule sees them; bad_words.py: what never comes
+    grammar.py            what an answer may be made to follow
+    grammar_compiling.py  compiles it; json_patterns.py: the patterns within; grammar_guard.py: in a process of its own
+    text.py               from tokens to text
+    prefixes.py           names by which computed prefixes are found again
+    config.py             describes a model and an engine; settings.py reads what a user states of them
+    transfer.py           the way to a device; memory.py: how much memory is free
+
+    cli.py                the `tidar` command; arguments.py: what its commands have in common
+    terminal.py           how a command shows an answer
+    imports.py            spares time at every start
+    error_text.py         what an error says in a line
+    files.py              writes files that appear whole or not at all; signals.py: the signals that ask for an end
+
+Neither ray nor gradio is imported from here. The command line imports the cluster when it is asked to serve.
 """
 
 import os

@@ -15,35 +15,47 @@ from tidar_core.config import ConfigError, Device, EngineConfig, GenerationConfi
 from tidar_core.imports import quick_imports
 from tidar_core.request import DraftMode, RequestError
 
-Model = Annotated[str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")]
+Model = Annotated[
+    str, typer.Option(help="A checkpoint's directory, a .gguf file, a hub id, or the default model's name.")
+]
 AdapterPath = Annotated[
     str,
-    typer.Option(help="The drafter: a directory, a tidar.json, 'default' (the model's own or one shipped) or 'none'."),
+    typer.Option(
+        help="The drafter: a directory, a tidar.json, 'none', or 'default': the model's own, or else one shipped for "
+        "it, or else none."
+    ),
 ]
 DType = Annotated[
-    ServedDType, typer.Option(help="Weights and arithmetic; float8 is for GPUs (Ada, Hopper), int8 and int4 for CPUs.")
+    ServedDType,
+    typer.Option(help="Type of weights and arithmetic. float8 is for GPUs (Ada, Hopper), int8 and int4 are for CPUs."),
 ]
 KV = Annotated[
-    KVDType, typer.Option("--kv-dtype", help="K/V pages: as the arithmetic, or float8, of half the size on a GPU.")
+    KVDType,
+    typer.Option(
+        "--kv-dtype",
+        help="Type of keys and values: the arithmetic's (model), or float8, which on a GPU takes half the memory.",
+    ),
 ]
 Makers = Annotated[
     GenerationConfig,
     typer.Option(
         "--generation-config",
-        help="Sampling where nothing is said: auto follows the model's makers, none OpenAI's defaults.",
+        help="Source of sampling values that are not given: the model's files (auto) or OpenAI's defaults (none).",
     ),
 ]
-DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto takes a GPU where there is one.")]
-Drafts = Annotated[DraftMode, typer.Option(help="auto: as much as pays here; off: none; full: everything.")]
+DeviceName = Annotated[Device, typer.Option(help="Where the model runs; auto uses a GPU if there is one.")]
+Drafts = Annotated[
+    DraftMode, typer.Option(help="auto: draft where that is faster; off: never draft; full: always draft.")
+]
 MOST_THREADS = max(64, 2 * (os.cpu_count() or 1))  # far more than processors only wait for each other
-Threads = Annotated[
-    int,
+Threads = Annotated[int, typer.Option(min=0, max=MOST_THREADS, help="CPU threads; 0: as many as torch uses by itself.")]
+Exact = Annotated[
+    bool,
     typer.Option(
-        min=0,
-        max=MOST_THREADS,
-        help="CPU threads of the engine; 0: its share of the node's, or as torch has it in one process.",
+        help="On a GPU, use matrix products whose results do not depend on the batch; --no-exact uses torch's."
     ),
 ]
+Graphs = Annotated[bool, typer.Option(help="On a GPU, run steps as CUDA graphs.")]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -12,10 +12,13 @@ from rich.console import Console
 
 from tidar_core.arguments import (
     KV,
+    MOST_THREADS,
     AdapterPath,
     DeviceName,
     Drafts,
     DType,
+    Exact,
+    Graphs,
     Makers,
     Model,
     Threads,
@@ -62,54 +65,84 @@ def up(
     also: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=ADAPTER: another adapter, for requests that ask for NAME; may be given again. `adapters` in a "
-            "config."
+            help="A further adapter of the same model, as NAME=ADAPTER, for requests whose `model` is NAME. Repeat it "
+            "for several. In a Serve config: `adapters`."
         ),
     ] = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=MODEL: another model, for requests that ask for NAME; may be given again. `models` in a config."
+            help="A further model, as NAME=MODEL, for requests whose `model` is NAME. Repeat it for several. In a "
+            "Serve config: `models`."
         ),
     ] = None,
-    replicas: Annotated[int, typer.Option(min=1, help="Engines; one a GPU where there are GPUs.")] = 1,
-    min_replicas: Annotated[int, typer.Option(min=0, help="With --max-replicas: 0 lets the model sleep.")] = 1,
-    max_replicas: Annotated[int | None, typer.Option(min=1, help="As many engines as the load wants, up to this.")] = (
-        None
-    ),
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="One port for the API and the playground.")] = 8000,
-    playground: Annotated[bool, typer.Option(help="The page, beside the API.")] = True,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines of each name that is served; each takes a GPU where there are GPUs.")
+    ] = 1,
+    min_replicas: Annotated[
+        int,
+        typer.Option(min=0, help="With --max-replicas: the fewest engines; 0 lets a model sleep while nobody asks."),
+    ] = 1,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="The most engines; their number then follows the load. Not with --replicas."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: on all addresses.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the API and the playground.")] = 8000,
+    playground: Annotated[
+        bool, typer.Option(help="Serve the playground too; --no-playground serves the API alone.")
+    ] = True,
     dtype: DType = "bfloat16",
     kv_dtype: KV = "model",
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
-    threads: Threads = 0,
-    reasoning: Annotated[bool, typer.Option(help="Tell a model's thoughts apart from its answer in chats.")] = True,
-    exact: Annotated[bool, typer.Option(help="On a GPU: the same bits in any batch, or torch's products.")] = True,
-    graphs: Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")] = True,
-    max_model_len: Annotated[int, typer.Option(min=0, help="Positions a request may use; 0: the model's.")] = 0,
-    max_running: Annotated[int, typer.Option(min=1, help="Answers that each engine decodes at once.")] = (
+    threads: Annotated[
+        int,
+        typer.Option(min=0, max=MOST_THREADS, help="CPU threads of each engine; 0: an equal share of its node's CPUs."),
+    ] = 0,
+    reasoning: Annotated[
+        bool,
+        typer.Option(help="Separate a model's thoughts from its answers; --no-reasoning leaves them in the text."),
+    ] = True,
+    exact: Exact = True,
+    graphs: Graphs = True,
+    max_model_len: Annotated[
+        int, typer.Option(min=0, help="Tokens of a request and its answer together; 0: as many as the model allows.")
+    ] = 0,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers that each engine decodes at once; others wait.")] = (
         EngineConfig().max_running
     ),
     cache_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens whose K/V each engine holds; 0: what a share of the memory allows.")
+        int,
+        typer.Option(
+            min=0,
+            help="For how many tokens each engine holds keys and values; 0: as many as a share of the memory holds.",
+        ),
     ] = 0,
     generation_config: Makers = "auto",
-    name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for clients.", show_default="from --model")
+    ] = None,
     max_ongoing: Annotated[
-        int, typer.Option(min=1, help="Answers under way for each engine, running or not, before a 429.")
+        int,
+        typer.Option(min=1, help="Answers under way per engine, running or waiting; beyond that requests get a 429."),
     ] = 1024,
     priorities: Annotated[
-        bool, typer.Option(help="Requests may go before others by their `priority`, and take their places.")
+        bool, typer.Option(help="Let requests go before others by their `priority`, and take their places.")
     ] = False,
-    api_keys: Annotated[str | None, typer.Option(help="A file of API keys, one a line.")] = None,
-    metrics_keys: Annotated[str | None, typer.Option(help="A file of keys for /metrics alone.")] = None,
+    api_keys: Annotated[
+        str | None, typer.Option(help="A file of API keys, one per line; requests then need one of them.")
+    ] = None,
+    metrics_keys: Annotated[
+        str | None, typer.Option(help="A file of keys for /metrics, one per line; API keys do not open it then.")
+    ] = None,
     cors_origin: Annotated[
-        list[str] | None, typer.Option(help="A web site whose scripts may use the API; may be given again.")
+        list[str] | None,
+        typer.Option(help="A web site whose scripts may use the API; '*' for all. Repeat it for several."),
     ] = None,
     traces: Annotated[
-        str | None, typer.Option(help="An OpenTelemetry collector for spans of requests: http://collector:4318.")
+        str | None,
+        typer.Option(help="An OpenTelemetry collector that gets spans of requests, as http://collector:4318."),
     ] = None,
 ) -> None:
     """Serve models: the OpenAI API at /v1 and the playground at /playground, on Ray Serve.
@@ -158,14 +191,19 @@ def named(pairs: list[str], option: str, kind: str) -> dict[str, str]:
 @app.command()
 def status(
     address: Annotated[str, typer.Option(help="Where the API is.")] = "http://127.0.0.1:8000",
-    key: Annotated[str | None, typer.Option(envvar="TIDAR_API_KEY", help="An API key, where one is wanted.")] = None,
-    metrics_key: Annotated[
-        str | None, typer.Option(envvar="TIDAR_METRICS_KEY", help="One of --metrics-keys, where those differ.")
+    key: Annotated[
+        str | None, typer.Option(envvar="TIDAR_API_KEY", help="An API key, if the server requires one.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as to a pipe.")] = False,
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(envvar="TIDAR_METRICS_KEY", help="A key for /metrics, if the server has --metrics-keys."),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and end, as it also does where the output is no terminal.")
+    ] = False,
 ) -> None:
-    """Show what a running server serves: model, replicas, load, tokens per second, acceptance; on a terminal until
-    Ctrl-C."""
+    """Show what a running server serves: model, replicas, load, tokens per second, acceptance. On a terminal it goes on
+    until Ctrl-C."""
     with user_errors():
         try:
             from cluster.operate.status import show_status
@@ -178,7 +216,8 @@ def status(
 def check(
     files: Annotated[list[Path], typer.Argument(help="Serve config files, or RayService manifests.")],
 ) -> None:
-    """Check Serve config files before a cluster gets them: Ray drops unknown keys silently. Exit status 1 if wrong."""
+    """Find mistakes in Serve config files before a cluster gets them: Ray silently drops unknown keys. Exit status 1 if
+    there are any."""
     with user_errors():
         try:
             from cluster.operate.check import check_file
@@ -203,21 +242,25 @@ def generate(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens up to this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k likeliest tokens; 0: among all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling: the same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as text, without the chat template.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print the answer alone.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print the answer alone, without colours and figures.")
+    ] = False,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     drafts: Drafts = "auto",
     threads: Threads = 0,
     generation_config: Makers = "auto",
 ) -> None:
-    """Answer one prompt here, without a server; held drafts, the model's own tokens and rejected drafts in colour.
+    """Answer one prompt here, without a server. Colours tell drafts that held, the model's own tokens and rejected
+    drafts apart.
 
-    Greedy unless --temperature is given; the rest that is not given is as a server has it (--generation-config).
+    Decoding is greedy unless --temperature is given. Other sampling values that are not given are those of a server
+    (--generation-config).
     """
     with user_errors():
         from tidar_core.terminal import print_answer

@@ -149,7 +149,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
-                raise RequestError(f"{name} must lie between 0 and {MAX_LOGPROBS}, so many a token", name)
+                raise RequestError(f"{name} must lie between 0 and {MAX_LOGPROBS} per token", name)
         if not 0.0 <= self.draft_trust <= 1.0:
             raise RequestError("draft_trust must lie between 0 and 1", "tidar.draft_trust")
         if self.draft_trust < 1.0 and self.drafts == "off":

@@ -55,10 +55,15 @@ class Replicas(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """silence: a replica that says nothing for so many seconds hangs, if others are there. give_up: a stream may be
-    without a replica, or at one that is the only one and says nothing, for so many, or where none has had it yet for
-    `wake`, if that is longer; what none has had is not kept once none is there, unless the model may sleep. losses: it
-    may lose so many replicas without a new token, lest a request that breaks engines goes round."""
+    """How long a stream waits before it moves or is given up; times in seconds.
+
+    silence: a replica that says nothing for this long counts as hanging, if there are others.
+    give_up: how long a stream may be without a replica, or at a silent one that is the only one.
+    wake: how long a stream that no replica has had yet may wait, if that is longer than `give_up`. It is not kept once
+        no replica is there, unless the model may sleep.
+    losses: a stream that has lost this many different replicas without a new token in between is given up, so that a
+        request which breaks engines does not go from one to the next for ever.
+    """
 
     silence: float
     give_up: float

@@ -65,12 +65,15 @@ async def read_raw(request: Request, limit: int) -> bytes:
         raise ApiError(415, "The request needs the header `Content-Type: application/json`.", code="not_json")
     packed = request.headers.get("content-encoding", "identity").strip().lower()
     if packed != "identity":
-        message = f"The server unpacks no bodies: send this one without `Content-Encoding: {packed[:20]}`."
-        raise ApiError(415, message, code="compressed")
+        raise ApiError(
+            415,
+            f"Compressed request bodies are not supported: send this one without `Content-Encoding: {packed[:20]}`.",
+            code="compressed",
+        )
     refusal = ApiError(413, f"The request body is larger than {limit} bytes.", code="body_too_large")
     stated = request.headers.get("content-length", "0")
     if not stated.isdecimal():
-        raise bad_request("content-length is no number")
+        raise bad_request("invalid Content-Length")
     digits = stated.lstrip("0")  # of which Python makes no number where they are thousands
     if len(digits) > len(str(limit)) or int(digits or "0") > limit:
         raise refusal

@@ -130,7 +130,7 @@ class KeyGuard:
             keys = Keys(self._api.keys(), self._metrics.keys())
             if not keys.admit(route_of(scope), given.strip() if scheme.lower() == "bearer" else None):
                 error = ApiError(
-                    401, "This server wants an API key: send it as a bearer token.", code="invalid_api_key"
+                    401, "This server requires an API key: send it as a bearer token.", code="invalid_api_key"
                 )
                 response = error.response()
                 response.headers["WWW-Authenticate"] = "Bearer"

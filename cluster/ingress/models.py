@@ -92,7 +92,8 @@ class Models:
         await asyncio.gather(*(served.directory.stop() for served in self._served.values()))
 
     def serves(self) -> bool:
-        """Whether some request has somebody to answer it; at first, whether every name had already."""
+        """Whether at least one name can be answered now. Until `SETTLE_SECONDS` after the start, every name must also
+        have been answerable once."""
         found = {name for name, served in self._served.items() if served.directory.serves}
         self._met |= found
         settled = self._met == set(self._served) or time.monotonic() - self._began > SETTLE_SECONDS

@@ -149,7 +149,7 @@ def params_of(
         raise bad_request(f"prompts times n may be at most {MAX_PROMPTS}", "n")
     check_logprobs_of(body, max(map(len, prompts)))
     wishes = token_wishes(body, card, backend)
-    # Each prompt by a seed of its own, where none is given: equal prompts shall have answers as unlike as any.
+    # Without a given seed each prompt gets its own, so that equal prompts get different answers.
     seed = secrets.randbits(SEED_BITS)
     each = [
         sampling_params(body, card, len(prompt), (seed + number) % 2**SEED_BITS, grammar, wishes, limit)

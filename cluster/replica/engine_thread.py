@@ -32,9 +32,9 @@ Deliver = Callable[[Sequence[Event], int], None]
 class EngineThread:
     """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
 
-    `deliver` is called on the engine's thread, once a step with all that it brought and the rows that it computed, and
-    of no rows with a refusal or a failure, the latter also by whoever submits afterwards. After a failure `failure` is
-    set, a `Failure` was delivered, and nothing is served any more.
+    `deliver` is called once after each step, on the engine's thread, with all events of the step and the number of rows
+    that it computed. Refusals and failures are delivered with 0 rows. After a failure `failure` is set, a `Failure` was
+    delivered, and nothing is served any more; `submit` then delivers a `Failure` itself, on its caller's thread.
     """
 
     def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):

@@ -133,7 +133,8 @@ class Choice:
             yield self._with_share("")
 
     def _with_share(self, part: Part) -> tuple[Part, Share]:
-        """With it goes what waits: it was waiting for this text, or is no text's."""
+        """The part, and the log-probabilities that go out with it. Those that wait go with the next text: they belong
+        to it, or to no text at all. A part that is not text takes none."""
         share, self.waiting = self.waiting, ()
         return part, share if isinstance(part, str) else ()
 

@@ -95,7 +95,8 @@ def thought_limit(
     if thinking is not None:
         return ThoughtLimit(thinking.begin, thinking.end, thinking.begun, tokens)
     if tags(tokenizer) is None:
-        raise bad_request(f"{BUDGET}: this model's chat template tells no thoughts apart that could be limited", BUDGET)
+        message = f"this model has no reasoning section the server can recognize, so {BUDGET} cannot be applied"
+        raise bad_request(message, BUDGET)
     return None
 
 

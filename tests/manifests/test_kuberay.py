@@ -29,8 +29,10 @@ GPU_OVERLAYS = {"h100": "H100", "h200": "H200"}
 CRD = os.environ.get("KUBERAY_CRD")
 KUSTOMIZE = next(([tool, *words] for tool, words in (("kustomize", ["build"]), ("kubectl", ["kustomize"]))
                   if shutil.which(tool)), None)  # fmt: skip
-pytestmark = pytest.mark.skipif(KUSTOMIZE is None, reason="neither kustomize nor kubectl is here")
-needs_crd = pytest.mark.skipif(CRD is None, reason="KUBERAY_CRD names no CRD of RayService")
+pytestmark = pytest.mark.skipif(KUSTOMIZE is None, reason="neither kustomize nor kubectl is installed")
+needs_crd = pytest.mark.skipif(
+    CRD is None, reason="KUBERAY_CRD is not set: it names a file with KubeRay's CRD of RayService"
+)
 
 Document = dict[str, Any]
 

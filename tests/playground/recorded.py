@@ -225,7 +225,7 @@ def api(server: RecordedServer) -> FastAPI:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         if server.metrics_key and request.headers.get("authorization") != f"Bearer {server.metrics_key}":
-            return JSONResponse({"error": {"message": "This server wants an API key."}}, 401)
+            return JSONResponse({"error": {"message": "This server requires an API key."}}, 401)
         pages = server.metrics or [""]
         return Response(pages.pop(0) if len(pages) > 1 else pages[0], media_type="text/plain")
 

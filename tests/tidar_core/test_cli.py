@@ -36,6 +36,13 @@ def test_help_says_what_each_command_is_for(command):
     assert len(result.output) > 200
 
 
+@pytest.mark.parametrize(
+    ("command", "default"), [("acceptance", "humaneval"), ("decode", "1, 8, 32"), ("steps", "all")]
+)
+def test_help_says_what_an_option_is_that_is_not_given(command, default):
+    assert f"default: ({default})" in tidar("bench", command, "--help").output
+
+
 def test_an_answer_is_the_same_with_and_without_drafts(model):
     answers = set()
     for drafts in ("off", "full"):

@@ -9,11 +9,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidar_core.arguments import KV, AdapterPath, DeviceName, Drafts, DType, Model, Threads, load, user_errors
-from tidar_core.bench.choices import DTypeChoice, KVChoice
-from tidar_core.bench.device_command import (
+from tidar_core.arguments import (
+    KV,
+    AdapterPath,
+    DeviceName,
+    Drafts,
+    DType,
     Exact,
     Graphs,
+    Model,
+    Threads,
+    load,
+    user_errors,
+)
+from tidar_core.bench.choices import DTypeChoice, KVChoice
+from tidar_core.bench.device_command import (
     JsonFile,
     OverlapLaunches,
     OverlapSteps,
@@ -51,8 +61,9 @@ def exact(
 ) -> None:
     """Check on HumanEval prompts that drafts never change the text: off, auto and full, alone and in a batch.
 
-    Greedy against transformers' generate in fp32 (near ties counted apart), sampled and in bf16 against our own
-    plain decoding, bit for bit. Exit status 1 if any answer differs.
+    Greedy answers in fp32 are compared with transformers' generate (near ties are counted separately). Sampled answers,
+    and all answers in bf16, are compared bit for bit with this engine's own plain decoding. Exit status 1 if any answer
+    differs.
     """
     with user_errors():
         from tidar_core.bench.exact import run_exact, shows_drafts
@@ -97,19 +108,20 @@ def acceptance(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
     prompt_set: Annotated[
-        list[PromptSet] | None, typer.Option("--set", help="Prompt set; repeat it for several. [default: humaneval]")
+        list[PromptSet] | None,
+        typer.Option("--set", help="Prompt set; repeat it for several.", show_default="humaneval"),
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts of each set, at most.")] = 164,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts of each set at most.")] = 164,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 256,
     temperature: Temperature = 0.0,
     drafts: Drafts = "full",
-    block: Annotated[int, typer.Option(min=0, help="Slots a proposal at most; 0: what the drafter has.")] = 0,
+    block: Annotated[int, typer.Option(min=0, help="Slots per proposal at most; 0: the drafter's block length.")] = 0,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per step in the chat template, end of sequence honoured."""
+    """Tokens per step with the chat template; answers end where the model ends them."""
     with user_errors():
         from tidar_core.bench.acceptance import measure_acceptance
         from tidar_core.bench.prompts import read_set
@@ -145,14 +157,20 @@ def _figures(value: object) -> str:
 def decode(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.", show_default="1, 8, 32")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
     temperature: Temperature = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Where tokens are sampled; 0 for all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Where tokens are sampled.")] = 1.0,
-    full: Annotated[bool, typer.Option(help="Full drafts too: slow where rows are dear.")] = True,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0: among all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Sample among the likeliest tokens up to this mass.")
+    ] = 1.0,
+    full: Annotated[
+        bool, typer.Option(help="Measure full drafts too, which are slow where rows are expensive.")
+    ] = True,
     exact: Exact = True,
     graphs: Graphs = True,
     overlap_steps: OverlapSteps = None,
@@ -163,7 +181,7 @@ def decode(
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second on HumanEval prompts in the chat template: drafts off, auto and full in turn."""
+    """Tokens per second on HumanEval prompts with the chat template: drafts off, auto and full in turn."""
     with user_errors():
         from tidar_core.bench.decode import measure_decode
         from tidar_core.bench.prompts import human_eval_prompts
@@ -205,20 +223,25 @@ def decode(
 def perplexity(
     model: Model = DEFAULT_MODEL,
     text: Annotated[
-        Path | None, typer.Option(help="A text, its paragraphs taken apart. [default: the three prompt sets]")
+        Path | None, typer.Option(help="A text file, measured by paragraph.", show_default="the three prompt sets")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many texts, of each set.")] = 40,
+    prompts: Annotated[int, typer.Option(min=1, help="How many paragraphs, or prompts of each set.")] = 40,
     dtype: Annotated[
-        list[DTypeChoice] | None, typer.Option(help="Repeat it to compare. [default: those of the device]")
+        list[DTypeChoice] | None,
+        typer.Option(
+            help="Type of weights; repeat it to compare several.",
+            show_default="bfloat16, int8 and int4; on a GPU bfloat16 and float8",
+        ),
     ] = None,
     kv_dtype: Annotated[
-        list[KVChoice] | None, typer.Option(help="K/V pages; each is combined with each dtype.")
+        list[KVChoice] | None,
+        typer.Option(help="Type of keys and values; each is combined with each --dtype.", show_default="model"),
     ] = None,
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What weights in fewer bits cost in quality: perplexity of the same texts in several dtypes."""
+    """What weights in fewer bits cost in quality: the perplexity of the same texts in several dtypes."""
     with user_errors():
         from tidar_core.bench.perplexity import measure_perplexity
         from tidar_core.bench.prompts import read_set, read_text
@@ -273,18 +296,24 @@ def prefix(
 def policy(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts whose answers are walked through.")] = 16,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sequences at once; repeat it for several.", show_default="1, 4, 8, 16, 32"),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts whose answers the simulation follows.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens for each prompt at most.")] = 128,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens that each setting is walked through.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens simulated with each setting.")] = 2000,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """What the draft policy is worth: simulated on this machine's step costs, as real steps are found to take them at
-    each batch, and on how far real drafts held, against drafts off, full, the best fixed shape, and an oracle that
-    knows what holds."""
+    """What the draft policy is worth: a simulation against drafts off, drafts full, the best fixed shape, and an oracle
+    that knows what holds.
+
+    It uses this machine's step costs, corrected by real steps that are measured at each batch, and how far real drafts
+    held.
+    """
     with user_errors():
         from tidar_core.bench.policy import run_policy_bench
         from tidar_core.bench.prompts import human_eval_prompts
@@ -327,14 +356,14 @@ def _told(shape: Shape) -> str:
 def soak(
     model: Model = DEFAULT_MODEL,
     adapter: AdapterPath = "default",
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long requests come.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.05, help="How long requests are sent.")] = 5.0,
     dtype: DType = "bfloat16",
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Minutes of mixed traffic on one engine: requests lost, memory gained. Exit status 1 if any was lost or
-    ended in an error."""
+    """Minutes of mixed traffic on one engine: how many requests were lost, and how much memory grew. Exit status 1 if a
+    request was lost or ended in an error."""
     with user_errors():
         from tidar_core.bench.prompts import human_eval_prompts
         from tidar_core.bench.soak import run_soak

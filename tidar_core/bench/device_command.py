@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tidar_core.arguments import DeviceName, Model, Threads, user_errors
+from tidar_core.arguments import DeviceName, Exact, Model, Threads, user_errors
 from tidar_core.config import DEFAULT_MODEL, ConfigError
 from tidar_core.files import write_atomically
 
@@ -26,31 +26,34 @@ def in_a_folder(path: Path | None) -> Path | None:
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json", dir_okay=False, writable=True, callback=in_a_folder, help="Write the figures here as a record."
+        "--json", dir_okay=False, writable=True, callback=in_a_folder, help="Also write the figures to this file."
     ),
 ]
 
 Shapes = Annotated[
-    list[str] | None, typer.Option("--shape", help="A model's shape; repeat it for several. [default: all]")
+    list[str] | None, typer.Option("--shape", help="Shape of a model; repeat it for several.", show_default="all")
 ]
-Graphs = Annotated[bool, typer.Option(help="On a GPU: steps as CUDA graphs.")]
-OverlapSteps = Annotated[bool | None, typer.Option(help="Plan the next step while one runs.", show_default="on a GPU")]
+OverlapSteps = Annotated[
+    bool | None, typer.Option(help="Plan the next step while the current one runs.", show_default="on a GPU")
+]
 OverlapLaunches = Annotated[
-    bool, typer.Option(help="On a GPU that can (Hopper's): kernels begin while the one before still runs.")
+    bool, typer.Option(help="On a GPU that can do so (Hopper), let a kernel begin while the previous one still runs.")
 ]
-Exact = Annotated[bool, typer.Option(help="On a GPU: products that give a row the same bits in any batch, or torch's.")]
 
 
 def training(
     model: Model = DEFAULT_MODEL,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are counted.")] = 5,
-    rows: Annotated[int, typer.Option(min=0, help="Mask rows a step, in whole documents; 0: by device.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to measure.")] = 5,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Mask rows per step, in whole documents; 0: a number that suits the device.")
+    ] = 0,
     device: DeviceName = "auto",
     threads: Threads = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Mask rows a second of the drafter's training here, on random text, and what the time goes to."""
+    """How many mask rows per second the training of a drafter goes through here, on random text, and where the time
+    goes."""
     with user_errors():
         from tidar_core.bench.training import run_training_bench
 
@@ -76,10 +79,10 @@ def gpu(
     minutes: Annotated[float, typer.Option(min=0.1, help="Time for everything.")] = 8.0,
     json_file: JsonFile = None,
 ) -> None:
-    """All that only a GPU can tell, the most needed first: kernels, decoding, step times, exactness.
+    """Measure what only a GPU can show, the most important first: kernels, decoding, step times, exactness.
 
-    Each phase is a bench command in a process of its own; the record is written after each of them, to
-    tidar-gpu-DATE.json here where no other file is named. Exit status 1 if a phase failed.
+    Each phase is a bench command in a process of its own. After each of them the record is written, to
+    tidar-gpu-DATE.json in the current folder unless --json names another file. Exit status 1 if a phase failed.
     """
     with user_errors():
         from datetime import UTC, datetime
@@ -110,15 +113,15 @@ def steps(
         float | None,
         typer.Option(
             min=0,
-            help="MiB of the next product's weights that each product prefetches, in steps of few rows.",
+            help="MiB of the next product's weights that each product prefetches in steps of few rows.",
             show_default="as an engine's",
         ),
     ] = None,
     float8: Annotated[bool, typer.Option("--float8", help="Weights and K/V in 8 bits.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """What a step costs on this GPU by its rows and its context, and how soon a long prompt is read. Exit status 1 if
-    some of it could not be measured."""
+    """How long a step takes on this GPU, by rows and context, and how long a long prompt takes. Exit status 1 if some
+    of it could not be measured."""
     with user_errors():
         from tidar_core.bench.kernels import require_gpu
 
@@ -156,11 +159,15 @@ def _shapes(named: list[str] | None, *, whole_steps: bool = False) -> tuple[str,
 
 def kernels(
     shape: Shapes = None,
-    measure: Annotated[bool, typer.Option(help="Times and fp32 too; without, the checks in bf16 alone.")] = True,
-    tune: Annotated[bool, typer.Option(help="Search for better tiles too: what is found is in the record.")] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Measure times too, and check fp32 too; --no-measure only checks bf16.")
+    ] = True,
+    tune: Annotated[
+        bool, typer.Option(help="Also search for better tile sizes; the record has what was found.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Hold every Triton kernel against its oracle and against this GPU's limits. Exit status 1 if one is wrong."""
+    """Compare every Triton kernel with its oracle and with this GPU's limits. Exit status 1 if one is wrong."""
     with user_errors():
         from tidar_core.bench.kernels import run_kernel_bench, show_kernel_bench
 

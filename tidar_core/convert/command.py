@@ -32,104 +32,136 @@ OF_DRAFTERS = (
 def convert_command(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A checkpoint's directory, a .gguf file, a hub id, or the default model.")
+        str, typer.Argument(help="A checkpoint's directory, a .gguf file, a hub id, or the default model's name.")
     ] = DEFAULT_MODEL,
-    out: Annotated[Path, typer.Option(help="The folder that the adapter goes to; the work lies beside it.")] = Path(
-        "drafter"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The folder for the result. Intermediate work goes beside it, to OUT.work.")
+    ] = Path("drafter"),
     minutes: Annotated[
-        float, typer.Option(min=0.1, max=MOST_MINUTES, help="Time for everything, earlier runs included.")
+        float, typer.Option(min=0.1, max=MOST_MINUTES, help="Time for gathering and training, earlier runs included.")
     ] = 60.0,
     own_tokens: Annotated[
         int,
         typer.Option(
             min=0,
-            help="Tokens of its own words to gather, without --steps in 90 % of the time at most; 0: as many as 45 % "
-            "hold.",
+            help="How many tokens of self-generated text to gather. Without --steps, gathering stops at 90 % of "
+            "--minutes. 0: gather for 45 % of --minutes.",
         ),
     ] = 0,
-    steps: Annotated[int, typer.Option(min=0, help="Training steps; 0: what fits into the rest of the time.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Training steps; 0: as many as fit into the rest of --minutes.")
+    ] = 0,
     answer_tokens: Annotated[
         int,
         typer.Option(
-            min=16, help="Tokens of an answer of its own, at most; never more than half of the model's positions."
+            min=16, help="Longest self-generated answer, in tokens; never more than half of the model's positions."
         ),
     ] = 320,
     prompts: Annotated[
-        Path | None, typer.Option(help='Questions to answer besides its own: one a line, plain or {"prompt": …}.')
+        Path | None, typer.Option(help='A file of further questions to answer: one per line, plain or {"prompt": …}.')
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="Text to learn from besides its own words.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Where the token shards are; later runs may use them too.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to learn from besides the self-generated text.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the gathered text, which later runs may use too.", show_default="OUT.work/data"),
+    ] = None,
     start: Annotated[
         str,
         typer.Option(
-            help="Go on from an adapter: its directory, or 'default'. Its rank and slot head stay; one "
-            "without such a head gets one of --slot-head."
+            help="Continue training this adapter: a directory, or 'default'. Keeps its rank and slot head; an adapter "
+            "without a slot head gets one of width --slot-head."
         ),
     ] = "none",
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter.")] = 32,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of a new adapter.")] = 32,
     projections: Annotated[
         str,
         typer.Option(
-            help="What it adapts, or what is kept of --start: all, or some of qkv,o,gate_up,down; of qkv,o,expert "
-            "where the model has experts."
+            help="What a new adapter adapts, or what is kept of --start: all, or some of qkv,o,gate_up,down (for "
+            "mixtures of experts: of qkv,o,expert)."
         ),
     ] = "all",
-    layers: Annotated[str, typer.Option(help="In which layers: all, or numbers from 0 on, as in 0,20-29.")] = "all",
-    block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots a proposal.")] = 8,
+    layers: Annotated[
+        str, typer.Option(help="Layers that are adapted: all, or numbers from 0 on, as in 0,20-29.")
+    ] = "all",
+    block_length: Annotated[int, typer.Option(min=2, max=16, help="Slots (masked positions) per proposal.")] = 8,
     block_sizes: Annotated[
         Literal["whole", "mixed", "growing"],
-        typer.Option(help="Slots of the blocks it learns from: all, any number from 2 on, or more and more."),
+        typer.Option(
+            help="Slots per block in training: whole: always --block-length; mixed: any number from 2 up to it; "
+            "growing: first 2, then more until it is reached."
+        ),
     ] = "whole",
     slot_head: Annotated[
         int,
         typer.Option(
-            min=0, max=WIDEST_SLOT_HEAD, help="Width of the head that corrects a slot by the token before it; 0: none."
+            min=0,
+            max=WIDEST_SLOT_HEAD,
+            help="Width of the slot head, which corrects a slot's guess by the token before it; 0: no slot head.",
         ),
     ] = 256,
     within_block: Annotated[
-        WithinBlock, typer.Option(help="Whether slots see each other both ways or only the earlier ones.")
+        WithinBlock,
+        typer.Option(help="bidirectional: a slot sees all slots of its block; causal: only the earlier ones."),
     ] = "bidirectional",
-    anchors: Annotated[int, typer.Option(min=1, help="Mask blocks behind each document in a step, at most.")] = 64,
+    anchors: Annotated[int, typer.Option(min=1, help="Mask blocks per document in a training step at most.")] = 64,
     kl_share: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="KL's share of the loss; the rest is total variation.")
+        float, typer.Option(min=0.0, max=1.0, help="Share of KL divergence in the loss; the rest is total variation.")
     ] = 1.0,
     slot_weights: Annotated[
         Literal["decay", "product"],
-        typer.Option(help="How later slots count: falling by a fixed rate, or by how often they are reached."),
+        typer.Option(
+            help="Weight of later slots in the loss: decay: falls at a fixed rate; product: how likely a slot is to be "
+            "reached."
+        ),
     ] = "decay",
     mode: Annotated[
         Literal["adapter", "full"],
-        typer.Option(help="A drafter that leaves the text alone, or the paper's joint training of the whole model."),
+        typer.Option(
+            help="adapter: a drafter that leaves the model's text as it is; full: train all weights, as the paper does."
+        ),
     ] = "adapter",
     learning_rate: Annotated[
-        float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3, and 1e-5 in full mode.")
+        float, typer.Option(min=0.0, help="Highest learning rate; 0: 1.5e-3 (adapter) or 1e-5 (full).")
     ] = 0.0,
     rows: Annotated[
         int,
-        typer.Option(min=0, help="Mask rows a step, in whole documents. 0: by device; in full mode tokens, 0: 4096."),
+        typer.Option(
+            min=0,
+            help="Mask rows per training step, in whole documents; 0: a number that suits the device. With --mode "
+            "full: tokens per step; 0: 4096.",
+        ),
     ] = 0,
     rows_at_once: Annotated[
-        int, typer.Option(min=0, help="Mask rows held in memory at once; less needs less memory. 0: by device.")
+        int,
+        typer.Option(
+            min=0, help="Mask rows in memory at once; fewer need less memory. 0: a number that suits the device."
+        ),
     ] = 0,
     generator: Annotated[
         Literal["engine", "transformers"], typer.Option(help="What generates the text; the engine is faster.")
     ] = "engine",
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Fixes the questions, the anchors and the start.")
+        int,
+        typer.Option(
+            min=0, max=LARGEST_SEED, help="Fixes the questions, the anchors and the new adapter's first weights."
+        ),
     ] = 0,
-    dtype: Annotated[DTypeName, typer.Option(help="The base's weights and arithmetic.")] = "bfloat16",
-    device: Annotated[Device, typer.Option(help="Where it runs; auto takes a GPU where there is one.")] = "auto",
+    dtype: Annotated[DTypeName, typer.Option(help="Type of the base model's weights and arithmetic.")] = "bfloat16",
+    device: Annotated[Device, typer.Option(help="Where it runs; auto uses a GPU if there is one.")] = "auto",
     threads: Threads = 0,
     workers: Annotated[
         int,
-        typer.Option(min=1, help="Train on so many GPUs (or CPU workers) of a Ray cluster, each with --rows a step."),
+        typer.Option(
+            min=1, help="Train on this many GPUs (or CPU workers) of a Ray cluster; each adds --rows to a step."
+        ),
     ] = 1,
 ) -> None:
-    """Give a model its drafter: it writes its own questions and answers, and a small adapter learns to draft them.
+    """Make a drafter for a model: the model writes questions and answers, and a small adapter learns to draft them.
 
-    No data set is needed, and no token of the model's text changes. Started again, it goes on where it was; the
-    folder always has the best adapter so far and a model card of what was measured.
+    No data set is needed, and the model's text does not change. The same command started again continues where it
+    stopped. The folder always has the best adapter so far, and a model card that says what was measured.
     """
     console = Console(stderr=True)
     try:

@@ -18,7 +18,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
     step_cost.py          what a step costs, by its rows
     cost_cache.py         measured costs kept on disk, checked at the next start
 
-    row_layout.py         the rows that plans lay; kept while steps repeat
+    row_layout.py         what steps that lay the same rows share; kept while they repeat
     batch.py              plans -> the tensors of a forward pass, in one copy
     runner.py             the model on its device: hidden states, then the scores of chosen rows
     graphs.py             steps as CUDA graphs
@@ -27,7 +27,7 @@ Read first: `tidar_core/layout.py` (what one step is), then engine.py, scheduler
 
     grammars.py           compiles grammars, off the engine's thread
     constraint.py         follows a grammar through tokens and drafts
-    timed_calls.py        waits for what may take for ever, so long and no longer
+    timed_calls.py        waits for what may take for ever, but only so long
     thought_watch.py      ends thoughts that are long enough
 
     ops_choice.py         which kernels the engine runs on
@@ -44,11 +44,13 @@ A step is computed in one of two ways, and both must give the same tokens:
                     came true, `renew` puts its drafts into the state. The host launches the next step
                     (`Scheduler.plan_ahead`) before it reads the tokens, then commits as ever (`flight.settled`).
 
-A step runs on the device where steps overlap (`EngineConfig.overlap_steps`), every plan emits, and `flight.may_fly` is
-true of every sequence: nothing needs the host between two steps, as grammars, log-probabilities, bad words, min_tokens
-that is not reached, and `draft_trust` below 1 do. `carry`, `decide` and `renew` (`tidar_core.kernels.succession`) are
-`tidar_core.layout` on tensors: tests/tidar_core/kernels/test_succession.py checks it. That both ways give the same
-tokens and drafts is checked by tests/tidar_core/engine/test_flight.py (`test_the_same_is_said_and_drafted`).
+A step runs on the device if steps overlap (`EngineConfig.overlap_steps`), every plan emits, and `flight.may_fly` is
+true of every sequence. It is false where something needs the host between two steps: grammars, log-probabilities, bad
+words, `min_tokens` that is not reached yet, and `draft_trust` below 1.
+
+`carry`, `decide` and `renew` (`tidar_core.kernels.succession`) are `tidar_core.layout` on tensors;
+tests/tidar_core/kernels/test_succession.py checks that. tests/tidar_core/engine/test_flight.py
+(`test_the_same_is_said_and_drafted`) checks that both ways give the same tokens and drafts.
 
 K/V at positions below a sequence's cursor come from committed tokens under causal attention; mask rows never write
 pages; a rejected draft moves a cursor and nothing else.

@@ -158,11 +158,12 @@ class DraftPolicy:
         return shapes
 
     def took(self, size: StepSize, seconds: float) -> None:
-        """A real step of that size took so long: the curves were measured apart from all that goes on around them.
+        """Learn from a real step of this size that took `seconds`. The curves alone do not tell: they were measured
+        without all that goes on around a step.
 
-        What makes plain steps take longer does so to those with drafts, unless these were seen just now. What is known
-        of steps of one kind, with mask rows or without, fades while there are none, so that they get a new chance:
-        towards what plain steps take, and those towards the curves.
+        Plain steps and steps with mask rows each have a factor on the curves. While no step with mask rows comes, a
+        change in the plain factor changes theirs as well, and theirs fades towards it, so that drafts get a new
+        chance. While steps with mask rows come, a plain factor above 1 fades towards 1.
         """
         if size.unscored or not size.verify:
             return

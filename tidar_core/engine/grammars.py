@@ -159,9 +159,11 @@ class Grammars:
 
 
 def may_take_long(grammar: Grammar) -> bool:
-    """Whether one call about a grammar may take very long after all before were quick. So where readings of many tokens
-    wait for one that completes all of them: rules that lead to themselves with what may be empty behind that, and
-    repeated groups that may. Says so of some harmless ones too."""
+    """Whether one call about a grammar may take very long although all calls before it were quick.
+
+    This happens where readings of many tokens wait for one token that completes all of them: with rules that lead to
+    themselves and may be followed by nothing, and with repeated groups that may be empty. Also true of some harmless
+    grammars."""
     text = grammar.text
     if len(text) > 2 * USUAL_BYTES:
         return True

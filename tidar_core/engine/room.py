@@ -45,8 +45,8 @@ def room_for(
 
 
 def full_rows_for(model: ModelConfig, block: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of all sequences that draft fully, in one step: on a GPU no more than half of the memory holds that is free
-    by now, by estimate, but those of one sequence."""
+    """Most rows per step for all fully drafting sequences together. On a GPU: what half of the memory that is free now
+    is estimated to hold, but at least one sequence's rows."""
     if not block or device.type != "cuda":
         return FULL_ROWS
     activations, one = row_bytes(model, dtype.itemsize), block + block * block

@@ -158,7 +158,7 @@ def test_how_long_they_may_be(prompt: str, said: str | None, tokens: int, limit:
 
 def test_what_cannot_be_limited_is_told() -> None:
     for tokenizer in (tiny_tokenizer(), special()):
-        with pytest.raises(ApiError, match="tells no thoughts apart that could be limited"):
+        with pytest.raises(ApiError, match="no reasoning section the server can recognize"):
             thought_limit(tokenizer, None, 5)
         assert thought_limit(tokenizer, None, -1) is None, "asks for nothing"
     with pytest.raises(ApiError, match=r"-1 \(no limit\) or more"):
@@ -362,7 +362,7 @@ def test_limits_of_thoughts_beyond_reason_are_told(client: openai.OpenAI, guarde
     for model, budget, said in (
         (guarded.beside, -2, r"must be -1 \(no limit\) or more"),
         (guarded.beside, 1.5, "valid integer"),
-        ("tiny", 5, "tells no thoughts apart"),
+        ("tiny", 5, "no reasoning section the server can recognize"),
     ):
         with pytest.raises(openai.BadRequestError, match=said) as refused:
             client.chat.completions.create(**chat(guarded, thinking_token_budget=budget) | {"model": model})

@@ -16,24 +16,35 @@ from tidar_core.config import DEFAULT_MODEL, ConfigError
 
 def peers(
     directory: Annotated[
-        Path, typer.Argument(help="Where install.sh put the peers' environments; transformers needs none.")
+        Path, typer.Argument(help="The folder that install.sh installed the peers into; transformers needs none.")
     ] = Path("peers"),
     peer: Annotated[
         list[PeerName] | None,
-        typer.Option(help="A peer; repeat it for several. [default: transformers and those installed]"),
+        typer.Option(help="A peer; repeat it for several.", show_default="transformers and those installed"),
     ] = None,
     model: Model = DEFAULT_MODEL,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences at once; repeat it for several.", show_default="1, 8, 32")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, each with the next prompts.")] = 5,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts a round at least.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts per round at least.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt at most.")] = 128,
-    honour_end: Annotated[bool, typer.Option(help="End where the model does; else all do the same work.")] = True,
-    dtype: Annotated[list[DTypeChoice] | None, typer.Option(help="Of ours; repeat it. [default: bfloat16]")] = None,
-    drafts: Annotated[list[DraftsChoice] | None, typer.Option(help="Of ours; repeat it. [default: off, auto]")] = None,
+    honour_end: Annotated[
+        bool,
+        typer.Option(help="End answers where the model ends them; --no-honour-end always decodes --max-tokens tokens."),
+    ] = True,
+    dtype: Annotated[
+        list[DTypeChoice] | None,
+        typer.Option(help="This engine's type of weights; repeat it for several.", show_default="bfloat16"),
+    ] = None,
+    drafts: Annotated[
+        list[DraftsChoice] | None,
+        typer.Option(help="This engine's drafts; repeat it for several.", show_default="off, auto"),
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Tokens per second beside other engines, each on a GPU where it can use one: same weights, prompts (HumanEval,
-    and MT-Bench where it is installed) and machine, in turn."""
+    """Tokens per second of this engine and of others, in turn, on the same machine, weights and prompts (HumanEval, and
+    MT-Bench if it is installed). Each uses a GPU if it can."""
     with user_errors():
         from tidar_core.bench.peers.compare import (
             DRAFTS,
