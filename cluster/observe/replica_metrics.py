@@ -27,6 +27,7 @@ class Timing:
 
     started: float
     prompt: int = 0  # tokens
+    begun: float | None = None  # the first of its rows
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0
@@ -87,6 +88,12 @@ class ReplicaMetrics:
         self._first = histogram(
             "vllm:time_to_first_token_seconds", "From arrival at the replica to the first token.", FIRST_TOKEN_SECONDS
         )
+        self._queued = histogram(
+            "vllm:request_queue_time_seconds", "From arrival at the replica to running there.", FIRST_TOKEN_SECONDS
+        )
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds", "From running there to the first token.", FIRST_TOKEN_SECONDS
+        )
         self._between = histogram(
             "vllm:inter_token_latency_seconds", "From one step's tokens of a request to the next's.", TOKEN_SECONDS
         )
@@ -106,6 +113,11 @@ class ReplicaMetrics:
         if not timing.again:
             self._prompt.inc(timing.prompt)
 
+    def begun(self, timing: Timing, since: float) -> None:
+        """Count the wait of a request that runs."""
+        timing.begun = since
+        self._queued.observe(since - timing.started)
+
     def stepped(self, output: StepOutput, timing: Timing, now: float) -> None:
         """Count what one step brought one request; the answer's end is `ended`'s."""
         self._generated.inc(len(output.tokens))
@@ -114,6 +126,8 @@ class ReplicaMetrics:
                 timing.first_token = now
                 if not timing.resumed:
                     self._first.observe(now - timing.started)
+                    if timing.begun is not None:
+                        self._prefill.observe(now - timing.begun)
             else:
                 self._between.observe(now - timing.last_token)
             timing.last_token = now

@@ -26,15 +26,25 @@ class PrefixQuestion:
     marks: Future[bytes]
 
 
-Deliver = Callable[[Sequence[Event], int], None]
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """Of one step, beside what it brought. rows: that it computed. begun: requests that ran for the first time, and
+    since when, on the monotonic clock."""
+
+    rows: int = 0
+    begun: tuple[tuple[str, float], ...] = ()
+
+
+NO_STEP = StepCounts()
+Deliver = Callable[[Sequence[Event], StepCounts], None]
 
 
 class EngineThread:
     """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
 
-    `deliver` is called once after each step, on the engine's thread, with all events of the step and the number of rows
-    that it computed. Refusals and failures are delivered with 0 rows. After a failure `failure` is set, a `Failure` was
-    delivered, and nothing is served any more; `submit` then delivers a `Failure` itself, on its caller's thread.
+    `deliver` is called once after each step, on the engine's thread, with all events of the step and its counts. Refusals
+    and failures are delivered with the counts of no step. After a failure `failure` is set, a `Failure` was delivered,
+    and nothing is served any more; `submit` then delivers a `Failure` itself, on its caller's thread.
     """
 
     def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):
@@ -52,7 +62,7 @@ class EngineThread:
         """Queue a request. Its events come through `deliver`."""
         self._commands.put(request)
         if self.failure is not None:  # checked after the put: whichever thread comes second sees the other
-            self._deliver([Failure(self.failure)], 0)
+            self._deliver([Failure(self.failure)], NO_STEP)
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; one that is not here is ignored."""
@@ -89,12 +99,13 @@ class EngineThread:
                 outputs: Sequence[Event] = engine.step()
                 self._step_began = None
                 self.stats = engine.stats()
-                if outputs or self.stats.passed:
-                    self._deliver(outputs, self.stats.passed)
+                counts = StepCounts(self.stats.passed, self.stats.begun)
+                if outputs or counts != NO_STEP:
+                    self._deliver(outputs, counts)
         except BaseException as error:
             log.exception("the engine failed")
             self.failure = f"the engine failed ({type(error).__name__}); the server restarts it"
-            self._deliver([Failure(self.failure)], 0)
+            self._deliver([Failure(self.failure)], NO_STEP)
 
     def _obey(self, engine: "Engine") -> bool:
         """Carry out what was asked, waiting for a command where there is no work. False: stop."""
@@ -111,5 +122,5 @@ class EngineThread:
                 try:
                     engine.submit(command)
                 except RequestError as error:
-                    self._deliver([Refusal(command.request_id, str(error), error.param)], 0)
+                    self._deliver([Refusal(command.request_id, str(error), error.param)], NO_STEP)
         return True

@@ -31,7 +31,7 @@ from cluster.line import (
     Route,
 )
 from cluster.observe.replica_metrics import ReplicaMetrics, Timing
-from cluster.replica.engine_thread import EngineThread
+from cluster.replica.engine_thread import EngineThread, StepCounts
 from cluster.replica.progress import ProgressLine
 from tidar_core import SPINS, SPINS_OF_AN_ENGINE_ALONE
 from tidar_core.config import ConfigError, EngineConfig
@@ -328,13 +328,16 @@ class EngineReplica:
             del self._silences[ingress]
             self._ingress_counts.pop(ingress, None)
 
-    def _deliver(self, events: Sequence[Event], rows: int) -> None:
-        self._loop.call_soon_threadsafe(self._spread, events, rows)
+    def _deliver(self, events: Sequence[Event], counts: StepCounts) -> None:
+        self._loop.call_soon_threadsafe(self._spread, events, counts)
 
-    def _spread(self, events: Sequence[Event], rows: int) -> None:
+    def _spread(self, events: Sequence[Event], counts: StepCounts) -> None:
         now = time.monotonic()
-        if rows:
-            self._metrics.passed(rows)
+        if counts.rows:
+            self._metrics.passed(counts.rows)
+        for request_id, since in counts.begun:
+            if request_id in self._subscribers:
+                self._metrics.begun(self._subscribers[request_id].timing, since)
         for event in events:
             if isinstance(event, Failure):
                 for subscriber in self._subscribers.values():

@@ -71,7 +71,8 @@ class EngineInfo:
 class EngineStats:
     """Requests and pages at this moment. waiting_since: when the first of those that never ran yet arrived, on the
     monotonic clock; an answer that gave its place back has not waited since then. passed: rows of the forward pass that
-    the last step brought to its end. preemptions: how often, since the start, an answer gave its place back."""
+    the last step brought to its end. preemptions: how often, since the start, an answer gave its place back. begun:
+    requests that ran for the first time in the last step, and since when, on that clock."""
 
     running: int
     waiting: int
@@ -80,6 +81,7 @@ class EngineStats:
     waiting_since: float | None = None
     passed: int = 0
     preemptions: int = 0
+    begun: tuple[tuple[str, float], ...] = ()
 
 
 class Engine:
@@ -121,8 +123,8 @@ class Engine:
         waiting = len(scheduler.waiting) + len(self._compiling)
         since = min((sequence.arrived for sequence in scheduler.waiting if sequence.cached is None), default=None)
         pool = scheduler.pool
-        running, preemptions = len(scheduler.running), scheduler.preemptions
-        return EngineStats(running, waiting, pool.owned, pool.total, since, self._passed, preemptions)
+        running, preemptions, begun = len(scheduler.running), scheduler.preemptions, tuple(scheduler.begun)
+        return EngineStats(running, waiting, pool.owned, pool.total, since, self._passed, preemptions, begun)
 
     def use_policy(self, policy: DraftPolicy) -> DraftPolicy:
         """Lets another policy choose from now on and learn what steps take; returns the one before it."""
@@ -156,7 +158,7 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Returns the outputs of one finished step, at most one a request. With overlapping steps the next one may
         already have been launched."""
-        ended, self._ended, self._passed = self._ended, [], 0
+        ended, self._ended, self._passed, self._scheduler.begun = self._ended, [], 0, []
         ended += self._compiling.admit(self._scheduler.add)
         flight, self._flight = self._flight, None
         if flight is not None and any(plan.sequence in self._scheduler.running for plan in flight.plans):

@@ -87,6 +87,8 @@ class Scheduler:
         """In the order in which they were admitted."""
         self.preemptions = 0
         """How often a sequence gave its place back."""
+        self.begun: list[tuple[str, float]] = []
+        """Requests that ran for the first time since this was last emptied, and when, on the monotonic clock."""
         self._refused = _Refused(None, 0, None)
         self._turns = Turns()
 
@@ -151,6 +153,8 @@ class Scheduler:
             count = min(len(sequence.tokens) - sequence.computed, room)
             self.waiting.remove(sequence)
             self.running[sequence] = None
+            if cached is None:
+                self.begun.append((sequence.request.request_id, time.monotonic()))
             self._reserve(sequence, count, budget)
             budget.put(sequence, count)
 

@@ -21,6 +21,7 @@ def counted(replica: str) -> ReplicaMetrics:
     metrics = ReplicaMetrics("tiny", replica, block_length=4)
     timing = Timing(started=10.0, prompt=5)
     metrics.arrived(timing)
+    metrics.begun(timing, since=10.125)
     for number, (drafted, accepted) in enumerate([(0, 0), (3, 2), (3, 0), (1, 1)]):
         output = step(number, drafted, accepted, cached=4 if number == 0 else 0)
         assert output.trace is not None
@@ -63,6 +64,8 @@ def test_names_and_values_are_vllms() -> None:
         ("vllm:request_success_total", "abort"): 1,
         ("vllm:time_to_first_token_seconds_sum", ""): 0.5,
         ("vllm:time_to_first_token_seconds_count", ""): 1,
+        ("vllm:request_queue_time_seconds_sum", ""): 0.125,
+        ("vllm:request_prefill_time_seconds_sum", ""): 0.375,
         ("vllm:inter_token_latency_seconds_sum", ""): 3,
         ("vllm:inter_token_latency_seconds_count", ""): 3,
         ("tidar:step_rows_count", ""): 4,

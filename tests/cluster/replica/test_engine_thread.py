@@ -2,12 +2,13 @@
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from cluster.line import Event, Failure, Refusal
-from cluster.replica.engine_thread import EngineThread
+from cluster.replica.engine_thread import EngineThread, StepCounts
 from tests.tidar_core.engines import tiny_engine
 from tidar_core.config import ConfigError
 from tidar_core.engine import Engine
@@ -24,6 +25,7 @@ class Driven:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.steps = 0
         self.passes: list[int] = []
+        self.begun: list[tuple[str, float]] = []
         self.hold = threading.Lock()
         self._step = engine.step
         engine.step = self.counted_step  # type: ignore[method-assign]
@@ -34,9 +36,10 @@ class Driven:
             self.steps += 1
             return self._step()
 
-    def deliver(self, events: Sequence[Event], rows: int) -> None:
-        if rows:
-            self.passes.append(rows)
+    def deliver(self, events: Sequence[Event], counts: StepCounts) -> None:
+        if counts.rows:
+            self.passes.append(counts.rows)
+        self.begun += counts.begun
         for event in events:
             self.events.put(event)
 
@@ -92,9 +95,13 @@ def test_passes_that_only_read_of_a_prompt_are_told_too(driven: Driven) -> None:
 
 
 def test_requests_are_answered_one_after_the_other(driven: Driven) -> None:
+    sent = time.monotonic()
     for name in ("a", "b"):
         driven.thread.submit(request(name, 12))
         assert len(answer(driven, name)) == 12
+    (first, began), (second, later) = driven.begun
+    assert (first, second) == ("a", "b")
+    assert sent <= began <= later <= time.monotonic()
     assert driven.thread.stats is not None
     assert (driven.thread.stats.running, driven.thread.stats.pages_used) == (0, 0)
 
@@ -158,7 +165,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_the_one_who_waits() -> None:
     def load() -> Engine:
         raise ConfigError("no model here")
 
-    thread = EngineThread(load, lambda events, rows: None)
+    thread = EngineThread(load, lambda events, counts: None)
     with pytest.raises(ConfigError, match="no model here"):
         thread.ready.result(SECONDS)
     thread.close()

@@ -147,16 +147,18 @@ def test_preemption_and_admission_do_not_change_the_answer(tmp_path, engine):
     for index, (prompt, chosen_) in enumerate(zip(chosen, params, strict=True)):
         small.submit(Request(str(index), prompt, chosen_))
     got: dict[str, list[int]] = {}
-    preempted = 0
+    preempted, begun = 0, []
     while small.has_work:
         before = {s.request.request_id for s in small._scheduler.waiting}
         for output in small.step():
             got.setdefault(output.request_id, []).extend(output.tokens)
         assert pages_are_accounted_for(small)
+        begun += [request_id for request_id, _ in small.stats().begun]
         back = {s.request.request_id for s in small._scheduler.waiting if s.cached is not None}
         preempted += len(back - before)
     assert small.stats().preemptions >= preempted > 0
     assert engine.stats().preemptions == 0
+    assert sorted(begun) == [str(index) for index in range(8)], "once, however often they came back"
     assert [got[str(index)] for index in range(8)] == expected
 
 
