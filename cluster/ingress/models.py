@@ -71,7 +71,7 @@ class Models:
     def __init__(
         self, directories: Mapping[str, Directory], options: ServeOptions, metrics: IngressMetrics, tracer: Tracer
     ):
-        self._began, self._count = time.monotonic(), metrics.told
+        self._began, self._count = time.monotonic(), metrics.told_lately
         self._met: set[str] = set()
         self._long = ThreadPoolExecutor(LONG_AT_ONCE, "long-bodies")
         wake = options.wake_seconds if options.sleeps else 0.0

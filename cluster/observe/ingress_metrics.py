@@ -6,6 +6,7 @@ would have gaps, rates would miss most of what happens, and an ingress that fail
 """
 
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from prometheus_client.registry import Collector
 from cluster.line import IngressCounts
 from cluster.observe.replica_metrics import FIRST_TOKEN_SECONDS
 
+GAP_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
+LATELY_SECONDS = 0.5
 # Why streams go on elsewhere. Prometheus counts no increase where a series first appears: these stand at 0 before.
 USUAL_CAUSES = (
     *("silent", "quiet", "aborted", "failed", "refused", "ended early", "call failed", "engine failed"),
@@ -55,7 +58,7 @@ class IngressMetrics:
         self._gaps = Histogram(
             "tidar:stream_handover_seconds",
             "From losing a replica to being accepted by the next, or from calling the next where that came before.",
-            ("model_name", "ingress"), buckets=FIRST_TOKEN_SECONDS, registry=self._registry,
+            ("model_name", "ingress"), buckets=GAP_SECONDS, registry=self._registry,
         )  # fmt: skip
         self._rivals = Counter(
             "tidar:stream_rivals", "Requests that were begun at a second replica while theirs was quiet.",
@@ -100,6 +103,7 @@ class IngressMetrics:
             self._responses.labels("", ingress, code)
         self._in_progress.labels("", ingress)
         self._ingress, self._tellings = ingress, 0
+        self._told: tuple[float, IngressCounts] | None = None
 
     def watch(self, model: str, watched: Watched) -> None:
         """Tell of a name that requests may ask for, from now on."""
@@ -143,7 +147,15 @@ class IngressMetrics:
     def told(self) -> IngressCounts:
         """What is counted by now, for replicas to pass on."""
         self._tellings += 1
-        return IngressCounts(self._ingress, self._tellings, pickle.dumps(self.collect()))
+        return IngressCounts(self._ingress, self._tellings, pickle.dumps([shown(family) for family in self.collect()]))
+
+    def told_lately(self) -> IngressCounts:
+        """As `told`, of now or a moment ago: who looks for the engines of each name asks by itself, and what is told
+        grows with the names."""
+        now = time.monotonic()
+        if self._told is None or now - self._told[0] > LATELY_SECONDS:
+            self._told = now, self.told()
+        return self._told[1]
 
     def of_others(self, passed_on: Iterable[IngressCounts]) -> list[list[Metric]]:
         """The series of each other ingress, as it told them last: every replica passes on what it heard."""
@@ -182,8 +194,15 @@ class Merged(Collector):
         for metrics in self._parts:
             for metric in metrics:
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                family.samples.extend(item for item in metric.samples if not item.name.endswith("_created"))
+                family.samples.extend(shown(metric).samples)
         yield from families.values()
+
+
+def shown(family: Metric) -> Metric:
+    """A family without the times at which its series began."""
+    found = Metric(family.name, family.documentation, family.type)
+    found.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    return found
 
 
 def render(parts: Iterable[Iterable[Metric]]) -> bytes:

@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -160,6 +161,19 @@ def test_every_ingress_is_on_the_page_once_as_it_told_last() -> None:
             'tidar:http_responses_total{code="500",ingress="there",model_name="tiny"}': "1.0",
         }
         assert page.count("# TYPE tidar:http_responses_total counter") == 1
+
+
+def test_the_names_directories_share_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("cluster.observe.ingress_metrics.time", SimpleNamespace(monotonic=lambda: now))
+    ingress = IngressMetrics("here")
+    first = ingress.told_lately()
+    ingress.answered("tiny", 200)
+    assert ingress.told_lately() is first
+    now += 1
+    later = ingress.told_lately()
+    assert later.number == first.number + 1
+    assert '{code="200",ingress="here",model_name="tiny"} 1.0' in render([pickle.loads(later.series)]).decode()
 
 
 def test_rows_of_a_decode_step_are_without_text_that_is_read() -> None:
