@@ -112,13 +112,13 @@ async def _planned(
 
 
 async def _answer(request: Request, served: Served, card: ModelCard, plan: RequestPlan, pace: Pace) -> Response:
-    manner, repeated, outcome = plan.manner, plan.repeated, outcome_of(request)
+    options, repeated, outcome = plan.options, plan.repeated, outcome_of(request)
     outcome.ignored = plan.ignored
-    head = new_head(card.name, manner.chat) if repeated is None else new_response_head(card.name)
+    head = new_head(card.name, options.chat) if repeated is None else new_response_head(card.name)
     get_current_span().set_attributes(
         {
             "gen_ai.provider.name": "tidar",
-            "gen_ai.operation.name": "chat" if manner.chat else "text_completion",
+            "gen_ai.operation.name": "chat" if options.chat else "text_completion",
             "gen_ai.request.model": card.name,
             "gen_ai.response.model": card.name,
             "gen_ai.response.id": head.id,
@@ -126,15 +126,15 @@ async def _answer(request: Request, served: Served, card: ModelCard, plan: Reque
     )
     made = _answer_to(plan, card, head.id)
     replicas = max(1, len(served.directory.replicas))
-    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if manner.stream else None)
+    pieces = pieces_of(made, served.carrier, served.admission, replicas, pace if options.stream else None)
     try:
         # The first piece before the status line: what goes wrong until then has a status of its own.
         first = await anext(pieces)
         outcome.waits_no_more()
-        if manner.stream:
+        if options.stream:
             if repeated is not None:
                 return EventStreamResponse(response_events(head, repeated, made, first, pieces, outcome.broke))
-            events = event_stream(head, made, first, pieces, outcome.broke, manner.include_usage, manner.counts_on)
+            events = event_stream(head, made, first, pieces, outcome.broke)
             return EventStreamResponse(events)
         gathered = await all_of(chain(first, pieces), plan)
     except ApiError as error:
@@ -154,26 +154,19 @@ async def all_of(pieces: AsyncGenerator[Piece, None], plan: RequestPlan) -> list
     async with aclosing(pieces):
         async for piece in pieces:
             logprobs += sum(1 + len(entry.top) for entry in piece.logprobs)
-            check_logprobs_kept(logprobs, plan.manner.chat)
+            check_logprobs_kept(logprobs, plan.options.chat)
             gathered.append(piece)
     return gathered
 
 
 def _answer_to(plan: RequestPlan, card: ModelCard, answer_id: str) -> Answer:
-    manner = plan.manner
     return Answer(
         card,
-        requests_for(answer_id, plan.prompts, plan.params, manner.cache_salt, manner.priority),
-        manner.trace,
+        requests_for(answer_id, plan.prompts, plan.params, plan.cache_salt, plan.priority),
+        plan.options,
         plan.echoes,
-        of_prompt=manner.of_prompt,
-        tells_end=not manner.chat,
-        tells_ids=manner.tells_ids,
-        names_ids=manner.names_ids,
-        tells_thoughts=manner.tells_thoughts,
-        tells_stop=manner.tells_stop,
         by_part=plan.repeated is not None,
         tools=plan.tools,
-        follows=plan.follows,
+        constraint_field=plan.constraint_field,
         thinking=plan.thinking,
     )

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from cluster.card import ModelCard
 from cluster.errors import ApiError, bad_request
-from cluster.wire.answer import Echo
+from cluster.wire.answer import Echo, ResponseOptions
 from cluster.wire.prompts import chat_prompt, completion_prompts, decode, read_body
 from cluster.wire.responses_asked import ResponsesBody, as_here
 from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
@@ -29,63 +29,23 @@ FIELDS_TOLD, LONGEST_FIELD = 16, 64  # of a body; characters: they may be megaby
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """What an answer has to know of the body that asked for it: whose it is and how it is told. The body itself, read
-    in, takes many times its size, unknown fields too, and an answer may take long."""
-
-    chat: bool
-    stream: bool
-    include_usage: bool
-    counts_on: bool
-    trace: bool
-    of_prompt: int | None
-    tells_ids: bool
-    names_ids: bool
-    tells_thoughts: bool
-    tells_stop: bool
-    cache_salt: str
-    priority: int
-    form: str  # the field that says what the answer has to follow, where no tools do
-
-
-def manner_of(body: Body) -> Manner:
-    return Manner(
-        chat=isinstance(body, ChatBody),
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
-        counts_on=body.counts_on,
-        trace=bool(body.tidar.trace),
-        of_prompt=body.prompt_logprobs,
-        tells_ids=bool(body.return_token_ids),
-        names_ids=bool(body.return_tokens_as_token_ids),
-        tells_thoughts=not isinstance(body, ChatBody) or body.include_reasoning is not False,
-        tells_stop=bool(body.include_stop_str_in_output),
-        cache_salt=body.cache_salt or "",
-        priority=body.priority or 0,
-        form=body.grammar_field,
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class RequestPlan:
     """What a body asks for. prompts, params, echoes: of each choice its prompt as token ids, how its tokens are picked,
-    and what stands before it, where anything does. tools: what the answer may call; thinking: how it may begin with
-    thoughts. repeated: what an object of the Responses API repeats of its request; None for the other two. ignored:
-    fields of it that nobody knows, the first of them."""
+    and what stands before it, where anything does. constraint_field: the field that says what the answer has to follow.
+    tools: what it may call; thinking: how it may begin with thoughts. repeated: what an object of the Responses API
+    repeats of its request; None for the other two. ignored: fields of it that nobody knows, the first of them."""
 
-    manner: Manner
+    options: ResponseOptions
     prompts: Prompts
     params: Sequence[SamplingParams]
+    cache_salt: str
+    priority: int
+    constraint_field: str
+    ignored: Sequence[str]
     echoes: Sequence[Echo] = ()
     tools: Toolbox | None = None
     thinking: Thinking | None = None
     repeated: str | None = None
-    ignored: Sequence[str] = ()
-
-    @property
-    def follows(self) -> str:
-        """The field that says what the answer has to follow."""
-        return "tools" if self.tools is not None else self.manner.form
 
 
 def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
@@ -94,8 +54,7 @@ def completion_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) 
     refuse_unsupported(body)
     prompts = completion_prompts(body, card, backend)
     params = params_of(body, prompts, card, backend, body.grammar)
-    echoes = echoes_of(body, prompts, backend)
-    return RequestPlan(manner_of(body), for_each_choice(prompts, body), params, echoes, ignored=ignored_by(body))
+    return replace(plan_by(body, for_each_choice(prompts, body), params), echoes=echoes_of(body, prompts, backend))
 
 
 def chat_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer, reasoning: bool) -> RequestPlan:
@@ -132,7 +91,36 @@ def plan_of_chat(body: ChatBody, card: ModelCard, backend: Tokenizer, reasoning:
         thoughts = None
     params = params_of(body, [prompt], card, backend, grammar, limit)
     each = for_each_choice([prompt], body)
-    return RequestPlan(manner_of(body), each, params, tools=tools, thinking=thoughts, ignored=ignored_by(body))
+    field = body.grammar_field if tools is None else "tools"
+    return replace(plan_by(body, each, params), constraint_field=field, tools=tools, thinking=thoughts)
+
+
+def plan_by(body: Body, prompts: Prompts, params: Sequence[SamplingParams]) -> RequestPlan:
+    """What the fields say that completions and chats have in common."""
+    return RequestPlan(
+        options=response_options(body),
+        prompts=prompts,
+        params=params,
+        cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        constraint_field=body.grammar_field,
+        ignored=ignored_by(body),
+    )
+
+
+def response_options(body: Body) -> ResponseOptions:
+    return ResponseOptions(
+        chat=isinstance(body, ChatBody),
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+        continuous_usage=body.continuous_usage,
+        trace=bool(body.tidar.trace),
+        prompt_logprobs=body.prompt_logprobs,
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        include_reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+        include_stop=bool(body.include_stop_str_in_output),
+    )
 
 
 def params_of(

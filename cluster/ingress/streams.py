@@ -51,11 +51,11 @@ async def choice_pieces(
             async for update in updates:
                 pieces, failed = added(answer, choice, update)
                 sent_at = time.monotonic()
-                for piece in pieces if answer.trace or not pieces else [joined(pieces)]:
+                for piece in pieces if answer.options.trace or not pieces else [joined(pieces)]:
                     yield piece
                 if failed is not None:
                     raise failed
-                if pace is None or answer.trace or choice.finish is not None:  # a trace is told step by step
+                if pace is None or answer.options.trace or choice.finish is not None:  # a trace is told step by step
                     continue
                 if not counted:  # from its first piece on
                     paced.enter_context(pace.stream())
@@ -71,7 +71,7 @@ def added(answer: Answer, choice: Choice, update: Update) -> tuple[list[Piece], 
             pieces.append(choice.add(finished_well(event), update.replica))
         except ApiError as error:
             if error.param == "grammar":  # the engine's word for it
-                error.param = answer.follows
+                error.param = answer.constraint_field
             return pieces, error
     return pieces, None
 

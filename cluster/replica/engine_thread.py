@@ -42,9 +42,9 @@ Deliver = Callable[[Sequence[Event], StepCounts], None]
 class EngineThread:
     """Loads an engine and steps it while there is work; `submit` and `abort` may be called from any thread.
 
-    `deliver` is called once after each step, on the engine's thread, with all events of the step and its counts. Refusals
-    and failures are delivered with the counts of no step. After a failure `failure` is set, a `Failure` was delivered,
-    and nothing is served any more; `submit` then delivers a `Failure` itself, on its caller's thread.
+    `deliver` is called once after each step, on the engine's thread, with all events of the step and its counts.
+    Refusals and failures are delivered with `NO_STEP`. After a failure `failure` is set, a `Failure` was delivered, and
+    nothing is served any more; `submit` then delivers a `Failure` itself, on its caller's thread.
     """
 
     def __init__(self, load: Callable[[], "Engine"], deliver: Deliver):

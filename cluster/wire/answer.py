@@ -59,6 +59,36 @@ class Echo:
     alone: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """How an answer is told, by what its request said. The body itself, read in, takes many times its size, unknown
+    fields too, and an answer may take long: this alone is kept.
+
+    chat: its objects are a chat's, not a completion's. include_usage, continuous_usage: usage comes at the end of a
+    stream, and with each of its chunks. trace: so does what its step drafted. prompt_logprobs: of how many of the
+    likeliest tokens vLLM's field of that name tells, None where none were asked for. return_token_ids: vLLM's.
+    tokens_as_ids: log-probabilities name tokens by their ids. include_reasoning: else thoughts are counted alone.
+    include_stop: the text ends with the stop string, or the token, that was asked for and ended it.
+    """
+
+    chat: bool = True
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    trace: bool = False
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    include_reasoning: bool = True
+    include_stop: bool = False
+
+    @property
+    def tells_end(self) -> bool:
+        """The token that ended an answer has a log-probability among the others', as in OpenAI's completions and
+        vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it."""
+        return not self.chat
+
+
 @dataclass(slots=True)
 class Choice:
     """One answer as it grows: its text, its counts, how it ended. shown_ends: tokens that may end it and are a part of
@@ -73,7 +103,7 @@ class Choice:
     echo: Echo | None = None
     tools: ToolParser | None = None
     thoughts: ThoughtParser | None = None
-    tells_thoughts: bool = True
+    include_reasoning: bool = True
     shown_ends: frozenset[int] = frozenset()
     by_part: bool = False
     waiting: Share = ()  # of tokens whose text is held back
@@ -151,7 +181,7 @@ class Choice:
             self.thoughts.count(tokens)
             parts = (*parts, *self.thoughts.finish()) if last else parts
         for part in parts:
-            if isinstance(part, Thought) and not self.tells_thoughts:
+            if isinstance(part, Thought) and not self.include_reasoning:
                 continue
             if self.tools is None or isinstance(part, Thought):
                 yield part
@@ -165,27 +195,16 @@ class Choice:
 class Answer:
     """All choices of one HTTP request, each under sampling parameters of its own.
 
-    tells_end: the token that ended an answer has a log-probability among the others', as in OpenAI's completions and
-    vLLM's: evaluations count on one for each token. In a chat OpenAI tells none of it. of_prompt: of how many of the
-    likeliest tokens vLLM's `prompt_logprobs` tells, None where none were asked for. tells_ids: its `return_token_ids`.
-    names_ids: log-probabilities name tokens by their ids. tells_thoughts: else they are counted alone. tells_stop: the
-    text ends with the stop string, or the token, that was asked for and ended it. by_part: each text of the answer has
-    its log-probabilities, as in the Responses API.
+    by_part: each text of the answer has its log-probabilities, as in the Responses API.
     """
 
     card: ModelCard
     requests: Sequence[Request]
-    trace: bool
+    options: ResponseOptions = ResponseOptions()
     echoes: Sequence[Echo] = ()
-    of_prompt: int | None = None
-    tells_end: bool = False
-    tells_ids: bool = False
-    names_ids: bool = False
-    tells_thoughts: bool = True
-    tells_stop: bool = False
     by_part: bool = False
     tools: Toolbox | None = None
-    follows: str = "response_format"  # the field that says what the answer has to follow
+    constraint_field: str = "response_format"  # the field that says what the answer has to follow
     thinking: Thinking | None = None
     choices: list[Choice] = field(default_factory=list)
 
@@ -201,16 +220,16 @@ class Answer:
                     request.params.stop,
                     min_tokens=request.params.min_tokens,
                     mid_text=request.params.mid_text,
-                    with_stop=self.tells_stop,
+                    with_stop=self.options.include_stop,
                     with_special=request.params.special_text,
                 ),
                 spelling=(
                     Spelling(self.card.tokenizer, request.params.mid_text, request.params.special_text)
-                    if self.trace
+                    if self.options.trace
                     else None
                 ),
-                tells_end=self.tells_end,
-                tells_thoughts=self.tells_thoughts,
+                tells_end=self.options.tells_end,
+                include_reasoning=self.options.include_reasoning,
                 shown_ends=self._shown_ends(request.params),
                 by_part=self.by_part and request.params.logprobs is not None,
                 echo=self.echoes[number] if self.echoes else None,
@@ -223,7 +242,7 @@ class Answer:
     def _shown_ends(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that may end an answer and are a part of its text then: of those that are not asked for by their ids,
         the ends of sequence, in a text that has special tokens at all."""
-        if not self.tells_stop:
+        if not self.options.include_stop:
             return frozenset()
         return params.stop_token_ids | (frozenset(self.card.eos_ids) if params.special_text else frozenset())
 
@@ -232,7 +251,7 @@ class Answer:
         params = self.requests[0].params
         counts = [choice.acceptance for choice in self.choices]
         seeds = [request.params.seed for request in self.requests]
-        return answer_metrics(counts, seeds, self.trace, params.draft_trust)
+        return answer_metrics(counts, seeds, self.options.trace, params.draft_trust)
 
     def account(self) -> dict[str, int | list[str]]:
         """What came of it so far, as attributes of a span, under OpenTelemetry's names for generative AI."""

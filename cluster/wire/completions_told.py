@@ -70,10 +70,11 @@ def logprobs_of(
         return None
     tokenizer = answer.card.tokenizer
     spelled, bytes_of = partial(token_text, tokenizer), partial(token_bytes, tokenizer)
+    by_ids = answer.options.tokens_as_ids
     if head.chat:
-        return {"content": chat_logprobs(entries, by_id if answer.names_ids else spelled, bytes_of), "refusal": None}
+        return {"content": chat_logprobs(entries, by_id if by_ids else spelled, bytes_of), "refusal": None}
     leading = answer.echoes[choice].first if answer.echoes and offset is None else None
-    name = by_id if answer.names_ids else by_text(spelled, bytes_of)
+    name = by_id if by_ids else by_text(spelled, bytes_of)
     return completion_logprobs(entries, spelled, name, offset or 0, leading)
 
 
@@ -88,7 +89,7 @@ def streamed_logprobs(head: Head, answer: Answer, piece: Piece, offsets: dict[in
 
 def told_of_prompt(answer: Answer, choice: Choice) -> list[Any]:
     """vLLM's `prompt_logprobs`."""
-    entries = with_likeliest(choice.prompt_logprobs, answer.of_prompt or 0)
+    entries = with_likeliest(choice.prompt_logprobs, answer.options.prompt_logprobs or 0)
     return prompt_logprobs(entries, partial(token_text, answer.card.tokenizer))
 
 
@@ -155,13 +156,13 @@ def whole(head: Head, answer: Answer, pieces: Sequence[Piece]) -> bytes:
             **({"message": one.message()} if head.chat else {"text": one.text}),
             "stop_reason": stop_reason(choice.finish, answer.card.eos_ids),
         }
-        if answer.of_prompt is not None and not head.chat:
+        if answer.options.prompt_logprobs is not None and not head.chat:
             told["prompt_logprobs"] = told_of_prompt(answer, choice)
-        if answer.tells_ids:
+        if answer.options.return_token_ids:
             told["token_ids"] = one.tokens
             (extra if head.chat else told)["prompt_token_ids"] = prompt_ids(head, answer, choice.number)
         made.append(told)
-    if answer.of_prompt is not None and head.chat:
+    if answer.options.prompt_logprobs is not None and head.chat:
         extra["prompt_logprobs"] = told_of_prompt(answer, answer.choices[0])
     return as_json(told_object(head, "chat.completion", made, extra))
 
@@ -179,11 +180,8 @@ def chunk(
     logprobs: Json | None,
     first: bool,
     first_of_all: bool,
-    with_usage: bool,
-    counts_on: bool,
 ) -> bytes:
-    """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is. counts_on:
-    the usage so far is told with it."""
+    """One step of one choice as an event. `first`: of this choice, which in a chat says whose turn it is."""
     finish = finish_reason(piece.finish, answer.choices[piece.choice]) if piece.finish else None
     told: Json
     if head.chat:
@@ -193,11 +191,12 @@ def chunk(
     if piece.finish:
         told["stop_reason"] = stop_reason(piece.finish, answer.card.eos_ids)
     extra: Json = {}
-    if with_usage:  # OpenAI: null in all chunks but the last
-        extra["usage"] = usage_of(answer.choices) if counts_on else None
+    options = answer.options
+    if options.include_usage:  # OpenAI: null in all chunks but the last
+        extra["usage"] = usage_of(answer.choices) if options.continuous_usage else None
     if piece.trace is not None:
         extra["tidar"] = piece.trace
-    if answer.tells_ids:
+    if answer.options.return_token_ids:
         told["token_ids"] = piece.tokens
         if first_of_all or (first and not head.chat):
             (extra if head.chat else told)["prompt_token_ids"] = prompt_ids(head, answer, piece.choice)
@@ -245,8 +244,6 @@ async def event_stream(
     first: Piece,
     rest: AsyncGenerator[Piece, None],
     broke: Callable[[Exception], None],
-    with_usage: bool = False,
-    counts_on: bool = False,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a stream whose first piece is here already; ends with [DONE], after an error too, of which `broke`
     is told."""
@@ -257,13 +254,13 @@ async def event_stream(
             async for piece in pieces:
                 is_first = piece.choice not in begun
                 # A step whose text is still held back has nothing to show, except its tokens, in one way or another.
-                shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs or answer.tells_ids
-                if shows or (is_first and head.chat):
+                shows = piece.told or piece.finish or piece.trace is not None or piece.logprobs
+                if shows or answer.options.return_token_ids or (is_first and head.chat):
                     of_all = not begun
                     begun.add(piece.choice)
                     logprobs = streamed_logprobs(head, answer, piece, offsets)
-                    yield chunk(head, answer, piece, logprobs, is_first, of_all, with_usage, counts_on)
-        if with_usage:
+                    yield chunk(head, answer, piece, logprobs, is_first, of_all)
+        if answer.options.include_usage:
             yield usage_chunk(head, answer)
     except Exception as error:
         broke(error)

@@ -267,7 +267,7 @@ class Body(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def counts_on(self) -> bool:
+    def continuous_usage(self) -> bool:
         """vLLM's `continuous_usage_stats`: every chunk tells the usage so far."""
         return (
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)

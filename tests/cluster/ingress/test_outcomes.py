@@ -62,7 +62,7 @@ def app_of(metrics: IngressMetrics) -> FastAPI:
         outcome.is_for("tiny")
         rest = pieces(Piece(0, ("a",)), follows[how]) if how in follows else pieces(KeyError("a secret"))
         first = await anext(rest)
-        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
+        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]))
         return EventStreamResponse(event_stream(new_head("tiny", False), answer, first, rest, outcome.broke))
 
     @app.post("/whole")

@@ -10,7 +10,7 @@ from cluster.carry.handover import Update
 from cluster.errors import ApiError
 from cluster.ingress.streams import LONGEST_INTERVAL_SECONDS, Admission, Pace, finished_well, merge, pieces_of
 from cluster.line import Refusal
-from cluster.wire.answer import Answer, Piece, requests_for
+from cluster.wire.answer import Answer, Piece, ResponseOptions, requests_for
 from tests.cluster.wire.test_answer import CARD, ids, output
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, StepOutput
 
@@ -106,7 +106,7 @@ def pieces_from(told: Told, pace: Pace | None = None, trace: bool = False) -> tu
     async def run() -> tuple[list[Piece], ApiError | None]:
         found: list[Piece] = []
         requests = requests_for("answer", [(1, 2, 3)], [SamplingParams(max_tokens=50)])
-        answer = Answer(CARD, requests, trace)
+        answer = Answer(CARD, requests, ResponseOptions(trace=trace))
         try:
             async for piece in pieces_of(answer, told, Admission(4), 1, pace):  # type: ignore[arg-type]
                 found.append(piece)

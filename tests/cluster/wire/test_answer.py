@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from cluster.wire.answer import Answer, Choice, Piece, joined, requests_for, runs
+from cluster.wire.answer import Answer, Choice, Piece, ResponseOptions, joined, requests_for, runs
 from cluster.wire.thoughts import Thinking
 from cluster.wire.tool_calls import HERMES, CallDelta
 from cluster.wire.tools import Toolbox
@@ -24,7 +24,7 @@ CARD = card_for(TOKENIZER)
 
 def choice(trace: bool = False, **params: Any) -> Choice:
     requests = requests_for("answer", [(1, 2, 3)], [SamplingParams(max_tokens=50, **params)])
-    return Answer(CARD, requests, trace).choices[0]
+    return Answer(CARD, requests, ResponseOptions(trace=trace)).choices[0]
 
 
 def ids(text: str) -> list[int]:
@@ -72,7 +72,9 @@ def test_added_tokens_are_read_once_for_all_choices_and_answers(trace: bool, mon
     monkeypatch.setattr(PreTrainedTokenizerFast, "backend_tokenizer", property(lambda self: Noted(self._tokenizer)))
     card = card_for(deepcopy(TOKENIZER))
     for answer in ("a", "b"):
-        Answer(card, requests_for(answer, [(1, 2)] * 5, [SamplingParams(max_tokens=5)] * 5), trace)
+        Answer(
+            card, requests_for(answer, [(1, 2)] * 5, [SamplingParams(max_tokens=5)] * 5), ResponseOptions(trace=trace)
+        )
     assert asked.count("get_added_tokens_decoder") == 1
 
 
@@ -98,7 +100,7 @@ def test_each_text_has_the_log_probabilities_of_its_own_tokens_however_an_answer
     """They had gone to whatever text was told next to them: drafts that held changed whose they were."""
     params = [SamplingParams(max_tokens=50, logprobs=0, stop=("fox",))]
     requests = requests_for("answer", [(1,)], params)
-    growing = Answer(CARD, requests, False, by_part=True, tools=BOX, thinking=THINKS).choices[0]
+    growing = Answer(CARD, requests, by_part=True, tools=BOX, thinking=THINKS).choices[0]
     tokens = ids(said)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1))))
     pieces = []
@@ -122,7 +124,7 @@ def test_each_text_has_the_log_probabilities_of_its_own_tokens_however_an_answer
 def test_tokens_of_thoughts_are_as_many_however_an_answer_is_cut(data: st.DataObject) -> None:
     """A tag of several tokens, whose step brings words of the answer too."""
     requests = requests_for("answer", [(1,)], [SamplingParams(max_tokens=50)])
-    growing = Answer(CARD, requests, False, thinking=THINKS).choices[0]
+    growing = Answer(CARD, requests, thinking=THINKS).choices[0]
     assert growing.thoughts is not None
     thought, said = ids("<think>\nHm.\n</think>"), ids("\n\nSure, two of them.")
     tokens = [*thought, *said, 2]
@@ -190,7 +192,7 @@ def test_the_spelled_tokens_together_are_the_text(text: str, sizes: list[int]) -
 
 def test_each_prompt_is_a_choice_of_its_own() -> None:
     params = SamplingParams(max_tokens=5, seed=4)
-    answer = Answer(CARD, requests_for("answer", [(1,), (2, 3)], [params, params]), trace=False)
+    answer = Answer(CARD, requests_for("answer", [(1,), (2, 3)], [params, params]))
     answer.choices[0].add(output([7, 8]), "r1")
     assert [one.prompt_tokens for one in answer.choices] == [1, 2]
     assert answer.metrics()["tidar"] == {"decode_steps": 1, "tokens_per_step": 2.0, "seed": 4}
@@ -222,7 +224,7 @@ def test_joined_pieces_lose_nothing() -> None:
 
 def test_a_prompt_of_several_choices_is_cached_once() -> None:
     params = [SamplingParams(max_tokens=5, choice=number) for number in range(3)]
-    answer = Answer(CARD, requests_for("answer", [tuple(range(80))] * 3, params), trace=False)
+    answer = Answer(CARD, requests_for("answer", [tuple(range(80))] * 3, params))
     for one in answer.choices:
         step = output([7])
         assert step.trace is not None

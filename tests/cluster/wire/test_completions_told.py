@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.errors import ApiError
-from cluster.wire.answer import Answer, Piece, requests_for
+from cluster.wire.answer import Answer, Piece, ResponseOptions, requests_for
 from cluster.wire.completions_told import chunk, event_stream, logprobs_of, new_head, streamed_logprobs, whole
 from cluster.wire.encoding import as_json
 from cluster.wire.thoughts import Thought
@@ -35,7 +35,8 @@ def answered(*parts: Piece, logprobs: int | None = None, ids: bool = False, name
     """An answer of as many choices as the parts are of, the prompt of each as long as its number says."""
     prompts = [(1,) * (number + 1) for number in sorted({part.choice for part in parts})]
     params = [SamplingParams(max_tokens=5, logprobs=logprobs)] * len(prompts)
-    answer = Answer(CARD, requests_for("answer", prompts, params), trace=False, tells_ids=ids, names_ids=named)
+    options = ResponseOptions(include_usage=True, continuous_usage=True, return_token_ids=ids, tokens_as_ids=named)
+    answer = Answer(CARD, requests_for("answer", prompts, params), options)
     for part in parts:
         answer.choices[part.choice].finish = part.finish
     return answer
@@ -45,7 +46,7 @@ def told(chat: bool, *parts: Piece, **asked: Any) -> tuple[dict[str, Any], list[
     """The whole answer, and the events of the same as a stream."""
 
     async def streamed() -> list[bytes]:
-        stream = event_stream(head, answered(*parts, **asked), parts[0], pieces(*parts[1:]), print, True, True)
+        stream = event_stream(head, answered(*parts, **asked), parts[0], pieces(*parts[1:]), print)
         return [event async for event in stream]
 
     head = new_head("tiny", chat)
@@ -176,7 +177,7 @@ def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
     tokens = ids("the quick 東京 fo")
     entries = [TokenLogprobs(token, -0.5, ()) for token in tokens]
     params = SamplingParams(max_tokens=50, logprobs=0, stop=("fox",))
-    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
+    answer = Answer(CARD, requests_for("answer", [(1,)], [params]))
     offsets: list[int] = []
     before: dict[int, int] = {}
     for token, entry in zip(tokens, entries, strict=True):
@@ -192,12 +193,12 @@ def test_offsets_of_a_streams_tokens_are_those_of_the_whole_answer() -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
     params = SamplingParams(max_tokens=5, logprobs=1)
-    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
+    answer = Answer(CARD, requests_for("answer", [(1,)], [params]))
     entries = tuple(TokenLogprobs(token, -0.5, ((token, -0.5),)) for token in (300, 301))
     finish = Finish(FinishReason.LENGTH)
     piece = answer.choices[0].add(StepOutput("answer-0", (300, 301), finish=finish, logprobs=entries), "r1")
     head = new_head("tiny", chat)
-    streamed = chunk(head, answer, piece, streamed_logprobs(head, answer, piece, {}), True, True, False, False)
+    streamed = chunk(head, answer, piece, streamed_logprobs(head, answer, piece, {}), True, True)
     for raw in (whole(head, answer, [piece]), streamed[6:]):
         logprobs = json.loads(raw)["choices"][0]["logprobs"]
         if chat:
@@ -211,7 +212,7 @@ def test_log_probabilities_fit_openais_objects(chat: bool) -> None:
 def test_parts_of_characters_are_told_apart_by_their_bytes() -> None:
     parts = ids("€")
     entry = TokenLogprobs(parts[0], -0.5, tuple((token, -0.5) for token in parts))
-    answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5, logprobs=3)]), trace=False)
+    answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5, logprobs=3)]))
     logprobs = logprobs_of(new_head("tiny", chat=False), answer, 0, [entry])
     assert logprobs is not None
     (likeliest,) = logprobs["top_logprobs"]
@@ -224,7 +225,7 @@ def test_a_whole_answers_log_probabilities_are_made_without_a_detour() -> None:
     """They are made at once, and all streams wait: by way of OpenAI's types it took more than twice as long."""
     params = SamplingParams(max_tokens=5000, logprobs=20)
     entry = TokenLogprobs(300, -0.5, tuple((token, -0.5) for token in range(300, 320)))
-    answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
+    answer = Answer(CARD, requests_for("answer", [(1,)], [params]))
     finish = answer.choices[0].finish = Finish(FinishReason.STOP)
     head, piece = new_head("tiny", True), Piece(0, ("ab",), finish, None, (entry,) * 500)
     body = whole(head, answer, [piece])

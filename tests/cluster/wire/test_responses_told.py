@@ -159,7 +159,7 @@ def test_the_end_of_a_stream_does_not_make_its_log_probabilities_anew() -> None:
             yield piece
 
     async def told() -> tuple[float, float, list[Any]]:
-        answer = Answer(CARD, requests_for("answer", [(1,)], [params]), trace=False)
+        answer = Answer(CARD, requests_for("answer", [(1,)], [params]))
         answer.choices[0].finish = finish
         events = response_events(new_response_head("tiny"), '{"a":1}', answer, pieces[0], rest(), broke=pytest.fail)
         growing, ending, made = 0.0, 0.0, []
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_at_once_ends_the_pieces() -> None:
     async def leave() -> None:
         pieces = more()
         first = await anext(pieces)
-        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]), trace=False)
+        answer = Answer(CARD, requests_for("answer", [(1,)], [SamplingParams(max_tokens=5)]))
         events = response_events(new_response_head("tiny"), "{}", answer, first, pieces, broke=pytest.fail)
         assert b"response.created" in await anext(events)
         await events.aclose()

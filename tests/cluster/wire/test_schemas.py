@@ -424,4 +424,4 @@ def test_what_was_asked_for_reaches_the_engine_in_its_own_terms(card: ModelCard)
 def test_usage_in_every_chunk_is_told_only_where_usage_is() -> None:
     for usage in (True, False, None):
         options = {"include_usage": usage, "continuous_usage_stats": True}
-        assert completion(stream=True, stream_options=options).counts_on == bool(usage)
+        assert completion(stream=True, stream_options=options).continuous_usage == bool(usage)
