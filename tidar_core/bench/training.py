@@ -21,7 +21,7 @@ from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus
 from tidar_core.convert.speed import fast_dtype, measure_peak, work_per_row
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, check_rows, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, TrainingData, Watch, check_rows, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import identify_base
 from tidar_core.model.adapter_config import BaseIdentity
@@ -81,7 +81,7 @@ def measure_training(
     some, held = corpus.split()
     sampler = Sampler(corpus.document, anchor_counts(corpus, some.tolist(), config.block, limit), limit, 0)
     vocabulary = Vocabulary(corpus, base.weights.head, config.vocabulary)
-    windows = choose_windows(corpus, held.tolist()[:1], config.block, limit)
+    data = TrainingData(sampler, vocabulary, choose_windows(corpus, held.tolist()[:1], config.block, limit))
     on_gpu = base.device.type == "cuda"
     profiler = profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU])
     reports: list[StepReport] = []
@@ -95,7 +95,7 @@ def measure_training(
 
     with tempfile.TemporaryDirectory() as scratch:
         budget = Budget(steps=WARM_UP + steps + PROFILED)
-        train_drafter(base, start, sampler, vocabulary, windows, config, budget, Path(scratch), Watch(step=seen))
+        train_drafter(base, start, data, config, budget, Path(scratch), Watch(step=seen))
     counted, profiled = reports[WARM_UP : WARM_UP + steps], reports[WARM_UP + steps :]
     per_row, peak = work_per_row(base, start, vocabulary.columns), measure_peak(base.device, base.dtype)
     work, device_seconds = _work_of(profiler, on_gpu)

@@ -37,7 +37,7 @@ from tidar_core.convert.shards import Corpus, ShardStore, digest_of, read_header
 from tidar_core.convert.speed import device_name, fast_dtype, measure_peak, work_per_row
 from tidar_core.convert.spent import left_for_training
 from tidar_core.convert.start import begin, check_start
-from tidar_core.convert.trainer import Budget, Origin, StepReport, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, Origin, StepReport, TrainingData, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import WEIGHTS_FILE, shape_of
 from tidar_core.model.dense import check_dense
@@ -73,6 +73,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     sampler = Sampler(corpus.document, anchors, longest, config.seed)
     vocabulary = Vocabulary(corpus, weights.head, config.vocabulary)
     windows = choose_windows(corpus, held_out.tolist(), config.block, longest)
+    data = TrainingData(sampler, vocabulary, windows)
     budget = _budget(options, spent)
     work, peak = work_per_row(frozen, start, vocabulary.columns), measure_peak(base.device, frozen.dtype)
     made = made_from(identity, options.model, corpus, config, device_name(base.device, crew.size), begun_from)
@@ -92,7 +93,7 @@ def train_gathered(options: ConvertOptions, spent: float, screen: Screen, crew: 
     watch = Watch(stepped, measured, screen.line, kept) if crew.leads else Watch()
     directory = options.work / "training"
     origin = Origin(identity.fingerprint, begun_from)
-    return train_drafter(frozen, start, sampler, vocabulary, windows, config, budget, directory, watch, crew, origin)
+    return train_drafter(frozen, start, data, config, budget, directory, watch, crew, origin)
 
 
 def convert(options: ConvertOptions, screen: Screen, train: Train = train_gathered) -> Progress:

@@ -93,6 +93,15 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingData:
+    """What a drafter learns from, and what it is measured on. vocabulary: the tokens that the loss sees."""
+
+    sampler: Sampler
+    vocabulary: Vocabulary
+    held_out: HeldOut
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """When training ends: after so many steps, or seconds (0: no such limit), runs before this one counted."""
 
@@ -140,9 +149,7 @@ def check_rows(config: TrainConfig) -> None:
 def train_drafter(
     base: FrozenBase,
     start: AdapterWeights,
-    sampler: Sampler,
-    vocabulary: Vocabulary,
-    held_out: HeldOut,
+    data: TrainingData,
     config: TrainConfig,
     budget: Budget,
     directory: Path,
@@ -158,14 +165,14 @@ def train_drafter(
     Raises ConfigError where there is nothing to train on, where the loss is not a number (the last checkpoint stays),
     where the disk is full, where the checkpoint was made with other settings, and where a worker sees another one.
     """
-    if len(sampler) < crew.size or not held_out.documents:
+    if len(data.sampler) < crew.size or not data.held_out.documents:
         raise ConfigError(
             "the data are too few documents to learn from and be measured on: raise --minutes or --own-tokens, or give "
             "more --text"
         )
     training = _Training(base, start, config, directory, watch, crew, origin)
     progress = training.progress
-    judged_on = crew.agree_digest(held_out.digest)
+    judged_on = crew.agree_digest(data.held_out.digest)
     if progress.step:
         watch.kept(progress)
         progress.best = crew.agree(progress.best)
@@ -181,12 +188,12 @@ def train_drafter(
                 over = budget.used(progress) >= 1.0
                 if over or pace.due(progress):
                     began = time.monotonic()
-                    training.measure(held_out, pace.counts(budget.used(progress)))
+                    training.measure(data.held_out, pace.counts(budget.used(progress)))
                     seconds = crew.agree(time.monotonic() - began)
                     pace.measured(progress, seconds, typical=pace.looked)  # a GPU's first compiles what the others find
                 if over or progress.stale >= config.patience or asked():
                     break
-                training.step(sampler, vocabulary, budget.used(progress))
+                training.step(data, budget.used(progress))
                 if not asked() and training.saves.due(time.monotonic()):
                     training.saving += training.save()
         training.save()
@@ -250,16 +257,16 @@ class _Training:
             self.save()
         self.watch.measured(result, map_tensors(self.adapter, lambda tensor: tensor.detach()), progress, best)
 
-    def step(self, sampler: Sampler, vocabulary: Vocabulary, used: float) -> None:
+    def step(self, data: TrainingData, used: float) -> None:
         """One optimizer step. All workers draw the same blocks, each computes its part of them, and the gradients are
         added up. Raises ConfigError where the loss or its gradient is not a number, and where memory is too small."""
         began, config, base, progress, crew = time.monotonic(), self.config, self.base, self.progress, self.crew
-        draw = sampler.draw(progress)
+        draw = data.sampler.draw(progress)
         block = block_of_step(config.block_sizes, config.block, used, draw)
         wanted = crew.size * self.rows_a_step // block
-        pack = pack_documents(sampler.next_documents(progress, wanted, config.anchors), base.device)
+        pack = pack_documents(data.sampler.next_documents(progress, wanted, config.anchors), base.device)
         drawn = draw_blocks(pack, config.anchors, block, base.config.max_positions, draw)
-        columns = vocabulary.draw(pack.tokens, draw)
+        columns = data.vocabulary.draw(pack.tokens, draw)
         first, last = crew.part(len(drawn))
         alone = torch.from_numpy(draw.random(len(drawn))[first:last] < ALONE_SHARE).to(base.device)
         normaliser = len(drawn) * float(config.loss.profile(block).sum())

@@ -223,9 +223,9 @@ def test_the_best_is_kept_and_measured_on_documents_that_are_not_trained_on(tmp_
     trained: list[bytes] = []
     judged: list[bytes] = []
 
-    def measuring(base, start, sampler, vocabulary, held_out, config, budget, directory, watch, *_) -> Progress:
-        trained.extend(tokens.tobytes() for tokens, _ in sampler.next_documents(Progress(), 10**6, 64))
-        judged.extend(tokens.tobytes() for tokens, _ in held_out.documents)
+    def measuring(base, start, data, config, budget, directory, watch, *_) -> Progress:
+        trained.extend(tokens.tobytes() for tokens, _ in data.sampler.next_documents(Progress(), 10**6, 64))
+        judged.extend(tokens.tobytes() for tokens, _ in data.held_out.documents)
         for step, found in enumerate((2.0, 1.5)):
             result = HeldOutResult(1, found, {"chat": found}, 0.5, (0.5, 0.4, 0.3))
             watch.measured(result, start, Progress(step=step), found == 2.0)

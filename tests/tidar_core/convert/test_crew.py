@@ -27,7 +27,7 @@ from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.options import ConvertOptions
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, open_store
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, TrainingData, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.model.adapter import tokenizer_fingerprint
 from tidar_core.model.sources import find_model
@@ -96,11 +96,13 @@ def train(
     learnt, held_out = corpus.split()
     longest = tiny.base.config.max_positions
     anchors = anchor_counts(corpus, learnt.tolist(), config.block, longest)
-    run.progress = train_drafter(
-        tiny.base, start, Sampler(corpus.document, anchors, longest, config.seed),
+    data = TrainingData(
+        Sampler(corpus.document, anchors, longest, config.seed),
         Vocabulary(corpus, tiny.base.weights.head, config.vocabulary),
         choose_windows(corpus, held_out[:windows].tolist(), config.block, longest),
-        config, Budget(steps=steps), directory,
+    )
+    run.progress = train_drafter(
+        tiny.base, start, data, config, Budget(steps=steps), directory,
         Watch(step=lambda r: run.steps.append(replace(r, progress=replace(r.progress))), measured=measured), crew,
     )  # fmt: skip
     return run

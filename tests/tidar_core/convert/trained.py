@@ -19,7 +19,7 @@ from tidar_core.convert.forward import FrozenBase, frozen_base
 from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, content_key
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, TrainingData, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.engine import load_engine
 from tidar_core.layout import WithinBlock
@@ -132,9 +132,8 @@ def train(
 
     vocabulary = Vocabulary(corpus, tiny.base.weights.head, config.vocabulary)
     budget = steps if isinstance(steps, Budget) else Budget(steps=steps)
-    return seen, train_drafter(
-        tiny.base, start, sampler, vocabulary, windows, config, budget, directory, Watch(noted, **watch)
-    )
+    data = TrainingData(sampler, vocabulary, windows)
+    return seen, train_drafter(tiny.base, start, data, config, budget, directory, Watch(noted, **watch))
 
 
 def run_command(*arguments: object) -> tuple[int, str]:

@@ -27,7 +27,7 @@ from tidar_core.convert.held_out import choose_windows
 from tidar_core.convert.sampler import Sampler, anchor_counts
 from tidar_core.convert.shards import Corpus, open_store, read_header
 from tidar_core.convert.speed import fast_dtype
-from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, Watch, train_drafter
+from tidar_core.convert.trainer import Budget, StepReport, TrainConfig, TrainingData, Watch, train_drafter
 from tidar_core.convert.vocabulary import Vocabulary
 from tidar_core.kernels.reference import REFERENCE_OPS, rotate_qkv, split_heads
 from tidar_core.model.adapter import identify_base
@@ -135,11 +135,11 @@ def trained(base: FrozenBase, start: AdapterWeights, corpus: Corpus, sampler: Sa
     config = TrainConfig(measure_every=10**9)
     reports: list[StepReport] = []
     windows = choose_windows(corpus, [0], BLOCK, base.config.max_positions)
-    vocabulary = Vocabulary(corpus, base.weights.head, config.vocabulary)
+    data = TrainingData(sampler, Vocabulary(corpus, base.weights.head, config.vocabulary), windows)
     with tempfile.TemporaryDirectory() as scratch:
         train_drafter(
-            base, with_slot_head(start, base.weights.embedding, config.slot_head, 0), sampler, vocabulary, windows,
-            config, Budget(steps=steps + 1), Path(scratch), Watch(step=reports.append),
+            base, with_slot_head(start, base.weights.embedding, config.slot_head, 0), data, config,
+            Budget(steps=steps + 1), Path(scratch), Watch(step=reports.append),
         )  # fmt: skip
     return sum(report.mask_rows for report in reports[1:]) / sum(report.seconds for report in reports[1:])
 
