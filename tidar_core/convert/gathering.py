@@ -1,6 +1,7 @@
 """The documents of a conversion, gathered: the user's text, the user's prompts answered, the model's own words."""
 
 import gc
+from dataclasses import dataclass
 
 import torch
 
@@ -40,6 +41,17 @@ SPEECHLESS = (
 STEP_ROWS = {"cpu": 512, "cuda": 8192}
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """What gathering is about: for whom, with which model, which documents, and where they are kept."""
+
+    options: ConvertOptions
+    base: Base
+    plan: DocumentPlan
+    store: ShardStore
+    screen: Screen
+
+
 def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus, float]:
     """The documents, and the seconds that this conversion spent on generating them. What is stored already is not made
     again, and no model is loaded where nothing has to be generated.
@@ -55,6 +67,7 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
     store = open_store(options.shards, header)
     for note in store.notes:
         screen.line(note)
+    gathering = _Gathering(options, base, plan, store, screen)
     in_store = store.read().seconds
     spent = Spent(options, in_store)
     spent.add(0.0)  # so that the next start finds its file, however little is gathered
@@ -63,16 +76,16 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
         limit = 0.0 if options.steps else most_gathering(options)  # nobody chose a time where steps are counted
         goal = Goal(options.own_tokens, limit, max(0.0, in_store - spent.seconds))
     text_alone = bool(options.mode == "full" and options.text and not options.own_tokens and not given)
-    prompts = _to_be_asked(options, base, plan, store, given, screen) if given else []
+    prompts = _to_be_asked(gathering, given) if given else []
     if text_alone or (not prompts and _has_all(goal, store)):
         if not text_alone and store.header.model != base.source.name:
             screen.line(f"{options.shards} holds the words of {store.header.model}: they are trained on as they are")
-        _add_text(options, base, store, screen)
+        _add_text(gathering)
         useful = True
     else:
         store.check_seed(options.train.seed)
-        _add_text(options, base, store, screen)
-        useful = _generate(options, base, plan, store, header, goal, prompts, spent, screen)
+        _add_text(gathering)
+        useful = _generate(gathering, header, goal, prompts, spent)
     corpus = store.read().corpus
     if useful and (there := corpus.generated_tokens()) < goal.own_tokens:
         screen.line(
@@ -87,12 +100,11 @@ def gather(options: ConvertOptions, base: Base, screen: Screen) -> tuple[Corpus,
     return corpus, spent.seconds
 
 
-def _to_be_asked(
-    options: ConvertOptions, base: Base, plan: DocumentPlan, store: ShardStore, given: list[str], screen: Screen
-) -> list[str]:
+def _to_be_asked(gathering: _Gathering, given: list[str]) -> list[str]:
     """Those of the given prompts that have no answer yet and can have one; the user is told how many cannot."""
-    screen.line(f"reading {options.prompts}")
-    found = sort_prompts(base.tokenizer, plan, unanswered(base.tokenizer, given, store.read()))
+    base, plan, screen = gathering.base, gathering.plan, gathering.screen
+    screen.line(f"reading {gathering.options.prompts}")
+    found = sort_prompts(base.tokenizer, plan, unanswered(base.tokenizer, given, gathering.store.read()))
     if found.too_long:
         room = f"longer than the {plan.longest - plan.answer_tokens:,} tokens that documents have for one"
         if plan.longest < base.config.max_positions:
@@ -103,19 +115,10 @@ def _to_be_asked(
     return found.fitting
 
 
-def _generate(
-    options: ConvertOptions,
-    base: Base,
-    plan: DocumentPlan,
-    store: ShardStore,
-    header: DataHeader,
-    goal: Goal,
-    prompts: list[str],
-    spent: Spent,
-    screen: Screen,
-) -> bool:
+def _generate(gathering: _Gathering, header: DataHeader, goal: Goal, prompts: list[str], spent: Spent) -> bool:
     """Loads the generator, has it answer the prompts and write its own words. Gives whether these are of any use."""
-    generator, fingerprint = _generator(options, base, plan, screen)
+    options, base, store, screen = gathering.options, gathering.base, gathering.store, gathering.screen
+    generator, fingerprint = _generator(gathering)
     if options.mode == "adapter":  # again: only now is it known which weights these are
         check_start(options, shape_of(base.source.name, base.config, base.tokenizer, fingerprint))
     if note := store.words_come_from(header.model_copy(update={"fingerprint": fingerprint})):
@@ -129,7 +132,7 @@ def _generate(
             screen.line(SPEECHLESS)
             told = True
 
-    gathered = gather_own_words(generator, base.tokenizer, plan, store, goal, prompts, show, spent.add)
+    gathered = gather_own_words(generator, base.tokenizer, gathering.plan, store, goal, prompts, show, spent.add)
     if gathered.refused:
         screen.line(f"{gathered.refused:,} of --prompts taught nothing: answered in a word or two")
     if gathered.useless:
@@ -139,12 +142,13 @@ def _generate(
     return not gathered.useless
 
 
-def _add_text(options: ConvertOptions, base: Base, store: ShardStore, screen: Screen) -> None:
+def _add_text(gathering: _Gathering) -> None:
     """The user's text goes into the data directory, as far as it is not there yet."""
+    options, base, screen = gathering.options, gathering.base, gathering.screen
     if options.text is None:
         return
     screen.line(f"reading {options.text}")
-    added = add_text(base.tokenizer, options.text, store, TEXT_LONGEST, base.config.vocab_size)
+    added = add_text(base.tokenizer, options.text, gathering.store, TEXT_LONGEST, base.config.vocab_size)
     if added.documents:
         screen.line(f"{added.documents:,} documents from {options.text.name}")
     if added.unknown:
@@ -161,8 +165,9 @@ def _has_all(goal: Goal, store: ShardStore) -> bool:
     return (enough or over) and not waits_to_be_cut(store.directory, stored.done)
 
 
-def _generator(options: ConvertOptions, base: Base, plan: DocumentPlan, screen: Screen) -> tuple[TextSource, str]:
+def _generator(gathering: _Gathering) -> tuple[TextSource, str]:
     """What generates the text, and the fingerprint of its weights."""
+    options, base, plan, screen = gathering.options, gathering.base, gathering.plan, gathering.screen
     capacity = CAPACITY.get(base.device.type, 64)
     if options.generator == "engine":
         adapter = "default" if options.start == "none" else options.start
