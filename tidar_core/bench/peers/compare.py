@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -134,6 +135,7 @@ def compare_engines(
     Raises ConfigError where an engine does not start or dies.
     """
     results: list[PeerResult] = []
+    question = partial(_question, prompts, max_tokens, honour_end)
     with ExitStack() as stack:
         running = [stack.enter_context(_running(engine, say)) for engine in engines]
         for batch in batches:
@@ -142,16 +144,11 @@ def compare_engines(
             parts = -(-at_least // batch)
             say(f"batch {batch}: warming up")
             for _, ask in running:
-                ask(_round(prompts, 0, batch, max_tokens, honour_end))
+                ask(question(0, batch))
             for number in range(rounds):
-                first = number * parts * batch
-                for index, (_, ask) in enumerate(running):
-                    replies = [
-                        ask(_round(prompts, first + part * batch, batch, max_tokens, honour_end))
-                        for part in range(parts)
-                    ]
-                    tokens = sum(reply["tokens"] for reply in replies)
-                    speeds[index].append(tokens / sum(reply["seconds"] for reply in replies))
+                firsts = range(number * parts * batch, (number + 1) * parts * batch, batch)
+                for (_, ask), mine in zip(running, speeds, strict=True):
+                    mine.append(_speed([ask(question(first, batch)) for first in firsts]))
                 shown = ", ".join(f"{e.name} {s[-1]:.1f}" for e, s in zip(engines, speeds, strict=True))
                 say(f"batch {batch}, round {number + 1} of {rounds}: {shown} tokens/s")
                 results = so_far + [
@@ -168,7 +165,14 @@ def _result(engine: Contender, device: str, batch: int, speeds: list[float], fir
     return PeerResult(engine.name, device, batch, median(speeds), median(ratios), rounded)
 
 
-def _round(prompts: Sequence[str], first: int, batch: int, max_tokens: int, honour_end: bool) -> dict[str, Any]:
+def _speed(replies: Sequence[dict[str, Any]]) -> float:
+    """Tokens per second."""
+    tokens: int = sum(reply["tokens"] for reply in replies)
+    return tokens / sum(reply["seconds"] for reply in replies)
+
+
+def _question(prompts: Sequence[str], max_tokens: int, honour_end: bool, first: int, batch: int) -> dict[str, Any]:
+    """What an engine is sent: `batch` of the prompts from `first` on."""
     chosen = [prompts[(first + i) % len(prompts)] for i in range(batch)]
     return {"prompts": chosen, "max_tokens": max_tokens, "honour_end": honour_end}
 
