@@ -31,20 +31,20 @@ Plan = Callable[[dict[str, Any], ModelCard, Tokenizer], RequestPlan]
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class RequestLimits:
     """What a request may be: its body's bytes at most, and whether it may go before others."""
 
     body_bytes: int
     priorities: bool
 
 
-async def answered(request: Request, plan: Plan, models: Models, allowed: Allowed, pace: Pace) -> Response:
+async def answered(request: Request, plan: Plan, models: Models, limits: RequestLimits, pace: Pace) -> Response:
     """The answer to a request. Raises ApiError for whatever goes wrong before the first token."""
-    raw = await read_raw(request, allowed.body_bytes)
+    raw = await read_raw(request, limits.body_bytes)
     outcome_of(request).asked()
 
     def allowed_plan(value: dict[str, Any], card: ModelCard, backend: Tokenizer) -> RequestPlan:
-        if value.get("priority") and not allowed.priorities:
+        if value.get("priority") and not limits.priorities:
             raise bad_request(NO_PRIORITIES, "priority")
         return plan(value, card, backend)
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.carry.directory import Directory
 from cluster.errors import ApiError
-from cluster.ingress.answering import Allowed, answered, read_raw
+from cluster.ingress.answering import RequestLimits, answered, read_raw
 from cluster.ingress.auth import KeyFile, KeyGuard, wants_key
 from cluster.ingress.models import Models
 from cluster.ingress.outcomes import Outcomes, outcome_of
@@ -71,7 +71,7 @@ def build_api(directories: Mapping[str, Directory], options: ServeOptions) -> Fa
 
 
 def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:
-    pace, allowed = Pace(options.chunk_rate), Allowed(options.max_body_bytes, options.priorities)
+    pace, limits = Pace(options.chunk_rate), RequestLimits(options.max_body_bytes, options.priorities)
 
     @app.get("/v1/models")
     async def list_models() -> JSONResponse:
@@ -85,15 +85,15 @@ def add_openai_routes(app: FastAPI, models: Models, options: ServeOptions) -> No
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        return await answered(request, completion_plan, models, allowed, pace)
+        return await answered(request, completion_plan, models, limits, pace)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await answered(request, partial(chat_plan, reasoning=options.reasoning), models, allowed, pace)
+        return await answered(request, partial(chat_plan, reasoning=options.reasoning), models, limits, pace)
 
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
-        return await answered(request, partial(responses_plan, reasoning=options.reasoning), models, allowed, pace)
+        return await answered(request, partial(responses_plan, reasoning=options.reasoning), models, limits, pace)
 
 
 def add_tokenizer_routes(app: FastAPI, models: Models, options: ServeOptions) -> None:

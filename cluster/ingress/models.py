@@ -40,7 +40,7 @@ class Served:
     admission: Admission
 
     @property
-    def goes_by(self) -> str:
+    def current_name(self) -> str:
         """The name that its engines answer to: the old one, until an engine of a change is there."""
         return self.directory.name or self.name
 
@@ -117,14 +117,14 @@ class Models:
         engines behind it are still those of another."""
         if name is None:
             return next(iter(self._served.values()))
-        found = [served for served in self._served.values() if served.goes_by == name]
+        found = [served for served in self._served.values() if served.current_name == name]
         if found:  # where names have been changed round, an old one may be left where nobody is any more
             return max(found, key=lambda served: (bool(served.directory.replicas), served.name == name))
         if name in self._served:
             if self._served[name].directory.may_wake:
                 return self._served[name]
             raise not_ready()
-        raise unknown_model(name, [served.goes_by for served in self._served.values()])
+        raise unknown_model(name, [served.current_name for served in self._served.values()])
 
     async def wanted(self, raw: bytes) -> tuple[Served, str | None, dict[str, Any]]:
         """Who serves what a body asks for, the name that it asks by, if any, and the body as JSON. Raises ApiError.

@@ -31,7 +31,7 @@ class Timing:
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0
-    again: bool = False  # another replica was asked before, and has counted the prompt
+    prompt_counted: bool = False  # another replica was asked before, and has counted the prompt
     resumed: bool = False  # the first token was another replica's
 
 
@@ -110,7 +110,7 @@ class ReplicaMetrics:
         )
 
     def arrived(self, timing: Timing) -> None:
-        if not timing.again:
+        if not timing.prompt_counted:
             self._prompt.inc(timing.prompt)
 
     def begun(self, timing: Timing, since: float) -> None:
@@ -138,7 +138,7 @@ class ReplicaMetrics:
         self._verify_rows.inc(trace.verify_rows)
         self._mask_rows.inc(trace.mask_rows)
         if trace.step == 0:
-            if not timing.again:
+            if not timing.prompt_counted:
                 self._looked_up.inc(timing.prompt)
                 self._found.inc(trace.cached)
             return

@@ -207,7 +207,9 @@ class EngineReplica:
             return
         self._silences[address.ingress] = 0
         box = self._mailboxes.setdefault(address, ReplicaMailbox())
-        timing = Timing(time.monotonic(), len(request.prompt), again=route.counted, resumed=bool(request.emitted))
+        timing = Timing(
+            time.monotonic(), len(request.prompt), prompt_counted=route.counted, resumed=bool(request.emitted)
+        )
         subscriber = Subscriber(timing, box)
         self._subscribers[request.request_id] = box.requests[request.request_id] = subscriber
         self._metrics.arrived(timing)

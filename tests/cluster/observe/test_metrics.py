@@ -194,7 +194,7 @@ def test_a_page_of_nobody_is_empty() -> None:
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_stream_that_came_from_elsewhere_is_no_second_prompt_and_no_second_first_token(resumed: bool) -> None:
     metrics = ReplicaMetrics("tiny", "r1", block_length=4)
-    timing = Timing(started=10.0, prompt=5, again=True, resumed=resumed)
+    timing = Timing(started=10.0, prompt=5, prompt_counted=True, resumed=resumed)
     metrics.arrived(timing)
     metrics.stepped(step(0, 0, 0, cached=4), timing, now=10.5)
     metrics.stepped(step(1, 0, 0), timing, now=11.0)
