@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+from tidar_core.error_text import unbroken
 from tidar_core.request import RequestError
 
 RETRY_AFTER_SECONDS = 1
@@ -58,7 +59,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 def unknown_model(name: str, served: Iterable[str]) -> ApiError:
     there = ", ".join(f"`{one}`" for one in served)
-    quoted = " ".join(name[:MAX_NAME].split()) + "…" * (len(name) > MAX_NAME)
+    quoted = unbroken(name[:MAX_NAME]) + "…" * (len(name) > MAX_NAME)
     message = f"The model `{quoted}` does not exist; this server has {there}."
     return ApiError(404, message, "model", "model_not_found")
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class Directory:
         self._waking: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._held = 0
-        self._slept_on = False  # a request has waited in vain for a model that sleeps
+        self._woken_at: float | None = None  # on the monotonic clock, where nobody has come since
         self.silent: frozenset[str] = frozenset()
         self._ticks = 0  # not time: while this event loop is held up nobody can be heard
         self._ticking: asyncio.Task[None] | None = None
@@ -126,6 +127,7 @@ class Directory:
     def wake(self) -> None:
         """Wake the model where it may sleep, unless that is under way."""
         if self._wake is not None and (self._waking is None or self._waking.done()):
+            self._woken_at = self._woken_at or time.monotonic()
             self._waking = asyncio.create_task(self._call_for_one())
 
     @property
@@ -144,8 +146,10 @@ class Directory:
 
     @property
     def sleeps(self) -> bool:
-        """Whether nobody is there because nobody asks; not where who asked has waited in vain."""
-        return self.may_wake and not self._slept_on
+        """Whether nobody is there because nobody asks; not where it does not wake in the time that requests have."""
+        if self._wake is None or not self.may_wake:
+            return False
+        return self._woken_at is None or time.monotonic() - self._woken_at < self._wake.seconds
 
     async def awake(self) -> tuple[ModelCard, Tokenizer]:
         """As `model`, once there is a replica: a model that sleeps is woken; else one may have come just now.
@@ -164,7 +168,6 @@ class Directory:
                     assert self._waking is not None
                     await asyncio.wait({self._waking})
         except TimeoutError:
-            self._slept_on = True
             raise not_ready() from None
         finally:
             self._held -= 1
@@ -288,7 +291,7 @@ class Directory:
         lengths = self._max_model_lens | {sign.replica: sign.max_model_len for sign in signs}
         self._max_model_lens = {name: length for name, length in lengths.items() if name in self._heard}
         if alive:
-            self._slept_on = False
+            self._woken_at = None
             self._found.set()
         if alive - self._described or (alive and self._describer not in alive):
             await self._read_card(alive)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.errors import ApiError, cut
 from cluster.observe.seldom import Seldom
+from tidar_core.error_text import unbroken
 
 FULL_SECONDS = 10.0  # between two lines that say that the server is full
 FIELD_SECONDS, MOST_FIELDS = 600.0, 1000  # between two lines of an unknown field, and of how many there are any
@@ -29,7 +30,7 @@ class RequestLog:
         if times:
             said = f"{what} for {model}" if model else what
             code = f" ({error.code})" if error is not None and error.code else ""
-            why = f": {cut(' '.join(error.message.split()), LONGEST_MESSAGE)}" if error is not None else ""
+            why = f": {cut(unbroken(error.message), LONGEST_MESSAGE)}" if error is not None else ""
             of_several = f" ({times} such answers since this was told last)" if times > 1 else ""
             log.warning("%s ended in %d%s after %.3f s%s%s", said, status, code, seconds, why, of_several)
 

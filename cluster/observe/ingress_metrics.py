@@ -75,7 +75,7 @@ class IngressMetrics:
         )  # fmt: skip
         self._sleeps = Gauge(
             "tidar:model_sleeps",
-            "1 while there is no engine because nobody asks; 0 also once a request has waited for one in vain.",
+            "1 while there is no engine because nobody asks; 0 also where none comes in the time that requests have.",
             ("model_name", "ingress"), registry=self._registry,
         )  # fmt: skip
         self._in_progress = Gauge(

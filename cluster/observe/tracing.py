@@ -22,6 +22,7 @@ from starlette.types import Scope
 from cluster.errors import ApiError, cut
 from cluster.observe.seldom import Seldom
 from tidar_core.config import ConfigError
+from tidar_core.error_text import unbroken
 
 FLUSH_SECONDS = 2.0
 UNREACHED_SECONDS = 60.0  # between two lines that say so
@@ -64,7 +65,7 @@ class Unreached(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if times := self._seldom.times():
-            reason = cut(" ".join(record.getMessage().split()), LONGEST_REASON)
+            reason = cut(unbroken(record.getMessage()), LONGEST_REASON)
             log.warning("spans do not reach the collector: %s%s", reason, f" ({times} failures)" if times > 1 else "")
 
 
@@ -113,10 +114,10 @@ def span_name(scope: Scope) -> str:
     likes."""
     method = scope.get("method")
     named = method if method in METHODS else "HTTP"
-    return f"{named} {route}" if (route := route_of(scope)) else named
+    return f"{named} {route}" if (route := route_template(scope)) else named
 
 
-def route_of(scope: Scope) -> str:
+def route_template(scope: Scope) -> str:
     """The route that was found for a request, with the prefix of the application; empty where none was."""
     path = getattr(scope.get("route"), "path", "")
     return f"{scope.get('root_path', '').rstrip('/')}{path}" if path else ""
@@ -133,7 +134,7 @@ class RequestSpan:
 
     def routed(self) -> None:
         """Its route is known by now, if it has one."""
-        if self._span.is_recording() and (route := route_of(self._scope)):
+        if self._span.is_recording() and (route := route_template(self._scope)):
             self._span.update_name(span_name(self._scope))
             self._span.set_attribute("http.route", route)
 

@@ -128,9 +128,8 @@ class GrammarState:
         self._timed_calls = timed_calls
         self._apart = apart
         self._matcher = self._begun()  # None where it was lost, and the answer with it
-        self._kept: GrammarMatcher | None = (
-            None  # behind what was emitted, while guesses are asked about by timed calls
-        )
+        # Behind what was emitted, while guesses are asked about by timed calls.
+        self._kept: GrammarMatcher | None = None
 
     @property
     def error(self) -> str | None:

@@ -33,7 +33,7 @@ from tidar_core.engine.warmup import (
     with_own_pages,
 )
 from tidar_core.kernels.cpu_build import cache_directory
-from tidar_core.kernels.ops import PARTIAL_BYTES, Ops, empty_cache, rotary_tables
+from tidar_core.kernels.ops import PARTIAL_BYTES, Ops, Rotary, empty_cache, rotary_tables
 from tidar_core.kernels.reference import REFERENCE_OPS
 from tidar_core.layout import BlockForm
 from tidar_core.memory import free_memory
@@ -103,13 +103,14 @@ def load_engine(
     sampling_defaults = read_sampling_defaults(source, report) if config.generation_config == "auto" else Sampling()
     loaded = _load(config, source, model, tokenizer, device, report, progress)
 
+    rotary = rotary_tables(model, device)
     beside = _kept_for_graphs(config, loaded, device)
     positions, pages = room_for(config, model, loaded.kv_dtype, device, report, beside)
-    runner = _runner(config, loaded, positions, pages, device)
+    runner = _runner(config, loaded, rotary, positions, pages, device)
     stage("checking exactness and measuring step costs")
     wait(tokens_read)  # else it would count among the costs of steps
     trial = with_own_pages(runner)  # held until the graphs are captured: its own share a pool that ends with the last
-    apart = one_by_one(loaded.ops, loaded.weights, runner.adapter, rotary_tables(model, device))
+    apart = one_by_one(loaded.ops, loaded.weights, runner.adapter, rotary)
     arithmetic = arithmetic_of(loaded.ops, device, config.kv_dtype, is_long(model), apart)
     exact, cost = _proven(config, trial, loaded.adapter, loaded.base.fingerprint, arithmetic)
     if runner.graphs is not None:
@@ -245,7 +246,9 @@ def _adapter(
     return load_adapter(path, base, embedding.dtype, embedding.device, report)
 
 
-def _runner(config: EngineConfig, loaded: _Loaded, positions: int, pages: int, device: torch.device) -> Runner:
+def _runner(
+    config: EngineConfig, loaded: _Loaded, rotary: Rotary, positions: int, pages: int, device: torch.device
+) -> Runner:
     model, ops, adapter = loaded.model, loaded.ops, loaded.adapter
     drafter = adapter.weights if adapter else None
     return Runner(
@@ -254,7 +257,7 @@ def _runner(config: EngineConfig, loaded: _Loaded, positions: int, pages: int, d
         loaded.weights,
         drafter,
         empty_cache(model, pages + 1, config.page_size, loaded.kv_dtype, device),
-        all_layers(ops, model, loaded.weights, drafter, rotary_tables(model, device)),
+        all_layers(ops, model, loaded.weights, drafter, rotary),
         loaded.vocabulary,
         _graphs(config, model, ops, adapter, positions, device),
         adapter.mask_token if adapter else None,

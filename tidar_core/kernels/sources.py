@@ -8,14 +8,16 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-BESIDE = ("sampling.py", "philox.py", "penalties.py", "model/decoder.py", "model/rope.py", "data/gemm_tiles.json")
-"""What counts besides the kernels: the token rule, the order of operations, and how products are cut."""
+RULE = ("sampling.py", "philox.py", "penalties.py", "bad_words.py", "engine/constraint.py", "engine/thought_watch.py")
+ORDER = ("model/decoder.py", "model/rope.py", "model/float8.py", "data/gemm_tiles.json")
+"""What counts besides the kernels: how a token is picked; in what order, and of what, rows are computed."""
 _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @cache
 def code_digest() -> str:
-    """Names the sources of the kernels and BESIDE, 12 characters. Comments, docstrings and white space do not count."""
+    """Names the sources of the kernels, RULE and ORDER by 12 characters. Comments, docstrings and white space do not
+    count. Raises OSError where a package has no sources."""
     return digest_of(_sources())
 
 
@@ -32,7 +34,7 @@ def _sources() -> Iterator[Traversable]:
     for file in sorted(package.joinpath("kernels").iterdir(), key=lambda file: file.name):
         if file.name.endswith((".py", ".cpp")):
             yield file
-    yield from (package.joinpath(name) for name in BESIDE)
+    yield from (package.joinpath(name) for name in (*RULE, *ORDER))
 
 
 def _without_words(name: str, text: str) -> str:

@@ -225,6 +225,23 @@ def test_a_model_that_is_waited_for_in_vain_sleeps_no_more_until_it_was_there(ca
     asyncio.run(run())
 
 
+def test_a_model_that_does_not_wake_is_told_of_though_nobody_waits_for_it_to_the_end(card: ModelCard) -> None:
+    async def run() -> None:
+        directory = Directory(Handle(set(), card), Wake(seconds=0.5, most=2))  # type: ignore[arg-type]
+        for _ in range(2):
+            asked = asyncio.create_task(directory.awake())
+            await asyncio.sleep(0.01)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        async with asyncio.timeout(10):
+            while directory.sleeps:
+                await asyncio.sleep(0.02)
+        await directory.stop()
+
+    asyncio.run(run())
+
+
 def test_prompts_are_named_to_the_router_by_what_their_cache_goes_by(card: ModelCard) -> None:
     async def run() -> None:
         directory = Directory(Handle({"r0"}, card))  # type: ignore[arg-type]

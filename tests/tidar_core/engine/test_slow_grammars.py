@@ -131,9 +131,8 @@ def test_a_token_that_takes_seconds_fails_its_answer_alone(engine: Engine, monke
     assert (finish.reason, finish.error, finish.param) == (FinishReason.ERROR, TOO_SLOW, "grammar")
     assert said == {"slow": [eight], "plain": list(expected.tokens)}
     until = time.monotonic() + 60
-    while (
-        engine._compiling._timed_calls._still_late() and time.monotonic() < until
-    ):  # else it may end amid Python's own end
+    # Else the call may end amid Python's own end.
+    while engine._compiling._timed_calls._still_late() and time.monotonic() < until:
         time.sleep(0.05)
 
 
