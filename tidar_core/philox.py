@@ -15,7 +15,7 @@ from torch import Tensor
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_WORD = 0xFFFFFFFF
+WORD = 0xFFFFFFFF  # 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class NoiseKey:
     ) -> "NoiseKey":
         """One row for each entry; integers of any size and sign, taken modulo 2**64 (seeds) and 2**32."""
         words = [
-            [seed & _WORD for seed in seeds],
-            [seed >> 32 & _WORD for seed in seeds],
-            [position & _WORD for position in positions],
-            [choice & _WORD for choice in choices],
+            [seed & WORD for seed in seeds],
+            [seed >> 32 & WORD for seed in seeds],
+            [position & WORD for position in positions],
+            [choice & WORD for choice in choices],
         ]
         return cls(*torch.tensor(words, dtype=torch.int64, device=device).unsqueeze(-1))
 
@@ -55,10 +55,10 @@ def philox4x32(
         # The products wrap modulo 2**64, which keeps both halves right; a word is cut to 32 bits where it is
         # multiplied next, and the others stay wide until then.
         even, odd = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
-        x0, x2 = ((odd >> 32) ^ x1 ^ k0) & _WORD, ((even >> 32) ^ x3 ^ k1) & _WORD
+        x0, x2 = ((odd >> 32) ^ x1 ^ k0) & WORD, ((even >> 32) ^ x3 ^ k1) & WORD
         x1, x3 = odd, even
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return x0, x1 & _WORD, x2, x3 & _WORD
+        k0, k1 = (k0 + _KEY_STEPS[0]) & WORD, (k1 + _KEY_STEPS[1]) & WORD
+    return x0, x1 & WORD, x2, x3 & WORD
 
 
 def gumbel(words: Tensor) -> Tensor:

@@ -7,11 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.philox import NoiseKey, gumbel_at
+from tidar_core.philox import WORD, NoiseKey, gumbel_at
 from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, kept_by_rank, of_all, top_p_cut
 from tidar_core.transfer import sent
-
-_WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +49,15 @@ def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> Ru
     kind = [places[id(rule.params)] for rule in rules]
     reals = [[heat(one) for one in kinds], [top_p_cut(one) for one in kinds], [one.min_p for one in kinds]]
     whole = [
-        [one.seed & _WORD for one in kinds],
-        [one.seed >> 32 & _WORD for one in kinds],
+        [one.seed & WORD for one in kinds],
+        [one.seed >> 32 & WORD for one in kinds],
         [0] * len(kinds),
-        [one.choice & _WORD for one in kinds],
+        [one.choice & WORD for one in kinds],
         [kept_by_rank(one, vocab) for one in kinds],
     ]
     # taken, not indexed: kernels read what lies side by side, which an index would lay the other way
     words = np.take(np.array(whole, dtype=np.int64), kind, axis=1)
-    words[2] = [rule.position & _WORD for rule in rules]
+    words[2] = [rule.position & WORD for rule in rules]
     numbers = np.take(np.array(reals, dtype=np.float32), kind, axis=1)
     return RuleNumbers(sent(torch.from_numpy(numbers), device), sent(torch.from_numpy(words.astype(np.int32)), device))
 
@@ -82,7 +80,7 @@ def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Ten
     total = mass.sum(-1, keepdim=True)
     share = ((total - (before * mass[:, None, :]).sum(-1)).double() / total.double()).float()
     kept &= (share > cut) & (weights >= min_p)
-    key = NoiseKey(*(word & _WORD for word in words))
+    key = NoiseKey(*(word & WORD for word in words))
     noisy = torch.where(samples, z + gumbel_at(key, candidates), z).masked_fill_(~kept, -torch.inf)
     noisy = torch.where(samples | (before.sum(-1) == 0), noisy, -torch.inf)
     most = noisy.amax(-1, keepdim=True)

@@ -46,6 +46,21 @@ def test_the_longest_prefix_with_room_wins(candidates: list[Candidate], chance: 
         assert chosen.load < max(candidate.load for candidate in roomy) or len({one.load for one in roomy}) < len(roomy)
 
 
+@pytest.mark.parametrize(
+    ("candidates", "place"),
+    [
+        ([Candidate(14, depth=9), Candidate(5, depth=2)], 0),  # busier, and not overloaded: 2 * 5 + 4
+        ([Candidate(15, depth=9), Candidate(5, depth=2)], 1),
+        ([Candidate(1, depth=9, pages=0.95), Candidate(3)], 1),
+        ([Candidate(1, depth=9, pages=0.95), Candidate(3, pages=0.92)], 0),  # no pages are free anywhere
+        ([Candidate(3, depth=4), Candidate(2, depth=4)], 1),
+        ([Candidate(7), Candidate(6)], 1),
+    ],
+)
+def test_a_prefix_is_worth_some_load_and_no_crowd(candidates: list[Candidate], place: int) -> None:
+    assert {best(candidates, random.Random(seed)) for seed in range(20)} == {place}
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=80), st.integers(2, 5), st.randoms(use_true_random=False))
 def test_prompts_that_begin_alike_meet_and_nobody_is_buried(
     families: list[int], replicas: int, chance: random.Random
