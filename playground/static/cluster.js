@@ -8,9 +8,10 @@ import { one, orDash, two, whole } from "./numbers.js";
 import { between, byReplica, parseMetrics } from "./prometheus.js";
 
 const EVERY_MS = 1000;
+const WITHOUT_KEY_MS = 5000; // while a key is wanted: it may not be for ever
 const KEPT = 60; // seconds, and so many readings, of which one comes a second at most
 const WINDOW = 5; // readings over which rates are taken
-const LONGEST_GAP = 10; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
+const LONGEST_GAP = 30; // seconds without one, as while the tab was not looked at: what was before is no part of the last minute
 
 const tenthsOfPercent = (share) => `${one.format(100 * share)} %`;
 
@@ -40,7 +41,7 @@ export class Cluster {
     new Burst(page, this.#root.querySelector(".burst"));
     keyForm(this.#find("#c-key-form"), (value) => page.server.useMetricsKey(value), (text) => this.#problem(text));
     page.server.addEventListener("key", () => {
-      if (page.server.opensMetrics) this.#find("#c-key-form").hidden = true;
+      if (page.server.opensMetrics) this.#form.hidden = true;
       this.#read();
     });
     document.addEventListener("visibilitychange", () => this.#read());
@@ -50,6 +51,10 @@ export class Cluster {
     return this.#root.querySelector(selector);
   }
 
+  get #form() {
+    return this.#find("#c-key-form");
+  }
+
   visible(now) {
     this.#visible = now;
     this.#read();
@@ -57,7 +62,7 @@ export class Cluster {
 
   async #read() {
     clearTimeout(this.#timer);
-    if (!this.#visible || document.hidden || this.#reading || !this.#find("#c-key-form").hidden) return;
+    if (!this.#visible || document.hidden || this.#reading) return;
     this.#reading = true;
     const { server } = this.#page;
     const key = server.opensMetrics;
@@ -65,12 +70,13 @@ export class Cluster {
       const replicas = byReplica(parseMetrics(await server.metrics()));
       this.#take(replicas, performance.now() / 1000);
       this.#problem("");
+      this.#form.hidden = true;
     } catch (error) {
       if (server.opensMetrics === key) this.#failed(error); // else the next reading has another key
     }
     this.#reading = false;
     clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.#read(), EVERY_MS);
+    this.#timer = setTimeout(() => this.#read(), this.#form.hidden ? EVERY_MS : WITHOUT_KEY_MS);
   }
 
   #problem(text) {
@@ -81,10 +87,12 @@ export class Cluster {
 
   #failed(error) {
     if (error.status !== 401) return this.#problem(`${error.message} The figures below stand still.`);
-    const had = this.#page.server.metricsKey.value;
-    if (had) this.#page.server.useMetricsKey("");
-    this.#problem(had ? "That key does not open the metrics." : "");
-    this.#find("#c-key-form").hidden = false;
+    const { server } = this.#page;
+    const had = server.metricsKey.value;
+    if (had) server.useMetricsKey("");
+    if (had) this.#problem("That key does not open the metrics.");
+    else if (this.#form.hidden) this.#problem(this.#cards.size ? "The figures below stand still." : "");
+    this.#form.hidden = false;
     // Whoever gave that key is led back to the field, and nobody away from where they are.
     if (had && document.activeElement === document.body) this.#find("#c-key").focus();
   }

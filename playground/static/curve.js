@@ -1,6 +1,6 @@
 // The machine's step time against rows, as the engine measured it at start-up, and where an answer's steps lie on it.
 
-import { one, two } from "./numbers.js";
+import { one } from "./numbers.js";
 import { draftingStep, median, plainStep } from "./stats.js";
 
 const MOST_DOTS = 600;
@@ -30,20 +30,18 @@ export function drawCurve(canvas, cost, times, blockLength) {
   if (point) canvas.dots([{ x: point.rows, y: point.ms }], "median", 6);
 }
 
-/** The curve in words: what the rows of this answer cost here, and whether its tokens paid for them. */
+/** The curve in words. It was measured while nothing else ran: no answer's times are held against it. */
 export function tellCurve(cost, times) {
   const single = plainStep(cost, 1);
-  const base = `A plain step of one row takes ${one.format(single)} ms here.`;
+  const base = `As the engine started, a plain step of one row took ${one.format(single)} ms.`;
   const point = operatingPoint(times);
   if (!point) {
     const last = cost.rows.at(-1);
     const ratio = plainStep(cost, last) / single;
-    return `${base} One of ${last} rows takes ${one.format(ratio)} times as long, not ${last} times: where the curve is flat, drafts are free.`;
+    return `${base} One of ${last} rows took ${one.format(ratio)} times as long, not ${last} times: where the curve is flat, drafts are free.`;
   }
   const token = times.reduce((sum, { ms }) => sum + ms, 0) / times.reduce((sum, { tokens }) => sum + tokens, 0);
-  const longer = two.format(point.ms / single);
-  const where = `The middle step of this answer ran ${rowCount.format(point.rows)} rows in ${one.format(point.ms)} ms: ${rowCount.format(point.rows)} times the rows for ${longer} times the time.`;
+  const where = `The middle step of this answer ran ${rowCount.format(point.rows)} rows in ${one.format(point.ms)} ms.`;
   if (point.rows <= 1) return `${base} The middle step of this answer was one: ${one.format(point.ms)} ms.`;
-  const paid = token < single ? "so the drafts paid" : "so the drafts did not pay";
-  return `${base} ${where} Over all steps a token took ${one.format(token)} ms, ${paid} here.`;
+  return `${base} ${where} Over all steps a token took ${one.format(token)} ms; whether drafts pay, a race tells.`;
 }

@@ -21,7 +21,7 @@ export function drawStep(table, trace, before, after) {
     return element("tr", kind, head, ...Array.from({ length: columns }, (_, at) => cells(at)));
   };
   table.replaceChildren(
-    element("thead", "", row("positions", "Position", (at) => element("td", "", at ? `p+${at}` : "p"))),
+    element("thead", "", row("positions", "Position", positionHead)),
     element(
       "tbody",
       "",
@@ -30,6 +30,12 @@ export function drawStep(table, trace, before, after) {
     ),
     element("tbody", "", ...outcomes.map((a) => proposalRow(row, a, trace, after))),
   );
+}
+
+function positionHead(at) {
+  const head = element("th", "", at ? `p+${at}` : "p");
+  head.scope = "col";
+  return head;
 }
 
 function cell(kind, text, title = "") {

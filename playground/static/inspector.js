@@ -71,7 +71,7 @@ export class Inspector {
   #walk(event) {
     const answer = event.target.closest(".answer-text");
     if (!answer) return;
-    if (!WAYS.has(event.key) || event.ctrlKey || event.altKey || event.metaKey) return;
+    if (!WAYS.has(event.key) || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
     const span = tokenAfter(answer, event.target, event.key);
     if (!span) return;

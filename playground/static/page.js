@@ -10,6 +10,9 @@ import { Settings } from "./settings.js";
 import { Shelf } from "./shelf.js";
 import { Tabs } from "./tabs.js";
 
+const STATES = { 0: "No answer from the server", 401: "Waiting for an API key", 503: "The model is not ready" };
+const LOOK_AGAIN_MS = 3000; // for a server that did not answer, or is starting
+
 class Page {
   #root;
   #server;
@@ -17,6 +20,9 @@ class Page {
   #views = {};
   #tabs = null;
   #asking = null; // AbortController of the one view that asks the server
+  #lookingAgain = 0;
+  #lookedAgain = false; // nobody asked for that, so nobody is told again that it failed
+  #told = ""; // of the server, while it fails
 
   constructor(root, address) {
     this.#root = root;
@@ -102,16 +108,29 @@ class Page {
     const served = this.#find("#t-served");
     const say = (text) => (served.querySelector("[data-served]").textContent = text);
     served.dataset.state = model && !failure ? "up" : "down";
+    clearTimeout(this.#lookingAgain);
     if (failure) {
-      say(failure.status === 401 ? "Waiting for an API key" : "No answer from the server");
-      if (failure.status !== 401 || key.value) this.#problem(failure.message);
+      say(STATES[failure.status] ?? `The server answered ${failure.status}`);
+      const tell = (failure.status !== 401 || key.value) && (this.#asking || !this.#lookedAgain);
+      if (tell) this.#problem((this.#told = failure.message));
+      this.#lookedAgain = false;
       if (failure.status === 401) this.#wantKey();
+      else this.#lookingAgain = setTimeout(() => this.#lookAgain(), LOOK_AGAIN_MS);
       return;
     }
+    this.#lookedAgain = false;
+    if (this.#told && this.#find("#t-problem").textContent === this.#told) this.#problem("");
+    this.#told = "";
+    this.#find("#t-key-form").hidden = true; // it wants none, or has ours
     if (!model) return say("No model is being served");
     const exact = facts.exact ? "exact" : "not bit-exact";
     const dtype = { bfloat16: "bf16", float16: "fp16", float32: "fp32" }[facts.dtype] ?? facts.dtype;
     say([model.id.split("/").at(-1), dtype, facts.device, exact].join(" · "));
+  }
+
+  #lookAgain() {
+    this.#lookedAgain = true;
+    this.#server.findModels();
   }
 
   #wantKey() {
@@ -156,7 +175,7 @@ class Page {
 
   // Whether nobody asks the server so far: whatever is measured beside an answer shares the engine with it.
   #engage(running) {
-    if (this.#asking) this.#problem("An answer is still being written; it would share the engine. Stop it or wait.");
+    if (this.#asking) this.#problem("An answer, a race or a burst is under way; it would share the engine. Stop it or wait.");
     else this.#asking = running;
     return this.#asking === running;
   }

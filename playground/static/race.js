@@ -107,7 +107,7 @@ export class Race {
         await this.#measure(name, model, asked, settings, running);
         const { failure } = this.#lanes[name].latest;
         if (failure) {
-          this.#status("");
+          this.#status(`Broken off: ${failure.message}`);
           return this.#page.failed(failure);
         }
         if (running.signal.aborted) return this.#status("Stopped: nothing to compare.");

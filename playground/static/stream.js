@@ -1,7 +1,7 @@
 // The public HTTP API as this page uses it: JSON and text, whole or streamed. No DOM.
 
 const RUNNERS_UP = 5; // rivals named beside a token
-const TEXT_MS = 15_000; // for a page of metrics, whose server may wait ten seconds for a replica
+const TEXT_MS = 15_000; // for models or a page of metrics, whose server may wait ten seconds for a replica
 
 const UNREADABLE = "The server's answer cannot be read. Is there a proxy in between that wants you to sign in?";
 
@@ -97,7 +97,8 @@ function post(url, body, wanted, { key, signal }) {
 
 /** The models on offer, as `/v1/models` lists them. */
 export async function listModels(base, key) {
-  const response = await request(new URL("models", base), key, "application/json");
+  const signal = AbortSignal.timeout(TEXT_MS);
+  const response = await request(new URL("models", base), key, "application/json", { signal });
   return parsed(await unbroken(response.text())).data ?? [];
 }
 

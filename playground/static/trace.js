@@ -71,20 +71,24 @@ function nextPiece(queue, rest) {
   return nextAgreement(queue, rest);
 }
 
+const MOST_PASSED = 64; // tokens that are passed over, and characters that agree: a file may have any number of either
+
 // Text and tokens differ here: go on at the next token whose text, with the ones behind it, is found in `rest`. What is
 // passed over has a character of its own where it holds a part of one.
 function nextAgreement(queue, rest) {
   let least = 0;
-  for (let first = 1; first < queue.length; first++) {
+  for (let first = 1; first < Math.min(queue.length, MOST_PASSED); first++) {
     if (queue[first - 1].wait.includes("\uFFFD")) least = 1;
     let run = "";
-    for (let i = first; i < queue.length && run.length < rest.length; i++) {
+    for (let i = first; i < queue.length && run.length < Math.min(rest.length, MOST_PASSED); i++) {
       if (queue[i].wait.includes("\uFFFD")) break;
       run += queue[i].wait;
     }
-    for (let at = run ? rest.indexOf(run[0], least) : -1; at >= 0; at = rest.indexOf(run[0], at + 1)) {
-      const tail = rest.slice(at);
-      if (tail.startsWith(run) || run.startsWith(tail)) return { count: first, length: at, left: "" };
+    if (!run) continue;
+    const whole = rest.indexOf(run, least);
+    if (whole >= 0) return { count: first, length: whole, left: "" };
+    for (let at = Math.max(least, rest.length - run.length); at < rest.length; at++) {
+      if (run.startsWith(rest.slice(at))) return { count: first, length: at, left: "" };
     }
   }
   return { count: queue.length, length: rest.length, left: "" };

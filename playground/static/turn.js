@@ -132,7 +132,7 @@ export class Turn {
     const final = this.#run.finalRates();
     this.#parts.meters.show(final, { insist: true });
     this.#parts.ribbon.draw();
-    this.#parts.badge.textContent = metrics ? "counted by the server" : "as far as it came";
+    this.#parts.badge.textContent = metrics ? "counted by the server, timed here" : "as far as it came";
     const why = stopped ? "stopped by you" : ENDINGS[this.recording.finish] ?? "broken off";
     if (failure) this.#parts.failed(failure);
     else this.#parts.status(stopped ? "Stopped." : `Done: ${spoken(final)}.`);

@@ -101,7 +101,7 @@ def test_numbers_at_the_end_are_the_servers(opened: Visit, recorded: RecordedSer
     expect(page.locator(".live [data-meter=steps]")).to_have_text("77")
     expect(page.locator(".live [data-meter=perStep]")).to_have_text("3.21")
     expect(page.locator(".live [data-meter=acceptance]")).to_have_text("12 %")
-    expect(page.locator("[data-badge]")).to_have_text("counted by the server")
+    expect(page.locator("[data-badge]")).to_have_text("counted by the server, timed here")
     expect(page.locator(".facts")).to_contain_text("14 tokens")
     page.get_by_title("Use this seed again").click()
     expect(page.locator("#t-seed")).to_have_value("18446744073709551615")  # more than a JavaScript number holds

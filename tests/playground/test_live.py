@@ -78,7 +78,7 @@ def test_an_answer_streams_with_held_and_rejected_drafts(live: Visit, base_url: 
         int(page.locator(".live [data-meter=steps]").text_content() or "")
         == page.locator(".column-of-step").count() - 1
     )
-    expect(page.locator("[data-badge]")).to_have_text("counted by the server")
+    expect(page.locator("[data-badge]")).to_have_text("counted by the server, timed here")
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
@@ -134,7 +134,7 @@ def test_the_race_is_run_and_told_truly(live: Visit, base_url: str) -> None:
     assert float(page.locator("[data-lane=drafts] [data-meter=perStep]").text_content() or "") > 1
     # And what it looks like inside: the measured curve of this very engine, with the steps of this very answer.
     page.locator("[data-lane=drafts]").get_by_role("button", name="Look inside").click()
-    expect(page.locator("[data-note=curve]")).to_contain_text("A plain step of one row takes")
+    expect(page.locator("[data-note=curve]")).to_contain_text("a plain step of one row took")
     assert page.locator("[data-chart=curve] .dot-step").count() > 5
     assert page.locator("[data-chart=acceptance] li").count() == 3
     assert page.locator(".step-figure tr.proposal.used").count() == 1

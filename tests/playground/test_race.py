@@ -119,7 +119,7 @@ def test_a_difference_without_drafts_is_not_theirs(
     expect(page.locator("[data-speed-words]")).to_contain_text("no draft was verified")
 
 
-ENGAGED = "An answer is still being written; it would share the engine. Stop it or wait."
+ENGAGED = "An answer, a race or a burst is under way; it would share the engine. Stop it or wait."
 
 
 def test_nothing_is_measured_beside_another_answer(opened: Visit, recorded: RecordedServer) -> None:
