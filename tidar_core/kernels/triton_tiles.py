@@ -69,7 +69,7 @@ def tiles_beside(tiles: GemmTiles, dtype: torch.dtype, rank: int, programs: int,
     """The tiles of a product of so many programs on Hopper beside an adapter of a rank.
 
     Where its matrices leave a multiprocessor room for fewer programs at once than it has without them, so that some
-    wait until others are through, copies go fewer stages ahead: that changes no bit. By reckoning, not measured yet.
+    wait until others are through, copies have fewer stages: that changes no bit. By reckoning, not measured yet.
     """
     alone, beside = _programs_at_once(tiles, dtype, 0), _programs_at_once(tiles, dtype, rank)
     if beside >= alone or programs <= multiprocessors * beside:
