@@ -11,7 +11,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -84,15 +85,18 @@ def half_open(server: Guarded, count: int) -> Iterator[list[socket.socket]]:
 
 def slow_reader(server: Guarded, body: bytes, go_on: threading.Event) -> bytes:
     """Read the beginning of a stream, by a socket that takes in little at a time, the rest once `go_on` is set, in
-    small pieces with a pause after each; the whole answer."""
-    with socket.socket() as link:
-        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
-        link.settimeout(RECEIVE_SECONDS)
-        url = httpx.URL(server.url)
-        link.connect((url.host, url.port or 80))
-        link.sendall(head(server, "/v1/completions", f"Content-Length: {len(body)}", "Connection: close") + body)
+    small pieces with a pause after each; the whole body of the answer. A body that ends early raises."""
+    url = httpx.URL(server.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=RECEIVE_SECONDS)) as link:
+        link.sock = socket.socket()
+        link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        link.sock.settimeout(RECEIVE_SECONDS)
+        link.sock.connect((url.host, url.port or 80))
+        link.request("POST", "/v1/completions", body, {**server.headers, "Content-Type": "application/json"})
+        answer = link.getresponse()
         parts = []
-        while part := link.recv(8192):
+        # Chunks are taken off on the way: a proxy cuts them where its buffer ends, in the middle of a line as well.
+        while part := answer.read1(8192):
             parts.append(part)
             go_on.wait(RECEIVE_SECONDS)
             time.sleep(0.001)
