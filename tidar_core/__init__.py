@@ -5,16 +5,13 @@ Start with `layout.py`: one step of one sequence as arithmetic.
     engine                scheduling and steps
     model                 decoder, weights, adapters
     kernels               the operations of each device
+    sampling              the rule that fixes every token by prefix, parameters and seed
+    grammar               what an answer may be made to follow
     convert               how a model gets its drafter
     bench                 what is measured, and how to repeat it
     data                  what is shipped: the default model's adapter, tiles that GPUs multiply by
 
     request.py            the nouns of a request and its answer
-    sampling.py           the rule that fixes every token by prefix, parameters and seed
-    philox.py             the random numbers of that rule
-    penalties.py          what changes the scores before the rule sees them; bad_words.py: what never comes
-    grammar.py            what an answer may be made to follow
-    grammar_compiling.py  compiles it; json_patterns.py: the patterns within; grammar_guard.py: in a process of its own
     text.py               from tokens to text
     prefixes.py           names by which computed prefixes are found again
     config.py             describes a model and an engine; settings.py reads what a user states of them

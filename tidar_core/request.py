@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias
 
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tidar_core.bad_words import BadWords
     from tidar_core.engine.acceptance_rates import AcceptanceRates
     from tidar_core.engine.constraint import Constraint
-    from tidar_core.penalties import Ledger
+    from tidar_core.sampling.bad_words import BadWords
+    from tidar_core.sampling.penalties import Ledger
     from tidar_core.text import TextStream
 
 DraftMode = Literal["auto", "off", "full"]
@@ -70,10 +70,11 @@ class SamplingParams:
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep everything. `seed` (any integer, used modulo
     2**64) and `choice` key the noise. `logit_bias` and the penalties (neutral: 0, 0 and 1) change the scores first, as
-    in `tidar_core.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `bad_words`, each as
-    tokens, never come (`tidar_core.bad_words`), but where a grammar or the end of thoughts leaves nothing else.
-    `logprobs` asks for the raw log-probability of each token and of so many of the likeliest, `prompt_logprobs` the
-    same for the tokens of the prompt. `grammar` is what the answer has to follow; where that ends, so does the answer.
+    in `tidar_core.sampling.penalties`, where no tokens but `allowed_token_ids` are left, if there are any. `bad_words`,
+    each as tokens, never come (`tidar_core.sampling.bad_words`), but where a grammar or the end of thoughts leaves
+    nothing else. `logprobs` asks for the raw log-probability of each token and of so many of the likeliest,
+    `prompt_logprobs` the same for the tokens of the prompt. `grammar` is what the answer has to follow; where that
+    ends, so does the answer.
     `thought_limit` ends thoughts that would be longer. `mid_text`: the answer's text goes on from the prompt's, so that
     a space in front of it counts, also where `stop` is looked for.
     `special_text`: special tokens are a part of that text too. `drafts` and `block` change the speed, never the tokens:

@@ -17,7 +17,7 @@ from cluster.wire.sampling import sampling_of, sampling_params, token_wishes
 from cluster.wire.schemas import MAX_PROMPTS, SEED_BITS, Body, ChatBody, CompletionBody, refuse_unsupported
 from cluster.wire.thoughts import Thinking, behind_thoughts, thinking, thought_limit
 from cluster.wire.tools import Toolbox, toolbox
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import SamplingParams, ThoughtLimit
 
 Prompts = list[tuple[int, ...]]

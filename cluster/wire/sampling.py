@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from cluster.card import ModelCard
 from cluster.errors import bad_request, from_request_error, too_long
 from cluster.wire.schemas import Body, ChatBody, CompletionBody
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import RequestError, Sampling, SamplingParams, ThoughtLimit
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions

@@ -22,7 +22,7 @@ from cluster.errors import FieldError, bad_request
 from cluster.wire.limits import few, stated
 from cluster.wire.messages import Messages, Templated
 from cluster.wire.structured import ResponseFormat, StructuredOutputs, grammar_of
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import MAX_LOGPROBS, DraftMode
 
 MAX_STOP = 16

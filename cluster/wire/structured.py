@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.errors import bad_request
-from tidar_core.grammar import Grammar, GrammarError, choice_grammar, schema_grammar
+from tidar_core.grammar.grammar import Grammar, choice_grammar, schema_grammar
+from tidar_core.grammar.schemas import GrammarError
 
 MAX_OPTIONS = 1024  # of structured_outputs.choice
 

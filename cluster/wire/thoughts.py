@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cluster.errors import bad_request
-from tidar_core.grammar import Grammar, GrammarError, tag_grammar
+from tidar_core.grammar.grammar import Grammar, tag_grammar
+from tidar_core.grammar.schemas import GrammarError
 from tidar_core.request import ThoughtLimit
 
 if TYPE_CHECKING:  # as for `ModelCard`

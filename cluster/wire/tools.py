@@ -14,7 +14,8 @@ from cluster.errors import bad_request
 from cluster.wire.limits import OBJECT, WORD, word_or_object
 from cluster.wire.structured import ResponseFormat, grammar_of
 from cluster.wire.tool_calls import HERMES, LLAMA, ToolFormat, ToolParser, begun_call
-from tidar_core.grammar import ANNOTATIONS, Grammar, GrammarError, schema_grammar, tag_grammar, without_remarks
+from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
+from tidar_core.grammar.schemas import ANNOTATIONS, GrammarError, without_remarks
 
 if TYPE_CHECKING:  # as for `ModelCard`
     from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tidar_core import sampling
 from tidar_core.bench.checking import (
     ALLOWED,
     Check,
@@ -45,7 +44,8 @@ from tidar_core.model.float8 import packed, rounded
 from tidar_core.model.weights import AdapterWeights, LayerAdapter, LowRank, ModelWeights, OwnAttention, widened
 from tidar_core.request import Request, SamplingParams, page_numbers
 from tidar_core.request import Sequence as EngineSequence
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import picking
+from tidar_core.sampling.token_rule import TokenRule
 from tidar_core.transfer import on_device
 
 
@@ -243,7 +243,7 @@ def _check_picks(config: ModelConfig, device: torch.device) -> Iterator[Check]:
             TokenRule(replace(params, temperature=heat, seed=int(row * 1e18)), 1000 * row)
             for row, heat in enumerate(heats)
         ]
-        same = torch.equal(pick_tokens(logits, rules), sampling.pick_tokens(logits, rules))
+        same = torch.equal(pick_tokens(logits, rules), picking.pick_tokens(logits, rules))
         yield Check("pick", f"{kind}, 8 rows", "float32", float(not same), 0.0)
         numbers, scores = kernel_rules.rule_numbers(rules, config.vocab_size, device), logits.gather(1, candidates)
         same = torch.equal(*(pick(scores, candidates, numbers) for pick in (pick_listed, kernel_rules.pick_listed)))

@@ -19,7 +19,7 @@ from tidar_core.kernels.triton_sampling import pick_kept, pick_whole
 from tidar_core.layout import Shape
 from tidar_core.model.weights import LowRank
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling.token_rule import TokenRule
 
 RANK = 32
 FULL = Shape(7, tuple(range(1, 8)), 8)  # 8 verify rows and 56 mask rows

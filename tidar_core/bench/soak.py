@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 
 from tidar_core.engine import Engine
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
 SETTLING = 60.0  # seconds in which caches fill

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core.bad_words import BadWords, check_bad_words
 from tidar_core.engine.thought_watch import ThoughtWatch
-from tidar_core.penalties import Ledger, check_allowed
 from tidar_core.request import Request, RequestError, Sequence
+from tidar_core.sampling.bad_words import BadWords, check_bad_words
+from tidar_core.sampling.penalties import Ledger, check_allowed
 from tidar_core.text import TextStream
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.timed_calls import Crowded, Late, TimedCalls
-from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
+from tidar_core.sampling.picking import pick_tokens
+from tidar_core.sampling.token_rule import NO_TOKEN, TokenRule
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarMatcher

@@ -15,7 +15,7 @@ from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
 from tidar_core.model.slot_head import CANDIDATES, drafts_of, next_state, rescored
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import TokenRule, any_adjusts, of_all
+from tidar_core.sampling.token_rule import TokenRule, any_adjusts, of_all
 from tidar_core.transfer import on_device
 
 GRAPHED = (1, 2, 4, 8, 16, 32, 64, 96, 128)  # proposals of one graph; launching counts for little where there are more

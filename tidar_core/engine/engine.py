@@ -21,9 +21,9 @@ from tidar_core.engine.step_cost import StepCost, StepSize
 from tidar_core.engine.warmup import picking_seconds
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import BlockForm
-from tidar_core.penalties import NO_HISTORY, keep_allowed
 from tidar_core.request import Finish, FinishReason, Request, RequestError, Sampling, Sequence, StepOutput
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling.penalties import NO_HISTORY, keep_allowed
+from tidar_core.sampling.token_rule import TokenRule
 from tidar_core.transfer import on_device
 
 READ_AT_ONCE = 64  # rows of the vocabulary's width, for prompt log-probabilities

@@ -31,9 +31,9 @@ from tidar_core.kernels.columns import COMMITTED, DRAFTS, FIRST_ROW, FIRST_SCORE
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.kernels.succession import Carried
 from tidar_core.layout import Shape
-from tidar_core.penalties import keep_allowed
 from tidar_core.request import SamplingParams, Sequence
-from tidar_core.sampling import Rules, TokenRule
+from tidar_core.sampling.penalties import keep_allowed
+from tidar_core.sampling.token_rule import Rules, TokenRule
 from tidar_core.transfer import on_device, sent
 
 THE_BEST = TokenRule(SamplingParams(max_tokens=1, temperature=0.0), 0)

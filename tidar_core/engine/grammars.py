@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerFast
 
-from tidar_core import grammar_guard
 from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
 from tidar_core.engine.thought_watch import ThoughtWatch
 from tidar_core.engine.timed_calls import TimedCalls
-from tidar_core.grammar import Grammar
-from tidar_core.grammar_compiling import compile_grammar
+from tidar_core.grammar import guarding
+from tidar_core.grammar.compiling import compile_grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import Finish, FinishReason, RequestError, Sequence, StepOutput
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Grammars:
     def _guard(self, tokens: str) -> "Guard":
         """This thread's own."""
         if not hasattr(self._guards, "own"):
-            self._guards.own = Guard(tokens, grammar_guard.compile_seconds(self._vocab_size))
+            self._guards.own = Guard(tokens, guarding.compile_seconds(self._vocab_size))
         guard: Guard = self._guards.own
         return guard
 
@@ -221,10 +221,10 @@ class Trial:
 
 
 class Guard:
-    """The other end of `tidar_core.grammar_guard`; a process that a grammar ended is started anew. For one thread.
+    """The other end of `tidar_core.grammar.guarding`; a process that a grammar ended is started anew. For one thread.
     computing: the seconds that the process takes at most, as it finds itself."""
 
-    def __init__(self, tokens: str, computing: int = grammar_guard.COMPILE_SECONDS):
+    def __init__(self, tokens: str, computing: int = guarding.COMPILE_SECONDS):
         self._tokens = tokens
         self._computing = computing
         self._process = self._start()
@@ -243,8 +243,8 @@ class Guard:
             said = json.loads(answer)
             return Trial(None, self._sent()) if said is True else Trial(said)
         returncode = self._replace()
-        why = grammar_guard.why_lost(returncode, self._computing)
-        if not grammar_guard.of_the_grammar(returncode):
+        why = guarding.why_lost(returncode, self._computing)
+        if not guarding.of_the_grammar(returncode):
             raise PassingError(f"the {_NAMES[grammar.kind]} cannot be used: {why}", "grammar")
         return Trial(why)
 
@@ -266,7 +266,7 @@ class Guard:
     def _start(self) -> "subprocess.Popen[str]":
         # -P: this package's modules must not stand in for others of the same name
         process = subprocess.Popen(
-            [sys.executable, "-P", grammar_guard.__file__],
+            [sys.executable, "-P", guarding.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

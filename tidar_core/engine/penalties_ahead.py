@@ -1,7 +1,7 @@
 """Bias and penalties for a step that is launched before the host knows the tokens of the one before it.
 
-The host counts the tokens up to the last step that it has looked at (`tidar_core.penalties.Ledger`). Only the device
-knows what the step under way commits and the drafts in hand behind it: these are counted there, and every row is
+The host counts the tokens up to the last step that it has looked at (`tidar_core.sampling.penalties.Ledger`). Only the
+device knows what the step under way commits and the drafts in hand behind it: these are counted there, and every row is
 changed as `penalised` would change it, bit for bit.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tidar_core.engine.scheduler import SequencePlan
-from tidar_core.penalties import NO_HISTORY, refused
 from tidar_core.request import SamplingParams
+from tidar_core.sampling.penalties import NO_HISTORY, refused
 from tidar_core.transfer import on_device, sent
 
 ROWS_AT_ONCE = 64  # of the vocabulary's width: a row has several such beside it while it is changed

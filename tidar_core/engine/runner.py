@@ -16,7 +16,7 @@ from tidar_core.kernels.succession import Carried
 from tidar_core.layout import BlockForm
 from tidar_core.model.weights import AdapterWeights, ModelWeights
 from tidar_core.request import TokenLogprobs
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling.token_rule import TokenRule
 from tidar_core.transfer import on_device, sent
 
 

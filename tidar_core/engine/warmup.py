@@ -25,7 +25,7 @@ from tidar_core.kernels.ops import GuessedSlots, empty_cache
 from tidar_core.layout import PLAIN, Shape, full_shape
 from tidar_core.model.decoder import BASE_ALONE, mlp
 from tidar_core.request import Request, SamplingParams, Sequence, page_numbers
-from tidar_core.sampling import Rules, TokenRule
+from tidar_core.sampling.token_rule import Rules, TokenRule
 from tidar_core.transfer import on_device
 
 PROBE_MULTIPLES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 32, 33, 48, 64)

@@ -46,7 +46,8 @@ LANEWISE Longs times(Longs lower, uint32_t by) {
 
 inline uint64_t times(uint64_t lower, uint32_t by) { return (lower & 0xffffffffu) * by; }
 
-// Philox4x32-10 (tidar_core.philox) of quads of tokens, in the lower halves of x; x[0] comes in as the quads' numbers.
+// Philox4x32-10 (tidar_core.sampling.philox) of quads of tokens, in the lower halves of x; x[0] comes in as the quads'
+// numbers.
 template <typename V> LANEWISE void philox(const Rule& rule, V (&x)[4]) {
     x[1] = V{} + rule.words[2], x[2] = V{} + rule.words[3], x[3] = V{};
     uint32_t low = rule.words[0], high = rule.words[1];

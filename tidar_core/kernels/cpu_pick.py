@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tidar_core import sampling
 from tidar_core.kernels.ops import Pick
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
-from tidar_core.sampling import TokenRule, distinct, of_all
+from tidar_core.sampling.picking import adjusted
+from tidar_core.sampling.token_rule import TokenRule, distinct, of_all
 
 
 def numbers_unless_greedy(rules: Sequence[TokenRule], vocab: int, shift: Tensor | None) -> RuleNumbers | None:
@@ -39,7 +39,7 @@ def bind_pick(function: Callable[..., None]) -> Pick:
     def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
         # In fp32, which is exact, and here whatever they are: torch's noise has other bits, and a row that is adjusted
         # brings those beside it along.
-        scores = sampling.adjusted(logits, rules).float()
+        scores = adjusted(logits, rules).float()
         if scores.stride(1) != 1:
             scores = scores.contiguous()
         rows, vocab = scores.shape

@@ -11,7 +11,7 @@ from tidar_core.kernels.cpu_pick import addresses, numbers_unless_greedy
 from tidar_core.kernels.ops import DraftSlots, GuessedSlots
 from tidar_core.model.slot_head import CANDIDATES
 from tidar_core.model.weights import SlotHead
-from tidar_core.sampling import any_adjusts, of_all
+from tidar_core.sampling.token_rule import any_adjusts, of_all
 
 
 def bind_draft_slots(function: Callable[..., None]) -> DraftSlots:

@@ -15,7 +15,8 @@ from tidar_core.kernels.succession import Carried, Decided, carry, decide, renew
 from tidar_core.model.float8 import FLOAT8
 from tidar_core.model.rope import inverse_frequencies
 from tidar_core.model.weights import AdapterWeights, LowRank, ModelWeights, SlotHead
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.sampling.picking import pick_tokens
+from tidar_core.sampling.token_rule import TokenRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +142,9 @@ class GuessedSlots:
     """Slots 1 … b-1 of some proposals, proposal by proposal, whose drafts are to be picked.
 
     hidden: [slots, hidden]. logits: [slots, vocab]; a slot head may change those of the tokens that it scores anew, in
-    place. rules: one a slot; shift: int64 [slots], what their positions lack (`tidar_core.sampling.pick_tokens`).
-    anchors: int64 [proposals], the token that each proposal follows. counts: how many slots each proposal has.
+    place. rules: one a slot; shift: int64 [slots], what their positions lack
+    (`tidar_core.sampling.picking.pick_tokens`). anchors: int64 [proposals], the token that each proposal follows.
+    counts: how many slots each proposal has.
     """
 
     hidden: Tensor
@@ -159,7 +161,7 @@ each: int64 [slots]; None where it does not support these tensors or rules."""
 
 
 class Pick(Protocol):
-    """`tidar_core.sampling.pick_tokens`, or a function with the same results."""
+    """`tidar_core.sampling.picking.pick_tokens`, or a function with the same results."""
 
     def __call__(self, logits: Tensor, rules: Items[TokenRule], shift: Tensor | None = None, /) -> Tensor: ...
 
@@ -200,7 +202,7 @@ class Ops:
         single operations give; on a GPU norms round once where those round twice.
     draft_slots: drafting by a slot head as one call; None where a device has no such call.
     float8_pages: whether `rotate_and_store` and `attend` support pages in 8 bits.
-    pick(logits, rules, shift): the token of each row: `tidar_core.sampling.pick_tokens`.
+    pick(logits, rules, shift): the token of each row: `tidar_core.sampling.picking.pick_tokens`.
     pick_listed(scores, candidates, numbers): the same among a few candidates: `tidar_core.kernels.rules.pick_listed`.
     carry, decide, renew: as in `tidar_core.kernels.succession`.
     """

@@ -7,17 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.philox import WORD, NoiseKey, gumbel_at
-from tidar_core.sampling import MAX_VOCAB, NO_TOKEN, TokenRule, fixed_point, heat, kept_by_rank, of_all, top_p_cut
+from tidar_core.sampling.philox import WORD, NoiseKey, gumbel_at
+from tidar_core.sampling.picking import MAX_VOCAB, fixed_point
+from tidar_core.sampling.token_rule import NO_TOKEN, TokenRule, heat, kept_by_rank, of_all, top_p_cut
 from tidar_core.transfer import sent
 
 
 @dataclass(frozen=True, slots=True)
 class RuleNumbers:
-    """The rules of some rows as numbers, for scores that are adjusted already (`tidar_core.sampling.adjusted`).
+    """The rules of some rows as numbers, for scores that are adjusted already (`tidar_core.sampling.picking.adjusted`).
 
     reals: fp32 [3, rows]: temperature (0 picks the best), `top_p_cut`, min_p. whole: int32 [5, rows]: the bits of the
-    seed's low and high word, of position and choice as `tidar_core.philox` has them, and top_k (0 keeps all).
+    seed's low and high word, of position and choice as `tidar_core.sampling.philox` has them, and top_k (0 keeps all).
     """
 
     reals: Tensor
@@ -63,7 +64,7 @@ def _numbers(rules: Sequence[TokenRule], vocab: int, device: torch.device) -> Ru
 
 
 def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Tensor:
-    """The token rule over a few candidates alone: int64 [rows], `NO_TOKEN` as in `tidar_core.sampling.pick_tokens`.
+    """The token rule over a few candidates alone: int64 [rows], `NO_TOKEN` as in `picking.pick_tokens`.
 
     scores: fp32 [rows, n]; candidates: their ids, int64 [rows, n]. Sizes alone decide what is launched.
     """

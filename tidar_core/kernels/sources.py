@@ -8,15 +8,17 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-RULE = ("sampling.py", "philox.py", "penalties.py", "bad_words.py", "engine/constraint.py", "engine/thought_watch.py")
+ROOMS = ("kernels", "sampling")
+RULE = ("engine/constraint.py", "engine/thought_watch.py")
 ORDER = ("model/decoder.py", "model/rope.py", "model/float8.py", "data/gemm_tiles.json")
-"""What counts besides the kernels: how a token is picked; in what order, and of what, rows are computed."""
+"""What counts: all of the kernels and of how a token is picked, with what has a say in that elsewhere; in what order,
+and of what, rows are computed."""
 _CPP_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @cache
 def code_digest() -> str:
-    """Names the sources of the kernels, RULE and ORDER by 12 characters. Comments, docstrings and white space do not
+    """Names the sources of ROOMS, RULE and ORDER by 12 characters. Comments, docstrings and white space do not
     count. Raises OSError where a package has no sources."""
     return digest_of(_sources())
 
@@ -31,9 +33,10 @@ def digest_of(files: Iterator[Traversable]) -> str:
 
 def _sources() -> Iterator[Traversable]:
     package = resources.files("tidar_core")
-    for file in sorted(package.joinpath("kernels").iterdir(), key=lambda file: file.name):
-        if file.name.endswith((".py", ".cpp")):
-            yield file
+    for room in ROOMS:
+        for file in sorted(package.joinpath(room).iterdir(), key=lambda file: file.name):
+            if file.name.endswith((".py", ".cpp")):
+                yield file
     yield from (package.joinpath(name) for name in (*RULE, *ORDER))
 
 

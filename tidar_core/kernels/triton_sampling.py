@@ -1,7 +1,7 @@
 """The token rule in Triton: argmax, or argmax of z + Gumbel noise from Philox over what top-k, top-p and min-p keep.
 
-The rule is that of `tidar_core.sampling`, the integers those of `tidar_core.philox`: four neighbouring tokens share
-one evaluation. Where every token is kept, a row is cut into pieces of fixed size, one program each; the best value and
+The rule is that of `tidar_core.sampling`, the integers those of its `philox.py`: four neighbouring tokens share one
+evaluation. Where every token is kept, a row is cut into pieces of fixed size, one program each; the best value and
 the lowest id among equals do not depend on the order in which pieces are looked at. Where some are not, one program
 looks through its row, again and again but without a sort: what is kept is always the head of the row by descending
 score, so the best of all with its noise is the answer if it is kept, and if not, nor is anything behind it, and the
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tidar_core import sampling
 from tidar_core.kernels.rules import RuleNumbers, rule_numbers
-from tidar_core.sampling import Rules, TokenRule, of_all
+from tidar_core.sampling.picking import adjusted
+from tidar_core.sampling.token_rule import Rules, TokenRule, kept_by_rank, of_all
 from tidar_core.transfer import on_device
 
 QUADS = 1024  # of tokens that one program looks at together
@@ -320,8 +320,8 @@ def pick_listed(scores: Tensor, candidates: Tensor, numbers: RuleNumbers) -> Ten
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
-    """`tidar_core.sampling.pick_tokens` by these kernels; where no rule adjusts scores, the host waits for nothing."""
-    scores = sampling.adjusted(logits, rules).contiguous()
+    """`picking.pick_tokens` by these kernels; where no rule adjusts scores, the host waits for nothing."""
+    scores = adjusted(logits, rules).contiguous()
     kinds = of_all(rules, _kinds, scores.shape[-1], scores.device)
     if not kinds:
         return _pick_alike(scores, rules, shift)
@@ -346,7 +346,7 @@ def _most_kept(rules: Sequence[TokenRule], vocab: int) -> int | None:
     """The largest top_k of rows of one kind, None where they keep all."""
     if not rules or rules[0].keeps_all(vocab):
         return None
-    return max(sampling.kept_by_rank(rule.params, vocab) for rule in rules)
+    return max(kept_by_rank(rule.params, vocab) for rule in rules)
 
 
 def _pick_alike(scores: Tensor, rules: Sequence[TokenRule], shift: Tensor | None) -> Tensor:

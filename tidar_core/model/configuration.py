@@ -15,7 +15,7 @@ from tidar_core.model.quantization import read_quantization
 from tidar_core.model.rope import check_rotation, read_scaling, scaled_positions
 from tidar_core.model.sources import ModelSource, read_json
 from tidar_core.model.text_part import read_text_part
-from tidar_core.sampling import MAX_VOCAB
+from tidar_core.sampling.picking import MAX_VOCAB
 
 MAX_POSITIONS = 2**24  # the rotary tables of so many take eight gigabytes
 _PARTLY_ROTATED = ("phi3", "glm", "glm4", "glm4_moe")

@@ -13,7 +13,7 @@ from cluster.errors import ApiError
 from cluster.wire.prompts import read_body
 from cluster.wire.schemas import CompletionBody
 from tests.tiny import tiny_tokenizer
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

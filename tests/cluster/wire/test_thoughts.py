@@ -22,8 +22,8 @@ from cluster.wire.tool_calls import HERMES, CallDelta, ToolParser
 from tests.cluster.guarded import Guarded
 from tests.cluster.wire.test_responses_told import EVENTS
 from tests.tiny import THINKING_TEMPLATE, thinking_tokenizer, tiny_tokenizer, tool_tokenizer
-from tidar_core.grammar import Grammar, schema_grammar, tag_grammar
-from tidar_core.grammar_compiling import compile_grammar
+from tidar_core.grammar.compiling import compile_grammar
+from tidar_core.grammar.grammar import Grammar, schema_grammar, tag_grammar
 from tidar_core.request import ThoughtLimit
 
 PLAIN = Thinking("<think>", "</think>", 7, begun=False)

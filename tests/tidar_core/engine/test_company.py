@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.tidar_core.engines import pages_are_accounted_for, prompts, tiny_engine
 from tidar_core.engine import Engine, engine, flight
-from tidar_core.grammar import Grammar, choice_grammar
+from tidar_core.grammar.grammar import Grammar, choice_grammar
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import Finish, FinishReason, Request, SamplingParams, TokenLogprobs
 

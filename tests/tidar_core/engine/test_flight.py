@@ -16,7 +16,7 @@ from tests.tiny import tiny_adapter, tiny_checkpoint
 from tidar_core.bench.drive import EngineAnswer
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, flight, load_engine, penalties_ahead
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.kernels import rules
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.layout import WithinBlock

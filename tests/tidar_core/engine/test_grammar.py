@@ -24,7 +24,7 @@ from tidar_core.bench.exact import compare_ways, sampled_params
 from tidar_core.engine import Engine, grammars
 from tidar_core.engine.constraint import GrammarState, allows_beside, only_token
 from tidar_core.engine.grammars import Grammars
-from tidar_core.grammar import Grammar, choice_grammar, schema_grammar
+from tidar_core.grammar.grammar import Grammar, choice_grammar, schema_grammar
 from tidar_core.request import FinishReason, Request, RequestError, SamplingParams
 
 SCHEMAS = 200

@@ -12,11 +12,11 @@ import pytest
 import torch
 import xgrammar
 
-from tidar_core import grammar_guard
 from tidar_core.engine import grammars
 from tidar_core.engine.grammars import Compiler, Grammars
-from tidar_core.grammar import Grammar, schema_grammar
-from tidar_core.grammar_guard import MOST_SENT, SENT_A_SECOND, is_worth_sending
+from tidar_core.grammar import guarding
+from tidar_core.grammar.grammar import Grammar, schema_grammar
+from tidar_core.grammar.guarding import MOST_SENT, SENT_A_SECOND, is_worth_sending
 
 MANY_TOKENS = 152_000
 BOUNDED = {
@@ -53,11 +53,11 @@ def grammars_of(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Grammars
 
 def test_long_texts_compile_with_many_tokens_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The guard has four times as long for the tokens: a busy machine may take that for them."""
-    script, package = tmp_path / "guard.py", Path(grammar_guard.__file__).parent
-    lines = ["from tidar_core import grammar_guard", "grammar_guard.TOKENS_A_SECOND //= 4", "grammar_guard.main(False)"]
+    script, root = tmp_path / "guarding.py", Path(guarding.__file__).parents[2]
+    lines = ["from tidar_core.grammar import guarding", "guarding.TOKENS_A_SECOND //= 4", "guarding.main(False)"]
     script.write_text("\n".join(lines))
-    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
-    monkeypatch.setattr(grammar_guard, "__file__", str(script))
+    monkeypatch.setenv("PYTHONPATH", str(root), prepend=os.pathsep)
+    monkeypatch.setattr(guarding, "__file__", str(script))
     own = grammars_of(compiler_of(MANY_TOKENS), monkeypatch)
     monkeypatch.setattr(Compiler, "compiled", None)
     compiled = own.compiled(Grammar("regex", r"[a-z ]{2,300}\.")).result()
@@ -105,7 +105,7 @@ def sends(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "guard.py"
     lines = ["import os, sys", "sys.stdin.readline(), sys.stdin.readline()", f"sys.stdout.write({text!r})"]
     script.write_text("\n".join([*lines, "sys.stdout.flush()", "os.kill(os.getpid(), 9)"]))
-    monkeypatch.setattr(grammar_guard, "__file__", str(script))
+    monkeypatch.setattr(guarding, "__file__", str(script))
 
 
 @pytest.mark.parametrize("broken", ["no memory", "half", "foreign", "of other tokens", "of another version"])

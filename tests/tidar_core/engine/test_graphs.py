@@ -33,7 +33,7 @@ from tidar_core.engine.runner import Runner
 from tidar_core.engine.warmup import rows_are_exact
 from tidar_core.kernels.ops import GuessedSlots
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling.token_rule import TokenRule
 
 CPU = torch.device("cpu")
 REACH = Reach(sequences=12, pages=128)

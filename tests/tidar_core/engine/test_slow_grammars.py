@@ -16,7 +16,7 @@ from tidar_core.engine.constraint import TOO_SLOW, GrammarState, only_token
 from tidar_core.engine.grammars import may_take_long
 from tidar_core.engine.scheduler import Scheduler
 from tidar_core.engine.turns import Turns
-from tidar_core.grammar import Grammar
+from tidar_core.grammar.grammar import Grammar
 from tidar_core.request import FinishReason, Request
 
 # Compiles at once, but every letter can be read in more ways than the one before.

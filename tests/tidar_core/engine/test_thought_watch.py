@@ -17,7 +17,7 @@ from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine
 from tidar_core.engine.constraint import ANY_NUMBER, only_token
 from tidar_core.engine.thought_watch import ThoughtWatch
-from tidar_core.grammar import tag_grammar
+from tidar_core.grammar.grammar import tag_grammar
 from tidar_core.request import Request, RequestError, SamplingParams, ThoughtLimit
 
 VOCAB = 512

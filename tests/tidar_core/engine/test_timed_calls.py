@@ -17,7 +17,7 @@ from tidar_core.engine import Engine, constraint, timed_calls
 from tidar_core.engine.constraint import CROWDED, TOO_SLOW, GrammarState
 from tidar_core.engine.grammars import USUAL_BYTES, may_take_long
 from tidar_core.engine.timed_calls import Crowded, Late, TimedCalls
-from tidar_core.grammar import Grammar, choice_grammar
+from tidar_core.grammar.grammar import Grammar, choice_grammar
 
 
 @pytest.fixture(scope="module")

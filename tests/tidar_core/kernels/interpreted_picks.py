@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.tidar_core.engine.test_graphs import NothingIsWaitedFor
-from tidar_core import sampling
 from tidar_core.kernels import triton_sampling
 from tidar_core.kernels.rules import pick_listed, rule_numbers
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule
+from tidar_core.sampling import picking
+from tidar_core.sampling.token_rule import NO_TOKEN, Rules, TokenRule
 
 pytest_plugins = "tests.tidar_core.kernels.interpreter"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -38,18 +38,18 @@ def test_picks_are_those_of_the_token_rule(vocab):
     rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=1.0, seed=3, logit_bias=((3, 9.0),)), 4))
     rules.append(TokenRule(SamplingParams(max_tokens=9, temperature=0.0), 4, banned=(int(logits[-1].argmax()),)))
     picks = triton_sampling.pick_tokens(logits, rules)
-    assert picks.tolist() == sampling.pick_tokens(logits, rules).tolist()
-    assert picks[4:7].tolist() == [sampling.NO_TOKEN] * 3
+    assert picks.tolist() == picking.pick_tokens(logits, rules).tolist()
+    assert picks[4:7].tolist() == [NO_TOKEN] * 3
     assert triton_sampling.pick_tokens(logits[1:2].half(), rules[1:2]).tolist() == [
-        sampling.pick_tokens(logits[1:2].half(), rules[1:2]).item()
+        picking.pick_tokens(logits[1:2].half(), rules[1:2]).item()
     ]
     shift = torch.arange(len(rules)) % 4
     moved = [
         replace(rule, position=rule.position + further) for rule, further in zip(rules, shift.tolist(), strict=True)
     ]
-    assert triton_sampling.pick_tokens(logits, rules, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
-    once = sampling.Rules(rules)  # what is kept with them is not changed
-    assert triton_sampling.pick_tokens(logits, once, shift).tolist() == sampling.pick_tokens(logits, moved).tolist()
+    assert triton_sampling.pick_tokens(logits, rules, shift).tolist() == picking.pick_tokens(logits, moved).tolist()
+    once = Rules(rules)  # what is kept with them is not changed
+    assert triton_sampling.pick_tokens(logits, once, shift).tolist() == picking.pick_tokens(logits, moved).tolist()
     assert triton_sampling.pick_tokens(logits, once).equal(picks)
 
 
@@ -74,14 +74,14 @@ def test_picks_among_what_is_kept_are_those_of_the_token_rule(vocab, rounded):
     logits = logits.round() if rounded else logits
     logits[::3, 5] = -torch.inf
     logits[4, 7], logits[15, -1], logits[26], logits[37, 3:] = torch.nan, torch.inf, -torch.inf, -torch.inf
-    rules = sampling.Rules(kept_rules(len(logits)))
+    rules = Rules(kept_rules(len(logits)))
     picks = triton_sampling.pick_tokens(logits, rules)
-    assert picks.tolist() == sampling.pick_tokens(logits, rules).tolist()
-    assert picks[[4, 15, 26]].tolist() == [sampling.NO_TOKEN] * 3
+    assert picks.tolist() == picking.pick_tokens(logits, rules).tolist()
+    assert picks[[4, 15, 26]].tolist() == [NO_TOKEN] * 3
     ids = torch.stack([torch.randperm(9000)[: min(vocab, 32)] for _ in rules])
     with NothingIsWaitedFor():
         further = triton_sampling.pick_tokens(logits, rules, torch.arange(len(rules)))
     moved = [replace(rule, position=rule.position + row) for row, rule in enumerate(rules)]
-    assert further.tolist() == sampling.pick_tokens(logits, moved).tolist()
+    assert further.tolist() == picking.pick_tokens(logits, moved).tolist()
     numbers, few = rule_numbers(rules, 9000, CPU), logits[:, :32]
     assert torch.equal(triton_sampling.pick_listed(few, ids, numbers), pick_listed(few, ids, numbers))

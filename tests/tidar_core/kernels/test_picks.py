@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tests.tidar_core.kernels.processors import PROCESSORS, ops_for
 from tests.tidar_core.kernels.test_kernels import model_config
-from tests.tidar_core.test_penalties import said
-from tests.tidar_core.test_sampling import KINDS, SAMPLED, gaussian, rules_for, undecided
+from tests.tidar_core.sampling.test_penalties import said
+from tests.tidar_core.sampling.test_picking import KINDS, SAMPLED, gaussian, rules_for, undecided
 from tidar_core.kernels.ops import Pick
 from tidar_core.kernels.rules import pick_listed, rule_numbers
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens
+from tidar_core.sampling.picking import pick_tokens
+from tidar_core.sampling.token_rule import NO_TOKEN, TokenRule
 
 CPU = torch.device("cpu")
 MIXED = [*KINDS, replace(SAMPLED, temperature=0.6, top_k=20, top_p=0.95), replace(SAMPLED, temperature=1e-40)]

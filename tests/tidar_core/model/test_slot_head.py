@@ -22,7 +22,8 @@ from tidar_core.model import slot_head
 from tidar_core.model.decoder import all_layers
 from tidar_core.model.weights import SlotHead
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.sampling.picking import pick_tokens
+from tidar_core.sampling.token_rule import TokenRule
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

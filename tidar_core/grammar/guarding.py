@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 if __name__ == "__main__":  # as a script: with the modules beside it, whichever version is installed
     beside = ModuleType("tidar_core")
-    beside.__path__ = [os.path.dirname(__file__)]
+    beside.__path__ = [os.path.dirname(os.path.dirname(__file__))]
     sys.modules["tidar_core"] = beside
-from tidar_core.grammar_compiling import compile_grammar
+from tidar_core.grammar.compiling import compile_grammar
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler

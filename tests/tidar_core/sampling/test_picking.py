@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.tidar_core.kept import kept_scores
-from tidar_core import sampling
-from tidar_core.philox import NoiseKey, gumbel_all
+from tests.tidar_core.sampling.kept import kept_scores
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import NO_TOKEN, TokenRule, pick_tokens, unpacked
+from tidar_core.sampling import picking
+from tidar_core.sampling.philox import NoiseKey, gumbel_all
+from tidar_core.sampling.picking import pick_tokens, unpacked
+from tidar_core.sampling.token_rule import NO_TOKEN, TokenRule
 
 VOCAB = 49152
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -134,7 +135,7 @@ def test_how_many_candidates_are_tried_changes_nothing(params: SamplingParams, m
     logits = torch.cat([gaussian(3, 9000, spread).mul(4).round().div(4) for spread in (0.5, 2.0, 6.0)])
     rules = rules_for([params] * len(logits))
     picks, kept = pick_tokens(logits, rules), kept_scores(logits, rules)
-    monkeypatch.setattr(sampling, "_WIDTHS", ())
+    monkeypatch.setattr(picking, "_WIDTHS", ())
     assert torch.equal(pick_tokens(logits, rules), picks)
     assert torch.equal(kept_scores(logits, rules), kept)
 

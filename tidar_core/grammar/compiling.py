@@ -1,13 +1,13 @@
 """Compiles a `Grammar`, with what xgrammar 0.2.8 takes otherwise than JSON or its schemas mean it put right before.
 
-The guard does so in its process (`grammar_guard.py`), and the engine once more where that is quicker than to send it.
+The guard does so in its process (`guarding.py`), and the engine once more where that is quicker than to send it.
 """
 
 import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from tidar_core.json_patterns import pattern_in_json
+from tidar_core.grammar.json_patterns import pattern_in_json
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler

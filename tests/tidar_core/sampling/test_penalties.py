@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from tidar_core.penalties import History, Ledger, penalised
 from tidar_core.request import SamplingParams
-from tidar_core.sampling import TokenRule, pick_tokens
+from tidar_core.sampling.penalties import History, Ledger, penalised
+from tidar_core.sampling.picking import pick_tokens
+from tidar_core.sampling.token_rule import TokenRule
 
 VOCAB = 12
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=20)

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.tidar_core.engines import prompts
 from tests.tiny import tiny_adapter, tiny_checkpoint
-from tidar_core.bad_words import BadWords
 from tidar_core.bench.drive import answer_all
 from tidar_core.config import EngineConfig
 from tidar_core.engine import Engine, load_engine
-from tidar_core.grammar import choice_grammar
+from tidar_core.grammar.grammar import choice_grammar
 from tidar_core.request import FinishReason, RequestError, SamplingParams
+from tidar_core.sampling.bad_words import BadWords
 
 GREEDY = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=11)

@@ -6,16 +6,8 @@ from typing import Any
 
 import pytest
 
-from tidar_core.grammar import (
-    MAX_GRAMMAR_BYTES,
-    REMARKS,
-    Grammar,
-    GrammarError,
-    choice_grammar,
-    schema_grammar,
-    tag_grammar,
-    without_remarks,
-)
+from tidar_core.grammar.grammar import MAX_GRAMMAR_BYTES, Grammar, choice_grammar, schema_grammar, tag_grammar
+from tidar_core.grammar.schemas import REMARKS, GrammarError, without_remarks
 
 REFUSED_SCHEMAS: list[tuple[Any, str]] = [
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),

@@ -15,8 +15,8 @@ from tests.tiny import tiny_checkpoint, tiny_tokenizer
 from tidar_core.config import EngineConfig
 from tidar_core.engine import load_engine, start
 from tidar_core.engine.grammars import Grammars, Guard, PassingError, token_table
-from tidar_core.grammar import Grammar
-from tidar_core.grammar_guard import COMPILE_SECONDS, compile_seconds, wall_seconds, why_lost
+from tidar_core.grammar.grammar import Grammar
+from tidar_core.grammar.guarding import COMPILE_SECONDS, compile_seconds, wall_seconds, why_lost
 from tidar_core.request import RequestError
 
 
@@ -121,7 +121,7 @@ def test_the_process_takes_the_modules_beside_it_whichever_are_installed(tmp_pat
 
 
 def test_where_the_compiler_does_not_load_alone_it_loads_with_all_of_its_package():
-    breaks = "from tidar_core import grammar_guard as guard; guard._leave_out_tensors = None; guard.main(False)"
+    breaks = "from tidar_core.grammar import guarding; guarding._leave_out_tensors = None; guarding.main(False)"
     lines = [
         json.dumps(token_table(tiny_tokenizer(), 512, (2, 0)).serialize_json()),
         json.dumps({"kind": "json_object", "text": ""}),

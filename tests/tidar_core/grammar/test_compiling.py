@@ -10,9 +10,9 @@ import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidar_core.grammar import schema_grammar, tag_grammar
-from tidar_core.grammar_compiling import STRING_FORMATS, compile_grammar
-from tidar_core.json_patterns import pattern_in_json
+from tidar_core.grammar.compiling import STRING_FORMATS, compile_grammar
+from tidar_core.grammar.grammar import schema_grammar, tag_grammar
+from tidar_core.grammar.json_patterns import pattern_in_json
 
 COMPILER = xgrammar.GrammarCompiler(
     xgrammar.TokenizerInfo([bytes([value]) for value in range(256)]), max_threads=1, cache_enabled=False

@@ -1,106 +1,24 @@
-"""The token rule: which token comes at a position, given its logits, the parameters and the seed.
-
-    x = logits with bias and penalties (`tidar_core.penalties`), banned ids and what a grammar refuses at -inf
-    T = 0:  argmax x, the lowest id on a tie
-    T > 0:  z = x / T;  S = what top-k, top-p and min-p keep of softmax(z)
-            argmax over v in S of  z[v] + G(seed, choice, position, v)
-
-G is Gumbel noise looked up in `tidar_core.philox`, so the pick is a sample of softmax(z) over S that is fixed by the
-seed, and a drafter that guesses with the same noise agrees as often as its distribution allows.
-
-A row's token depends on that row and its rule alone, bit for bit: never on the other rows, their number or their
-order. Three things see to that. Maxima, sorts and elementwise functions are free of rounding order. Where
-probabilities must be summed, for top-p, they are integers first (fixed point, relative to the row's best token):
-integer sums are exact in any order and over any width. And since what S keeps is always the head of the row by
-descending score, it can be found among a few best candidates, whose number changes the cost and never the result.
-"""
+"""Picks tokens by their rules, in plain torch."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tidar_core.penalties import NO_HISTORY, History, penalised
-from tidar_core.philox import NoiseKey, gumbel_all, gumbel_at
 from tidar_core.request import SamplingParams
+from tidar_core.sampling.penalties import penalised
+from tidar_core.sampling.philox import NoiseKey, gumbel_all, gumbel_at
+from tidar_core.sampling.token_rule import NO_TOKEN, Kind, TokenRule, any_adjusts, heat, kind_of, of_all, top_p_cut
 from tidar_core.transfer import on_device, sent
-
-NO_TOKEN = -1
-"""Picked where a row has no finite best score."""
 
 _MASS_BITS = 44  # a token's mass is exp(z - max z) in units of 2**-44
 MAX_VOCAB = (1 << 19) - 1  # keeps a row's mass below 2**63
 _WIDTHS = (64, 1024)  # candidates looked at first and second; then all
 _TIES = 8  # room for ties behind the k-th candidate (bf16 logits tie often)
-_COLDEST = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRule:
-    """How one token is picked.
-
-    position: of the token to pick (its logits come from the row before). banned: ids never picked here:
-    end-of-sequence and stop ids before min_tokens, the ends of bad words; ids outside the vocabulary are ignored.
-    history: what came before, for parameters that penalise it. allowed: the only ids that may be picked, uint8, a bit
-    an id, the lowest first; None where all may.
-    """
-
-    params: SamplingParams
-    position: int
-    banned: tuple[int, ...] = ()
-    history: History = NO_HISTORY
-    allowed: np.ndarray | None = field(default=None, compare=False)
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether banned ids, a grammar, bias or penalties change this row's scores."""
-        return bool(self.banned) or self.allowed is not None or self.params.changes_scores
-
-    def keeps_all(self, vocab: int) -> bool:
-        """Whether S is the whole vocabulary, or the best token alone."""
-        return _kind(self.params, vocab) in (_Kind.GREEDY, _Kind.WHOLE)
-
-
-def distinct(rules: Sequence[TokenRule]) -> Iterable[TokenRule]:
-    """Each rule once, however many rows share it."""
-    return {id(rule): rule for rule in rules}.values()
-
-
-T = TypeVar("T")
-
-
-class Rules(tuple[TokenRule, ...]):
-    """The rules of rows, one each, for many steps: what `of_all` derives from them is kept with them."""
-
-    def __init__(self, rules: Iterable[TokenRule]):
-        self._found: dict[Hashable, Any] = {}
-
-
-def of_all(rules: Sequence[TokenRule], find: Callable[..., T], *arguments: Hashable) -> T:
-    """`find(rules, *arguments)`, computed once and then kept where the rules are `Rules`. find: a named function, the
-    same object at each call, whose result nobody changes."""
-    if not isinstance(rules, Rules):
-        return find(rules, *arguments)
-    key = (find, *arguments)
-    if key not in rules._found:
-        rules._found[key] = find(rules, *arguments)
-    found: T = rules._found[key]
-    return found
-
-
-def kept_by_rank(params: SamplingParams, vocab: int) -> int:
-    """How many tokens top-k keeps, ties at the border not counted; 0 where it keeps all."""
-    return params.top_k if params.top_k < vocab else 0
-
-
-def any_adjusts(rules: Sequence[TokenRule]) -> bool:
-    """Whether any of the rules changes its row's scores."""
-    return any(rule.adjusts for rule in distinct(rules))
 
 
 def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None = None) -> Tensor:
@@ -117,9 +35,9 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None
     for way, rows in _ways(rules, logits.shape[-1]).items():
         index = on_device(rows, logits.device)
         own = [rules[row] for row in rows]
-        if way.kind is _Kind.GREEDY:
+        if way.kind is Kind.GREEDY:
             picks[index] = _pick_greedy(logits, index)
-        elif way.kind is _Kind.WHOLE:
+        elif way.kind is Kind.WHOLE:
             picks[index] = _pick_whole(_scaled(logits, own, index), _noise_key(own, index, shift))
         else:
             key = _noise_key(own, index, shift)
@@ -128,30 +46,11 @@ def pick_tokens(logits: Tensor, rules: Sequence[TokenRule], shift: Tensor | None
     return picks
 
 
-def heat(params: SamplingParams) -> float:
-    """The temperature that scores are divided by, 0 for greedy. Below `_COLDEST` x / T would overflow, and the choice
-    would be the same."""
-    return max(params.temperature, _COLDEST) if params.temperature else 0.0
-
-
-def top_p_cut(params: SamplingParams) -> float:
-    """The share of the mass that top-p removes, 1 - top_p; below 0 where it keeps all."""
-    # The best token always stays: its share is 1, so the cut has to stay below.
-    return min(1 - params.top_p, 1 - 2.0**-24) if params.top_p < 1 else -1.0
-
-
-class _Kind(Enum):
-    GREEDY = "greedy"
-    WHOLE = "whole"  # sampled, every token kept
-    RANKED = "ranked"  # top-k, then perhaps top-p and min-p
-    TAILED = "tailed"  # top-p or min-p alone
-
-
 class _Way(NamedTuple):
     """How rows that are computed together are picked. widths: how many candidates are tried, one number after the
     other."""
 
-    kind: _Kind
+    kind: Kind
     widths: tuple[int, ...] = ()
 
 
@@ -229,19 +128,11 @@ def _ways(rules: Sequence[TokenRule], vocab: int) -> dict[_Way, list[int]]:
 
 
 def _way(params: SamplingParams, vocab: int) -> _Way:
-    kind = _kind(params, vocab)
-    if kind in (_Kind.GREEDY, _Kind.WHOLE):
+    kind = kind_of(params, vocab)
+    if kind in (Kind.GREEDY, Kind.WHOLE):
         return _Way(kind)
-    needed = params.top_k + _TIES if kind is _Kind.RANKED else 1
+    needed = params.top_k + _TIES if kind is Kind.RANKED else 1
     return _Way(kind, (*(width for width in _WIDTHS if needed <= width <= vocab // 8), vocab))
-
-
-def _kind(params: SamplingParams, vocab: int) -> _Kind:
-    if params.temperature == 0:
-        return _Kind.GREEDY
-    if kept_by_rank(params, vocab):
-        return _Kind.RANKED
-    return _Kind.WHOLE if params.top_p >= 1 and params.min_p <= 0 else _Kind.TAILED
 
 
 def _pick_greedy(logits: Tensor, index: Tensor) -> Tensor:
@@ -337,7 +228,7 @@ def _limits(scaled: Tensor, rules: Sequence[TokenRule], way: _Way) -> _Limits:
     cuts = [top_p_cut(one) for one in params]
     floats = on_device([cuts, [one.min_p for one in params]], scaled.device, torch.float32)
     cut, min_p = floats.unsqueeze(-1)
-    if way.kind is _Kind.RANKED:
+    if way.kind is Kind.RANKED:
         top_k = on_device([one.top_k for one in params], scaled.device).unsqueeze(-1)
         return _Limits(top_k, cut, min_p, None)
     return _Limits(None, cut, min_p, _whole_mass(scaled) if max(cuts) >= 0 else None)

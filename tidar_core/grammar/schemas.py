@@ -1,122 +1,21 @@
-"""What an answer may be made to follow: a JSON schema, any JSON object, a regular expression, a grammar, or tags.
-
-`Grammar` is what a request carries; making one checks all that is cheap to check, so that nothing oversized goes any
-further. `tidar_core.engine.grammars` compiles it for a model's tokens, `tidar_core.engine.constraint` follows it.
+"""JSON schemas: which can be kept in every answer, and what a grammar has no use for.
 
 A schema is refused where an answer could follow what is enforced of it and still not be valid: the grammar behind it
 knows no negation, no conditions, no conjunctions, and reads nothing beside a reference or a list of alternatives.
 """
 
-import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
 from math import ceil, floor, isfinite
-from typing import Any, Literal
+from typing import Any
 
-from tidar_core.grammar_compiling import NAMED_SCHEMAS
+from tidar_core.grammar.compiling import NAMED_SCHEMAS
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "structural_tag"]
-
-MAX_GRAMMAR_BYTES = 64 * 1024
-MOST_TIMES_LARGER = 4  # a structural tag may be, where it has as many schemas: those of 128 tools
 MAX_SCHEMA_DEPTH = 64  # levels of JSON, of which a nested object takes two
 TOO_DEEP = f"a schema may be nested at most {MAX_SCHEMA_DEPTH} levels deep"
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be followed; the message is one line for the user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """kind: how `text` is written: a JSON schema, a regular expression that matches the whole answer, GBNF, the EBNF
-    of llama.cpp with the rule `root`, or xgrammar's structural tag, which puts schemas between fixed texts.
-    json_object needs no text. parts: grammars within this one that a field of their own asks for, by its name; it is
-    told where this one cannot be compiled since the part cannot. Raises GrammarError."""
-
-    kind: GrammarKind
-    text: str = ""
-    parts: tuple[tuple[str, "Grammar"], ...] = ()
-
-    def __post_init__(self) -> None:
-        self._check_size(MOST_TIMES_LARGER if self.kind == "structural_tag" else 1)
-        if self.kind == "json_schema":
-            check_schema(_parsed(self.text))
-        elif self.kind == "structural_tag":
-            schemas = list(_schemas_between(_parsed(self.text)))
-            self._check_size(max(1, min(len(schemas), MOST_TIMES_LARGER)))
-            for schema in schemas:
-                check_schema(schema)
-        elif self.kind != "json_object" and not self.text:
-            raise GrammarError(f"the {'regular expression' if self.kind == 'regex' else 'grammar'} is empty")
-
-    def _check_size(self, times: int) -> None:
-        most, size = times * MAX_GRAMMAR_BYTES, len(self.text.encode("utf-8", "surrogatepass"))
-        if size > most:
-            raise GrammarError(f"a grammar may have at most {most} bytes, this one has {size}")
-
-
-def schema_grammar(schema: dict[str, Any] | bool) -> Grammar:
-    """The grammar of a schema that was parsed already."""
-    _check_depth(schema)
-    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
-
-
-def tag_grammar(form: dict[str, Any], parts: tuple[tuple[str, Grammar], ...] = ()) -> Grammar:
-    """The grammar of a format of xgrammar's structural tags."""
-    _check_depth(form)
-    text = json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
-    return Grammar("structural_tag", text, parts)
-
-
-def choice_grammar(choices: list[str]) -> Grammar:
-    """One of the texts, word for word."""
-    if not choices or not all(choices):
-        raise GrammarError("a choice needs at least one text, and none of them may be empty")
-    return Grammar("ebnf", "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
-
-
-def _parsed(text: str) -> Any:
-    try:
-        schema = json.loads(text)
-    except RecursionError:
-        raise GrammarError(TOO_DEEP) from None
-    except ValueError as error:
-        raise GrammarError(f"the schema is not JSON: {error}") from error
-    _check_depth(schema)
-    return schema
-
-
-def _schemas_between(form: Any) -> Iterator[Any]:
-    """The schemas in a structural tag. What a schema itself holds is none of the tag's."""
-    if isinstance(form, list):
-        for item in form:
-            yield from _schemas_between(item)
-    elif isinstance(form, dict):
-        if form.get("type") == "json_schema":
-            yield form.get("json_schema")
-        else:
-            yield from _schemas_between(list(form.values()))
-
-
-def _check_depth(value: Any) -> None:
-    layer = [value]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        layer = [
-            item
-            for value in layer
-            if isinstance(value, dict | list)
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]
-        if not layer:
-            return
-    raise GrammarError(TOO_DEEP)
-
-
 MAX_PATTERNS = 64  # of an object, each of which is held against the others
 MOST_COMPARED = 32  # characters of what names may begin with
 LONGEST_PART = 256  # of a pattern that stands for one character of them; it is kept
@@ -147,6 +46,25 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "array": (list,), "boolean": (bool,), "integer": (int,), "null": (type(None),), "number": (int, float),
     "object": (dict,), "string": (str,),
 }  # fmt: skip
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be followed; the message is one line for the user."""
+
+
+def check_depth(value: Any) -> None:
+    """Raises GrammarError where a value of JSON is nested too deep for a schema."""
+    layer = [value]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        layer = [
+            item
+            for value in layer
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not layer:
+            return
+    raise GrammarError(TOO_DEEP)
 
 
 def check_schema(schema: Any) -> None:

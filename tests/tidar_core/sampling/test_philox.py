@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidar_core.philox import NoiseKey, gumbel, gumbel_all, gumbel_at, philox4x32
+from tidar_core.sampling.philox import NoiseKey, gumbel, gumbel_all, gumbel_at, philox4x32
 
 CPU = torch.device("cpu")
 WORDS = st.integers(0, 2**32 - 1)
